@@ -1,0 +1,74 @@
+"""Error and warning types. One error names the thing, its value, and the fix; user mistakes never show a traceback.
+
+Entry points catch :class:`SkyRLMegatronError`, print ``str(error)`` and exit with ``error.exit_code``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class SkyRLMegatronWarning(UserWarning):
+    """Our own warnings. Tests turn them into errors, so each one is expected where it appears."""
+
+
+class SkyRLMegatronError(Exception):
+    """Base of every error that a user can cause or must act on. ``exit_code`` is what a command exits with."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing wrong with a configuration.
+
+    ``key`` is the dotted config key, ``value`` what it was set to, ``fix`` a sentence saying what to change.
+    """
+
+    key: str
+    value: object
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.value}: {self.fix}"
+
+
+class ConfigError(SkyRLMegatronError, ValueError):
+    """All problems of a configuration at once, found before any process group, Ray or device is taken."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(problems)
+        count = len(self.problems)
+        head = "1 problem" if count == 1 else f"{count} problems"
+        super().__init__("\n".join([f"{head} in the configuration:", *(f"  - {p}" for p in self.problems)]))
+
+
+class ModelLoadError(SkyRLMegatronError):
+    """A HF folder is missing, corrupt, or of a kind that is not supported."""
+
+
+class DistributedError(SkyRLMegatronError):
+    """A rank failed, or a phase outlived its deadline; names rank and phase."""
+
+
+class EngineError(SkyRLMegatronError):
+    """An inference engine failed to start, answer, or update."""
+
+
+class WeightSyncError(SkyRLMegatronError):
+    """The weights on an engine are not provably those of the trainer."""
+
+
+class CheckpointError(SkyRLMegatronError):
+    """A checkpoint is incomplete, corrupt, or cannot be written."""
+
+
+class DataError(SkyRLMegatronError, ValueError):
+    """A dataset, environment or reward is not what the run needs; names file and row."""
+
+
+class LaunchError(SkyRLMegatronError):
+    """The machine lacks what the run needs: memory, a port, a slot in the cluster."""

@@ -1,0 +1,68 @@
+"""Options and fixtures of the whole suite. Test modules import no torch, ray, megatron or vllm at collection."""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from tests.support.rank_pool import RankPool
+
+_started = time.monotonic()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("skyrl-megatron")
+    group.addoption("--layouts", choices=["plain", "all"], default="plain", help="all: also the full layout matrix")
+    group.addoption("--rotate", default="", help="start the run at a test chosen by this text (e.g. a commit)")
+    group.addoption("--stop-after-minutes", type=float, default=0.0, help="skip and list what starts later than this")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--layouts") == "plain":
+        matrix = [item for item in items if item.get_closest_marker("full_matrix")]
+        config.hook.pytest_deselected(items=matrix)
+        items[:] = [item for item in items if not item.get_closest_marker("full_matrix")]
+    if (rotate := config.getoption("--rotate")) and items:
+        start = zlib.crc32(rotate.encode()) % len(items)
+        items[:] = items[start:] + items[:start]
+
+
+_not_reached: list[str] = []
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    limit = item.config.getoption("--stop-after-minutes")
+    if limit and time.monotonic() - _started > limit * 60:
+        _not_reached.append(item.nodeid)
+        pytest.skip(f"not reached within {limit:g} minutes")
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    if _not_reached:
+        terminalreporter.section(f"not reached in time: {len(_not_reached)}")
+        for nodeid in _not_reached:
+            terminalreporter.write_line(nodeid)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """The shared pool of rank processes: ``ranks(world_size, body, *args)`` → list of results by rank."""
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """``tests/data``: recorded vectors."""
+    return Path(__file__).parent / "data"

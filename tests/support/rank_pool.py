@@ -1,0 +1,161 @@
+"""A pool of rank processes for multi-process tests: imports are paid once, process groups are made anew per test.
+
+A test body is a module-level function whose imports of torch, megatron, … are inside it::
+
+    def tp2_body(path):            # runs on every rank, after torch.distributed is initialised
+        import torch.distributed as dist
+        return dist.get_rank()
+
+    def test_tp2(ranks, path):
+        assert ranks(2, tp2_body, path) == [0, 1]
+
+When one rank raises, the others may be waiting in a collective: they are killed, and the error carries the traceback
+of the first rank that failed. Nothing waits without a deadline.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+POOL_SIZE = 4
+
+
+class RankFailure(AssertionError):
+    """A rank of a test body raised, died, or did not answer in time."""
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that is free now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _serve(connection: Connection) -> None:
+    """Run test bodies one after the other in this rank process, until the pipe closes."""
+    import faulthandler
+
+    faulthandler.enable()
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            job = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send(("ok", _run_job(*job)))
+        except BaseException:
+            connection.send(("error", traceback.format_exc()))
+
+
+def _run_job(
+    rank: int, world_size: int, port: int, timeout_s: float, body: Callable[..., Any], args: tuple, kwargs: dict
+) -> Any:
+    import datetime
+    import gc
+    import sys
+
+    import torch
+    import torch.distributed as dist
+
+    from skyrl_megatron import device
+
+    torch.manual_seed(0)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    device.set_local_device(rank)
+    store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, datetime.timedelta(seconds=timeout_s))
+    dist.init_process_group(
+        device.collective_backend(),
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+    try:
+        result = body(*args, **kwargs)
+        dist.barrier()
+        return result
+    finally:
+        mpu = sys.modules.get("megatron.core.parallel_state")
+        if mpu is not None:
+            mpu.destroy_model_parallel()
+        dist.destroy_process_group()
+        gc.collect()
+
+
+class RankPool:
+    """Up to :data:`POOL_SIZE` persistent rank processes. ``pool(world_size, body, *args)`` → one result per rank."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._ranks: list[tuple[Any, Connection]] = []
+
+    def __call__(
+        self, world_size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 180.0, **kwargs: Any
+    ) -> list[Any]:
+        if not 1 <= world_size <= POOL_SIZE:
+            raise ValueError(f"world_size={world_size}: the pool has {POOL_SIZE} ranks")
+        self._grow(world_size)
+        port = free_port()
+        pipes = [connection for _, connection in self._ranks[:world_size]]
+        for rank, pipe in enumerate(pipes):
+            pipe.send((rank, world_size, port, timeout_s, body, args, kwargs))
+        return self._collect(pipes, body, timeout_s + 60.0)
+
+    def close(self) -> None:
+        """End every rank process."""
+        for process, connection in self._ranks:
+            connection.close()
+            process.join(2)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._ranks.clear()
+
+    def _grow(self, count: int) -> None:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        while len(self._ranks) < count:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+
+    def _collect(self, pipes: list[Connection], body: Callable[..., Any], timeout_s: float) -> list[Any]:
+        deadline = time.monotonic() + timeout_s
+        results: dict[int, Any] = {}
+        waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+        name = f"{body.__module__}.{body.__qualname__}"
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                late = sorted(waiting.values())
+                self._kill()
+                raise RankFailure(f"{name}: ranks {late} did not answer within {timeout_s:.0f} s")
+            for pipe in ready:
+                rank = waiting.pop(pipe)  # type: ignore[arg-type]
+                try:
+                    status, value = pipe.recv()  # type: ignore[union-attr]
+                except (EOFError, ConnectionResetError):
+                    status, value = "error", "the process died (see stderr above)"
+                if status == "error":
+                    self._kill()
+                    raise RankFailure(f"{name} failed on rank {rank} of {len(pipes)}:\n{value}")
+                results[rank] = value
+        return [results[rank] for rank in range(len(pipes))]
+
+    def _kill(self) -> None:
+        for process, connection in self._ranks:
+            process.kill()
+            process.join()
+            connection.close()
+        self._ranks.clear()

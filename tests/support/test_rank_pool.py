@@ -1,0 +1,50 @@
+"""The pool itself: results by rank, failure of one rank, a rank that hangs, and reuse afterwards."""
+
+import os
+import time
+
+import pytest
+
+from tests.support.rank_pool import RankFailure
+
+
+def sum_of_ranks():
+    import torch
+    import torch.distributed as dist
+
+    value = torch.tensor([float(dist.get_rank() + 1)])
+    dist.all_reduce(value)
+    return os.getpid(), value.item()
+
+
+def rank_one_fails():
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        raise ValueError("planted")
+    dist.barrier()
+
+
+def rank_zero_dies():
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        os._exit(9)
+    dist.barrier()
+
+
+def test_results_come_by_rank_and_processes_are_reused(ranks):
+    first = ranks(2, sum_of_ranks)
+    assert [total for _, total in first] == [3.0, 3.0]
+    second = ranks(3, sum_of_ranks)
+    assert [total for _, total in second] == [6.0, 6.0, 6.0]
+    assert [pid for pid, _ in first] == [pid for pid, _ in second][:2]
+
+
+@pytest.mark.parametrize("body, says", [(rank_one_fails, "planted"), (rank_zero_dies, "rank")])
+def test_a_failing_rank_takes_the_others_down_within_seconds(ranks, body, says):
+    start = time.monotonic()
+    with pytest.raises(RankFailure, match=says):
+        ranks(2, body)
+    assert time.monotonic() - start < 60
+    assert [total for _, total in ranks(2, sum_of_ranks)] == [3.0, 3.0]
