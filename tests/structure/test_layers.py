@@ -1,0 +1,147 @@
+"""The layers of ARCHITECTURE.md as rules: imports go down only, each heavy package enters at one layer, and the names
+of devices and backends stay in the few files that choose them."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYER = {
+    "entrypoints": 8,
+    "trainer": 7,
+    "workers": 6,
+    "rollout": 5,
+    "envs": 5,
+    "inference": 4,
+    "weight_sync": 3,
+    "runtime": 2,
+    "algorithms": 1,
+    "data": 1,
+    "config": 0,
+    "errors": 0,
+    "types": 0,
+    "device": 0,
+}
+# First layer that may import the package, and files below it that may too.
+HEAVY = {
+    "ray": (6, {"skyrl_megatron/algorithms/registry.py"}),
+    "vllm": (3, set()),
+    "megatron": (2, {"bridges/megatron_io.py"}),
+    "transformer_engine": (2, set()),
+    "apex": (2, set()),
+    "torch": (1, {"skyrl_megatron/types.py", "skyrl_megatron/device.py"}),
+}
+DEVICE_FILES = {"skyrl_megatron/device.py", "skyrl_megatron/runtime/cpu_seam.py"}
+COMPATIBILITY = {"utils", "generators"}  # re-exports for scripts written for SkyRL, nothing else
+
+
+def sources() -> list[Path]:
+    return sorted([*(ROOT / "skyrl_megatron").rglob("*.py"), *(ROOT / "bridges").rglob("*.py")])
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def layer_of(path: str) -> int | None:
+    """The layer number of a file or dotted module; None for compatibility modules and the package root."""
+    parts = path.removesuffix(".py").replace("/", ".").split(".")
+    if parts[0] == "bridges":
+        return 1
+    return LAYER.get(parts[1]) if len(parts) > 1 else None
+
+
+def imports(path: Path) -> list[str]:
+    """Every module named by an import statement of the file, at any depth, type-checking blocks excepted."""
+    tree = ast.parse(path.read_text())
+    skipped = {
+        id(child)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for child in ast.walk(node)
+    }
+    package = relative(path).removesuffix(".py").replace("/", ".").split(".")[:-1]
+    found = []
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            found += [module] if node.module else [f"{module}.{alias.name}" for alias in node.names]
+            if module == "skyrl_megatron":
+                found += [f"skyrl_megatron.{alias.name}" for alias in node.names]
+    return found
+
+
+@pytest.mark.parametrize("path", sources(), ids=relative)
+def test_imports_go_down_only(path):
+    name = relative(path)
+    layer = layer_of(name)
+    for module in imports(path):
+        package = module.split(".")[0]
+        if package in HEAVY and layer is not None:
+            first, exceptions = HEAVY[package]
+            assert layer >= first or name in exceptions, f"{name} imports {package}, which enters at layer {first}"
+        if package == "skyrl_megatron":
+            assert not name.startswith("bridges/"), f"{name} imports {module}: bridges stands on its own"
+            target = layer_of(module)
+            if layer is not None and target is not None:
+                assert target <= layer, f"{name} (layer {layer}) imports {module} (layer {target})"
+            if layer is not None and module.split(".")[1:2]:
+                assert module.split(".")[1] not in COMPATIBILITY, f"{name} imports {module}, a re-export for scripts"
+
+
+@pytest.mark.parametrize("path", sources(), ids=relative)
+def test_device_and_backend_names_stay_in_their_files(path):
+    name = relative(path)
+    if name in DEVICE_FILES or name.startswith("skyrl_megatron/weight_sync/transport_"):
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            assert node.value not in {"cuda", "nccl", "gloo"} and not node.value.startswith("cuda:"), (
+                f"{name}:{node.lineno} spells {node.value!r}: ask skyrl_megatron.device"
+            )
+
+
+def test_algorithms_never_touch_process_groups():
+    for path in (ROOT / "skyrl_megatron" / "algorithms").rglob("*.py"):
+        assert not any(module.startswith("torch.distributed") for module in imports(path)), relative(path)
+
+
+def test_gptmodel_is_imported_in_one_file():
+    users = [relative(p) for p in sources() if any("megatron.core.models.gpt" in module for module in imports(p))]
+    assert set(users) <= {"skyrl_megatron/runtime/model_build.py"}, users
+
+
+def test_no_dumping_grounds():
+    allowed = {ROOT / "skyrl_megatron" / "utils", ROOT / "skyrl_megatron" / "generators"}
+    bad = [
+        relative(path)
+        for path in [*(ROOT / "skyrl_megatron").rglob("*"), *(ROOT / "bridges").rglob("*")]
+        if path.stem in {"utils", "misc", "common", "helpers"} and path not in allowed and path.suffix in {"", ".py"}
+    ]
+    assert not bad, bad
+
+
+@pytest.mark.parametrize("folder", ["utils", "generators"])
+def test_compatibility_modules_only_reexport(folder):
+    for path in (ROOT / "skyrl_megatron" / folder).rglob("*.py"):
+        body = ast.parse(path.read_text()).body
+        kinds = {type(node).__name__ for node in body if not (isinstance(node, ast.Expr))}
+        assert kinds <= {"Import", "ImportFrom", "Assign"}, f"{relative(path)} holds more than re-exports: {kinds}"
+
+
+def test_test_modules_import_no_heavy_package_at_collection():
+    heavy = {"torch", "ray", "megatron", "vllm", "transformers"}
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name.split(".")[0] for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module.split(".")[0]]
+            assert not heavy & set(names), f"{relative(path)} imports {heavy & set(names)} at collection"
