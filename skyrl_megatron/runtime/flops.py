@@ -1,0 +1,125 @@
+"""Floating-point operations of a forward and a training pass, from the model's real configuration.
+
+Counted are the matrix products (two operations per multiply-add): attention projections, attention scores, dense and
+expert MLPs (only the experts a token is routed to), routers, LM head. Element-wise work is left out, as is
+recomputation: MFU relates *model* FLOPs to the peak (PaLM, arXiv:2204.02311, appendix B).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from skyrl_megatron import device
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+# Dense bf16 peak, FLOP/s, from the vendors' data sheets (SXM parts).
+_PEAK_BF16 = {
+    "A100": 312e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "H20": 148e12,
+    "B200": 2250e12,
+    "B300": 2250e12,
+    "GB200": 2450e12,
+    "GB300": 2450e12,
+    "L40S": 362e12,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFlops:
+    """Forward FLOPs of one sequence of length s: ``linear * s`` plus, per layer, ``quadratic * (pairs attended)``."""
+
+    linear: float
+    """FLOPs per token of everything that is linear in the sequence length."""
+    full_attention: float
+    """FLOPs per attended (query, key) pair, summed over the layers that attend to everything before."""
+    window_attention: float
+    """The same, summed over the layers that attend to ``window`` tokens."""
+    window: int
+    """Keys that a query of a sliding-window layer sees, itself included; 0 when there are none."""
+
+    def forward(self, lengths: np.ndarray) -> np.ndarray:
+        """Forward FLOPs of each sequence. ``lengths``: [B] int → [B] float64."""
+        s = np.asarray(lengths, dtype=np.float64)
+        flops = self.linear * s + self.full_attention * s * (s + 1) / 2
+        if self.window:
+            w = np.minimum(s, self.window)
+            flops += self.window_attention * (w * (w + 1) / 2 + (s - w) * self.window)
+        return flops
+
+    def training(self, lengths: np.ndarray) -> float:
+        """FLOPs of forward and backward over all sequences: backward costs twice the forward."""
+        return 3.0 * float(self.forward(lengths).sum())
+
+
+def model_flops(config: TransformerConfig, vocab_size: int) -> ModelFlops:
+    """FLOPs of the whole model (all pipeline stages, all experts a token visits) for a Megatron configuration."""
+    h = config.hidden_size
+    attention_linear, pair = _attention(config)
+    moe_layers = _moe_pattern(config)
+    gated = 3 if config.gated_linear_unit else 2
+    dense_mlp = 2 * gated * h * config.ffn_hidden_size
+    linear = 2.0 * h * vocab_size
+    for is_moe in moe_layers:
+        linear += attention_linear
+        if not is_moe:
+            linear += dense_mlp
+            continue
+        linear += 2 * h * config.num_moe_experts
+        linear += 2 * gated * h * config.moe_ffn_hidden_size * config.moe_router_topk
+        linear += 2 * gated * h * (config.moe_shared_expert_intermediate_size or 0)
+    window = config.window_size[0] + 1 if config.window_size else 0
+    windowed = sum(_windowed(config, layer) for layer in range(1, config.num_layers + 1)) if window else 0
+    return ModelFlops(linear, pair * (config.num_layers - windowed), pair * windowed, window)
+
+
+def _attention(config: TransformerConfig) -> tuple[float, float]:
+    """(FLOPs per token of a layer's projections, FLOPs per attended pair of a layer)."""
+    h, heads = config.hidden_size, config.num_attention_heads
+    if getattr(config, "multi_latent_attention", False):
+        qk = config.qk_head_dim + config.qk_pos_emb_head_dim
+        rank = config.q_lora_rank
+        query = h * rank + rank * heads * qk if rank else h * heads * qk
+        kv = h * (config.kv_lora_rank + config.qk_pos_emb_head_dim)
+        kv += config.kv_lora_rank * heads * (config.qk_head_dim + config.v_head_dim)
+        out = heads * config.v_head_dim * h
+        return 2.0 * (query + kv + out), 2.0 * heads * (qk + config.v_head_dim)
+    width = config.kv_channels
+    qkv = h * width * (heads + 2 * config.num_query_groups)
+    return 2.0 * (qkv + heads * width * h), 4.0 * heads * width
+
+
+def _moe_pattern(config: TransformerConfig) -> list[bool]:
+    """For each layer, whether its MLP is a mixture of experts."""
+    if not config.num_moe_experts:
+        return [False] * config.num_layers
+    frequency = config.moe_layer_freq
+    if isinstance(frequency, int):
+        return [layer % frequency == 0 for layer in range(config.num_layers)]
+    return [bool(flag) for flag in frequency]
+
+
+def _windowed(config: TransformerConfig, layer_number: int) -> bool:
+    """Whether a layer (numbered from 1) uses the sliding window; megatron/core/transformer/utils.py decides the same."""
+    frequency = config.window_attn_skip_freq
+    if frequency is None:
+        return True
+    if isinstance(frequency, int):
+        return layer_number % frequency != 0
+    return bool(frequency[layer_number - 1])
+
+
+def peak_flops() -> float | None:
+    """Dense bf16 FLOP/s of this process's device; None where no honest figure is known (CPU, unlisted parts)."""
+    if not device.has_cuda():
+        return None
+    name = torch.cuda.get_device_name()
+    known = [key for key in _PEAK_BF16 if key in name]
+    return _PEAK_BF16[max(known, key=len)] if known else None

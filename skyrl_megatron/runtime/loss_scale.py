@@ -1,0 +1,60 @@
+"""The one place that decides what Megatron divides losses and gradients by.
+
+Our losses arrive here already divided by the denominator of the whole optimizer step (``algorithms/reduction.py``), so
+gradients must be *summed* over micro-batches and over the dp·cp ranks, and divided by nothing. What Megatron-Core
+0.19 would divide by, and how each division is cancelled:
+
+=================================================  =====================================================================
+Megatron                                           here
+=================================================  =====================================================================
+pipeline_parallel/schedules.py                     ``calculate_per_token_loss=True`` and a closure that returns three
+``forward_step_calc_loss``: loss / num_tokens      values: the loss is left as it is
+/ num_microbatches, or · cp_size
+distributed/distributed_data_parallel.py:          ``calculate_per_token_loss=True``: factors 1.0 for dense and expert
+gradient_scaling_factor 1/dp_cp                    parameters; asks for ``average_in_collective=False``
+distributed/finalize_model_grads.py: gradients     ``finalize_model_grads(num_tokens=None)``: no division
+/ num_tokens of the step
+transformer/moe/moe_utils.py MoEAuxLossAutoScaler  ``moe_grad_scale_func`` = 1 / valid tokens of the step: the router
+                                                   multiplies each auxiliary loss by the valid tokens of its micro-batch
+=================================================  =====================================================================
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.transformer import TransformerConfig
+
+
+class AuxiliaryLossScale:
+    """``config.moe_grad_scale_func``: what the router's token-weighted auxiliary losses are multiplied by."""
+
+    def __init__(self) -> None:
+        self.value = 1.0
+
+    def __call__(self) -> Tensor:
+        return torch.tensor(self.value)
+
+    def over(self, valid_tokens: float, share: float = 1.0) -> None:
+        """Weight each micro-batch by its share of ``valid_tokens`` (of the step, all dp ranks), times ``share``."""
+        self.value = share / max(valid_tokens, 1.0)
+
+
+def sum_gradients(config: TransformerConfig, ddp_config: DistributedDataParallelConfig) -> AuxiliaryLossScale:
+    """Make Megatron sum where it would average (table above). Call before the model is wrapped in DDP."""
+    config.calculate_per_token_loss = True
+    config.finalize_model_grads_func = None  # runs once per optimizer step, from there: it is not idempotent
+    config.grad_scale_func = None
+    ddp_config.average_in_collective = False
+    config.moe_grad_scale_func = scale = AuxiliaryLossScale()
+    return scale
+
+
+def loss_for_schedule(loss: Tensor, metrics: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """What the loss closure returns to Megatron's schedule: three values, a token count that divides nothing."""
+    return loss, torch.zeros((), dtype=torch.int, device=loss.device), metrics

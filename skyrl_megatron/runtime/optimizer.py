@@ -1,0 +1,175 @@
+"""Megatron's distributed Adam, learning-rate schedules, and the step that refuses gradients that are not finite."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from skyrl_megatron import device
+from skyrl_megatron.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
+
+    from skyrl_megatron.config import OptimizerConfig as TrainOptimizerConfig
+    from skyrl_megatron.runtime.parallel_state import ProcessGroups
+
+# scheduler names of the configuration → decay style of Megatron's scheduler
+_DECAY_STYLE = {
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+    "wsd": "WSD",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Outcome of one optimizer step, equal on every rank."""
+
+    grad_norm: float
+    """L2 norm over all parameters before clipping."""
+    learning_rate: float
+    """The rate that the step was taken with."""
+    skipped: bool
+    """True when the gradient was not finite: weights, moments and schedule are as before."""
+    offender: str | None = None
+    """When skipped: the first parameter whose gradient is not finite, with its rank."""
+
+
+def build_optimizer(
+    chunks: list[DistributedDataParallel],
+    settings: TrainOptimizerConfig,
+    extra: dict[str, Any],
+    groups: ProcessGroups,
+    *,
+    params_dtype: torch.dtype,
+    use_distributed_optimizer: bool,
+    overlap_param_gather: bool,
+) -> MegatronOptimizer:
+    """Megatron's Adam over all chunks of this rank.
+
+    ``extra`` (``optimizer_config_kwargs``) are fields of Megatron's ``OptimizerConfig``, applied last: precision-aware
+    moments, CPU offload, ``adam_eps``, … Raises ConfigError for a field that Megatron does not have.
+    """
+    fields: dict[str, Any] = {
+        "optimizer": "adam",
+        "lr": settings.lr,
+        "min_lr": settings.min_lr,
+        "weight_decay": settings.weight_decay,
+        "adam_beta1": settings.adam_betas[0],
+        "adam_beta2": settings.adam_betas[1],
+        "clip_grad": settings.max_grad_norm,
+        "bf16": params_dtype == torch.bfloat16,
+        "params_dtype": params_dtype,
+        "use_distributed_optimizer": use_distributed_optimizer,
+        "overlap_param_gather": overlap_param_gather,
+        "pin_cpu_grads": device.has_cuda(),
+        "pin_cpu_params": device.has_cuda(),
+    }
+    known = OptimizerConfig.__dataclass_fields__
+    unknown = [name for name in extra if name not in known]
+    if unknown:
+        key = "trainer.policy.megatron_config.optimizer_config_kwargs"
+        raise ConfigError(
+            [Problem(f"{key}.{name}", extra[name], "megatron's OptimizerConfig has no such field") for name in unknown]
+        )
+    config = OptimizerConfig(**(fields | extra))
+    return get_megatron_optimizer(config, chunks, use_gloo_process_groups=False, pg_collection=groups.collection)
+
+
+def build_lr_schedule(
+    optimizer: MegatronOptimizer, settings: TrainOptimizerConfig, total_steps: int | None
+) -> OptimizerParamScheduler:
+    """The schedule named by ``settings.scheduler``, counted in optimizer steps (mini-batches), warm-up included.
+
+    ``num_decay_steps`` (default: ``total_steps``) is where ``min_lr`` is reached; ``wsd`` holds the peak until its last
+    tenth and then decays linearly. Raises ConfigError when a decaying schedule has no end or ends inside its warm-up.
+    """
+    key = "trainer.policy.optimizer_config"
+    style = _DECAY_STYLE.get(settings.scheduler)
+    if style is None:
+        fix = f"known schedules: {', '.join(sorted(_DECAY_STYLE))}"
+        raise ConfigError([Problem(f"{key}.scheduler", settings.scheduler, fix)])
+    end = settings.num_decay_steps if settings.num_decay_steps is not None else total_steps
+    if style == "constant":
+        end = settings.num_warmup_steps + 1  # never read: a constant rate has no end
+    elif end is None:
+        raise ConfigError([Problem(f"{key}.num_decay_steps", None, f"{settings.scheduler} needs a number of steps")])
+    elif end <= settings.num_warmup_steps:
+        fix = f"must exceed num_warmup_steps={settings.num_warmup_steps}"
+        raise ConfigError([Problem(f"{key}.num_decay_steps", end, fix)])
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr if style != "constant" else min(settings.min_lr, settings.lr),
+        lr_warmup_steps=settings.num_warmup_steps,
+        lr_decay_steps=end,
+        lr_decay_style=style,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=end,
+        wd_incr_style="constant",
+        wsd_decay_steps=max(1, end // 10),
+        lr_wsd_decay_style="linear",
+    )
+
+
+def current_lr(optimizer: MegatronOptimizer) -> float:
+    """The learning rate of the parameter groups that follow the schedule."""
+    return max((float(group["lr"]) for group in optimizer.param_groups), default=0.0)
+
+
+@torch.no_grad()
+def step_if_finite(
+    optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler, chunks: list[DistributedDataParallel]
+) -> StepResult:
+    """Clip and step, unless any gradient of any rank is not finite. Gradients must be final (reduced over dp).
+
+    Does what ``ChainedOptimizer.step`` of megatron/core/optimizer/optimizer.py does, but looks at the norm first:
+    Megatron only looks for infinities under a loss scaler and would write NaN into every weight.
+    """
+    learning_rate = current_lr(optimizer)
+    found_inf = optimizer.prepare_grads()
+    grad_norm = float(optimizer.get_grad_norm())
+    healthy = torch.tensor([float(math.isfinite(grad_norm) and not found_inf)], device=device.device())
+    dist.all_reduce(healthy, op=dist.ReduceOp.MIN)
+    if not healthy.item():
+        return StepResult(grad_norm, learning_rate, True, _first_offender(chunks))
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        parameters = [] if getattr(part, "is_stub_optimizer", False) else part.get_parameters()
+        if parameters and part.config.clip_grad > 0.0:
+            clip_grad_by_total_norm_fp32(
+                parameters,
+                max_norm=part.config.clip_grad,
+                total_norm=grad_norm,
+                use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+            )
+    optimizer.step_with_ready_grads()
+    schedule.step(1)
+    return StepResult(grad_norm, learning_rate, False)
+
+
+def _first_offender(chunks: list[DistributedDataParallel]) -> str | None:
+    """The first parameter, by rank then by position, whose reduced gradient holds a NaN or infinity."""
+    mine = None
+    for chunk in chunks:
+        for name, parameter in chunk.module.named_parameters():
+            grad = getattr(parameter, "main_grad", None)
+            if grad is not None and not torch.isfinite(grad).all():
+                mine = f"{name} (rank {dist.get_rank()})"
+                break
+        if mine:
+            break
+    found: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return next((name for name in found if name), None)
