@@ -107,7 +107,7 @@ def _moe_pattern(config: TransformerConfig) -> list[bool]:
 
 
 def _windowed(config: TransformerConfig, layer_number: int) -> bool:
-    """Whether a layer (numbered from 1) uses the sliding window; megatron/core/transformer/utils.py decides the same."""
+    """Whether a layer (numbered from 1) uses the sliding window (as megatron/core/transformer/utils.py)."""
     frequency = config.window_attn_skip_freq
     if frequency is None:
         return True

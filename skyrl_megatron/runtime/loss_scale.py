@@ -4,19 +4,19 @@ Our losses arrive here already divided by the denominator of the whole optimizer
 gradients must be *summed* over micro-batches and over the dp·cp ranks, and divided by nothing. What Megatron-Core
 0.19 would divide by, and how each division is cancelled:
 
-=================================================  =====================================================================
+=================================================  ==================================================================
 Megatron                                           here
-=================================================  =====================================================================
-pipeline_parallel/schedules.py                     ``calculate_per_token_loss=True`` and a closure that returns three
+=================================================  ==================================================================
+pipeline_parallel/schedules.py                     ``calculate_per_token_loss=True`` and a closure returning three
 ``forward_step_calc_loss``: loss / num_tokens      values: the loss is left as it is
 / num_microbatches, or · cp_size
 distributed/distributed_data_parallel.py:          ``calculate_per_token_loss=True``: factors 1.0 for dense and expert
 gradient_scaling_factor 1/dp_cp                    parameters; asks for ``average_in_collective=False``
 distributed/finalize_model_grads.py: gradients     ``finalize_model_grads(num_tokens=None)``: no division
 / num_tokens of the step
-transformer/moe/moe_utils.py MoEAuxLossAutoScaler  ``moe_grad_scale_func`` = 1 / valid tokens of the step: the router
-                                                   multiplies each auxiliary loss by the valid tokens of its micro-batch
-=================================================  =====================================================================
+transformer/moe/moe_utils.py MoEAuxLossAutoScaler  ``moe_grad_scale_func`` = 1 / valid tokens of the step: the router multiplies
+                                                   each auxiliary loss by its micro-batch's valid tokens
+=================================================  ==================================================================
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Cutting a rank's share of a mini-batch into micro-batches, the same number on every data-parallel rank.
 
-Two ways: a fixed number of rows, or a token budget that no micro-batch exceeds. Pipeline schedules need equal counts on
-all dp ranks (and whole groups of them under virtual pipelining), so ranks with less work split further or, when they
-have no rows left to split, add empty micro-batches, which weigh nothing anywhere.
+Two ways: a fixed number of rows, or a token budget that no micro-batch exceeds. Pipeline schedules need equal counts
+on all dp ranks (and whole groups of them under virtual pipelining), so ranks with less work split further or, when
+they have no rows left to split, add empty micro-batches, which weigh nothing anywhere.
 """
 
 from __future__ import annotations
