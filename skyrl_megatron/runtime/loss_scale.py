@@ -14,8 +14,8 @@ distributed/distributed_data_parallel.py:          ``calculate_per_token_loss=Tr
 gradient_scaling_factor 1/dp_cp                    parameters; asks for ``average_in_collective=False``
 distributed/finalize_model_grads.py: gradients     ``finalize_model_grads(num_tokens=None)``: no division
 / num_tokens of the step
-transformer/moe/moe_utils.py MoEAuxLossAutoScaler  ``moe_grad_scale_func`` = 1 / valid tokens of the step: the router multiplies
-                                                   each auxiliary loss by its micro-batch's valid tokens
+transformer/moe/moe_utils.py MoEAuxLossAutoScaler  ``moe_grad_scale_func`` = 1 / valid tokens of the step: the
+                                                   router multiplies each loss by its micro-batch's tokens
 =================================================  ==================================================================
 """
 

@@ -92,7 +92,7 @@ def build_lr_schedule(
     """The schedule named by ``settings.scheduler``, counted in optimizer steps (mini-batches), warm-up included.
 
     ``num_decay_steps`` (default: ``total_steps``) is where ``min_lr`` is reached; ``wsd`` holds the peak until its
-    last tenth and then decays linearly. Raises ConfigError when a decaying schedule has no end or ends inside its warm-up.
+    last tenth, then decays linearly. Raises ConfigError when a decaying schedule has no end, or ends in its warm-up.
     """
     key = "trainer.policy.optimizer_config"
     style = _DECAY_STYLE.get(settings.scheduler)
