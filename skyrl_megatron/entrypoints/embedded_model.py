@@ -1,0 +1,96 @@
+"""The small seeded Qwen3-MoE of the embedded default: a real HF folder with tokenizer and chat template.
+
+It has the shape of its big siblings (grouped-query attention, q/k norm, 8 experts top-2) at a million parameters,
+so that the whole system runs on two CPU cores.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+CHARACTERS = "0123456789+-*=? .,:;!()abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ'\"\n"
+SPECIAL_TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>", "<|unk|>", "system", "user", "assistant")
+VOCAB_SIZE = 128
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_embedded_model(folder: Path, seed: int = 0) -> Path:
+    """Write the model into ``folder`` unless it is there already; returns ``folder``.
+
+    The folder appears whole or not at all: it is written beside and renamed.
+    """
+    recipe = {"seed": seed, "vocab_size": VOCAB_SIZE, "version": 1}
+    marker = folder / "embedded_model.json"
+    if marker.exists() and json.loads(marker.read_text()) == recipe:
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        _write_tokenizer(beside)
+        _write_weights(beside, seed)
+        (beside / marker.name).write_text(json.dumps(recipe))
+        if folder.exists():
+            shutil.rmtree(folder)
+        beside.rename(folder)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return folder
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """One token per character: numbers are spelled digit by digit, which makes arithmetic learnable."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"system|user|assistant|[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|pad|>",
+        unk_token="<|unk|>",
+        additional_special_tokens=["<|im_start|>"],
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)
+
+
+def _write_weights(folder: Path, seed: int) -> None:
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=256,
+        moe_intermediate_size=64,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        pad_token_id=SPECIAL_TOKENS.index("<|pad|>"),
+        eos_token_id=SPECIAL_TOKENS.index("<|im_end|>"),
+        bos_token_id=None,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3MoeForCausalLM(config).float()
+    model.generation_config.eos_token_id = config.eos_token_id
+    model.generation_config.pad_token_id = config.pad_token_id
+    model.save_pretrained(folder)
