@@ -1,30 +1,64 @@
 """Which device the process computes on and which backend its collectives use: decided here, asked everywhere.
 
-The rest of the package never spells a device or backend name; a structure test enforces it.
+The rest of the package never spells a device or backend name; a structure test enforces it. torch is imported by the
+functions that need it, so that the configuration can ask for names and count GPUs in milliseconds.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
+
+NCCL = "nccl"
+"""Name of the GPU collectives, as configurations spell it."""
+GLOO = "gloo"
+"""Name of the CPU collectives, as configurations spell it."""
+
+_DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
+
+
+def driver_gpu_count() -> int:
+    """GPUs of this machine that this process may use, told without loading torch and without a CUDA context.
+
+    Counts the device files ``/dev/nvidiaN`` (a container has those of its own GPUs only), else what the driver lists in
+    ``/proc/driver/nvidia/gpus``; limited by ``CUDA_VISIBLE_DEVICES``. 0 on a machine without a driver.
+    """
+    present = sum(1 for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
+    if not present and _DRIVER_GPUS.is_dir():
+        present = sum(1 for _ in _DRIVER_GPUS.iterdir())
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return present
+    named = [name for name in visible.split(",") if name.strip() not in {"", "-1", "NoDevFiles"}]
+    return min(present, len(named))
 
 
 @functools.cache
 def has_cuda() -> bool:
     """True when a CUDA device is usable in this process."""
+    import torch
+
     return torch.cuda.is_available()
 
 
 def device() -> torch.device:
     """The device of this process: the current CUDA device, else the CPU."""
+    import torch
+
     return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else torch.device("cpu")
 
 
 def set_local_device(local_rank: int | None = None) -> torch.device:
     """Bind this process to its CUDA device (``local_rank``, default ``$LOCAL_RANK`` or 0); no-op on CPU."""
     if has_cuda():
+        import torch
+
         rank = int(os.environ.get("LOCAL_RANK", "0")) if local_rank is None else local_rank
         torch.cuda.set_device(rank % torch.cuda.device_count())
     return device()
@@ -32,29 +66,37 @@ def set_local_device(local_rank: int | None = None) -> torch.device:
 
 def collective_backend() -> str:
     """The ``torch.distributed`` backend of trainer groups. On CUDA, CPU tensors still travel over gloo."""
-    return "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
+    return f"cpu:{GLOO},cuda:{NCCL}" if has_cuda() else GLOO
 
 
 def default_dtype() -> torch.dtype:
     """bfloat16 on CUDA; float32 on CPU, where tests compare numbers."""
+    import torch
+
     return torch.bfloat16 if has_cuda() else torch.float32
 
 
 def synchronize() -> None:
     """Wait for the device's queued work, so that a timer measures it."""
     if has_cuda():
+        import torch
+
         torch.cuda.synchronize()
 
 
 def empty_cache() -> None:
     """Return cached device memory to the driver."""
     if has_cuda():
+        import torch
+
         torch.cuda.empty_cache()
 
 
 def peak_memory_bytes() -> int:
     """Peak bytes held by this process: device allocator on CUDA, resident set on CPU."""
     if has_cuda():
+        import torch
+
         return torch.cuda.max_memory_allocated()
     import resource
 
