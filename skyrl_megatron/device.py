@@ -26,7 +26,7 @@ _DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
 def driver_gpu_count() -> int:
     """GPUs of this machine that this process may use, told without loading torch and without a CUDA context.
 
-    Counts the device files ``/dev/nvidiaN`` (a container has those of its own GPUs only), else what the driver lists in
+    Counts the device files ``/dev/nvidiaN`` (a container has only its own), else what the driver lists in
     ``/proc/driver/nvidia/gpus``; limited by ``CUDA_VISIBLE_DEVICES``. 0 on a machine without a driver.
     """
     present = sum(1 for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
