@@ -1,0 +1,121 @@
+"""Pure tensor operations between the tensors of a HF folder and one Megatron parameter, exact in both directions.
+
+A Megatron tensor is the concatenation along dim 0 of ``parts`` equally long pieces: 1 for most, 2 for gate and up
+projections, whose halves are split over tp separately. Streaming code works on the pieces, so a gate and an up
+projection are never copied together only to be written to two places.
+
+Every class here is bound to sizes; the tables in ``families/`` name dimensions instead (see :mod:`bridges.rules`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """One HF tensor is the Megatron tensor as it stands. Base of all conversions."""
+
+    parts: int = 1
+
+    def to_parts(self, hf: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """HF tensors in the order of the row → the pieces of the Megatron tensor. Views where possible."""
+        return tuple(hf)
+
+    def from_parts(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The inverse of :meth:`to_parts`, bit for bit. Views where possible."""
+        return tuple(parts)
+
+    def to_megatron(self, hf: Sequence[Tensor]) -> Tensor:
+        """HF tensors in the order of the row → the whole (unsharded) Megatron tensor."""
+        parts = self.to_parts(hf)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def to_hf(self, megatron: Tensor) -> tuple[Tensor, ...]:
+        """The whole (unsharded) Megatron tensor → HF tensors in the order of the row."""
+        return self.from_parts(megatron.chunk(self.parts))
+
+
+@dataclass(frozen=True, slots=True)
+class InterleaveQkv(Conversion):
+    """q ``[groups·queries·dim, …]``, k and v ``[groups·dim, …]`` → ``[groups·(queries + 2)·dim, …]``.
+
+    Megatron orders the rows by KV group: the group's query heads, its key head, its value head
+    (``megatron/core/transformer/attention.py``, ``SelfAttention.get_query_key_value_tensors``). With 2 groups of
+    2 query heads: ``q0 q1 k0 v0 q2 q3 k1 v1``. A tp split is then a plain split into runs of whole groups.
+    """
+
+    groups: int = 1
+    queries: int = 1
+    dim: int = 1
+
+    def to_parts(self, hf: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        q, k, v = hf
+        rest = q.shape[1:]
+        by_group = [
+            q.reshape(self.groups, self.queries * self.dim, *rest),
+            k.reshape(self.groups, self.dim, *rest),
+            v.reshape(self.groups, self.dim, *rest),
+        ]
+        return (torch.cat(by_group, dim=1).flatten(0, 1),)
+
+    def from_parts(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        rest = parts[0].shape[1:]
+        by_group = parts[0].reshape(self.groups, (self.queries + 2) * self.dim, *rest)
+        q, k, v = torch.tensor_split(by_group, (self.queries * self.dim, (self.queries + 1) * self.dim), dim=1)
+        return q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Transpose(Conversion):
+    """``[a, b]`` ↔ ``[b, a]``."""
+
+    def to_parts(self, hf: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return (hf[0].t(),)
+
+    def from_parts(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return (parts[0].t(),)
+
+
+@dataclass(frozen=True, slots=True)
+class DeinterleaveGateUp(Conversion):
+    """``[H, 2f]`` or ``[2f]`` with columns gate, up, gate, up … ↔ gate ``[f, H]`` or ``[f]``, and up alike."""
+
+    parts: int = 2
+
+    def to_parts(self, hf: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        rows = hf[0].t() if hf[0].dim() == 2 else hf[0]
+        return rows[0::2], rows[1::2]
+
+    def from_parts(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        rows = torch.stack(tuple(parts), dim=1).flatten(0, 1)
+        return (rows.t() if rows.dim() == 2 else rows,)
+
+
+@dataclass(frozen=True, slots=True)
+class InterleaveRope(Conversion):
+    """Reorders, in each of ``heads`` blocks of rows, the last ``rope`` rows from halves to pairs.
+
+    HF models that rotate ``(x[i], x[i + rope/2])`` become Megatron's MLA, which rotates ``(x[2i], x[2i + 1])``:
+    ``new[2i] = old[i]``, ``new[2i + 1] = old[i + rope/2]``. ``plain`` rows before them stay.
+    """
+
+    heads: int = 1
+    plain: int = 0
+    rope: int = 2
+
+    def _permute(self, rows: Tensor, shape: tuple[int, int]) -> Tensor:
+        blocks = rows.reshape(self.heads, self.plain + self.rope, *rows.shape[1:])
+        plain, rope = torch.tensor_split(blocks, (self.plain,), dim=1)
+        rope = rope.reshape(self.heads, *shape, *rows.shape[1:]).transpose(1, 2).flatten(1, 2)
+        return torch.cat([plain, rope], dim=1).flatten(0, 1)
+
+    def to_parts(self, hf: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return (self._permute(hf[0], (2, self.rope // 2)),)
+
+    def from_parts(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return (self._permute(parts[0], (self.rope // 2, 2)),)

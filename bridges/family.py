@@ -1,0 +1,70 @@
+"""A model family: rows of data plus two readings of the HF config, and what the runtime gets from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from bridges.hf_config import read_config
+from bridges.rules import ModelShape, Row
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronModelConfig:
+    """What a HF config means in Megatron's words.
+
+    ``transformer``: fields of ``TransformerConfig`` (of ``MLATransformerConfig`` if ``multi_latent_attention``).
+    ``model``: keyword arguments of ``GPTModel``. ``attributes``: set on the config object before the model is built
+    (``GPTModel`` reads YaRN settings that ``TransformerConfig`` does not declare). ``activation``: name of the
+    activation function, ``silu`` or ``quick_gelu``. ``full_width_qk_norm``: q and k are normalised over all heads
+    together. ``mla_norm_epsilon``: epsilon of the two norms inside MLA, which HF fixes.
+    """
+
+    transformer: dict[str, Any]
+    model: dict[str, Any]
+    attributes: dict[str, Any] = field(default_factory=dict)
+    activation: str = "silu"
+    multi_latent_attention: bool = False
+    full_width_qk_norm: bool = False
+    mla_norm_epsilon: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One HF ``model_type``. ``embedding``, ``layer``, ``dense``, ``moe``, ``head`` are the rows of the table: before
+    the layers, in every layer, in layers without and with experts, after the layers. ``aliases``: other
+    ``model_type`` values with the same tensors. ``ignored``: endings of HF names that hold no weights."""
+
+    model_type: str
+    architecture: str
+    read_shape: Callable[[PreTrainedConfig], ModelShape]
+    read_megatron: Callable[[PreTrainedConfig], MegatronModelConfig]
+    embedding: tuple[Row, ...]
+    layer: tuple[Row, ...]
+    dense: tuple[Row, ...]
+    moe: tuple[Row, ...]
+    head: tuple[Row, ...]
+    aliases: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
+
+    def config(self, hf_config: Mapping[str, Any]) -> PreTrainedConfig:
+        """``config.json`` as transformers reads it, defaults filled in. Raises :class:`BridgeError`."""
+        return read_config(hf_config, self.model_type)
+
+    def shape(self, hf_config: Mapping[str, Any]) -> ModelShape:
+        """The sizes and flags that the rows are expanded with."""
+        return self.read_shape(self.config(hf_config))
+
+    def megatron_config(self, hf_config: Mapping[str, Any]) -> MegatronModelConfig:
+        """Megatron's settings for a model that computes what the HF model computes.
+
+        Raises :class:`BridgeError` naming the key of an option that Megatron cannot express.
+        """
+        return self.read_megatron(self.config(hf_config))
+
+    def layer_rows(self, moe: bool) -> tuple[Row, ...]:
+        """Rows of a layer with or without experts."""
+        return self.layer + (self.moe if moe else self.dense)

@@ -1,0 +1,196 @@
+"""Reading a HF folder: names, shapes and dtypes without loading anything, tensors as views of mapped files.
+
+A safetensors file is an 8-byte length, a JSON header and the data (https://github.com/huggingface/safetensors). The
+header is read here and not through the library because conversion needs the byte ranges: for checking a file against
+its length, and for copying data without touching it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bridges.errors import BridgeError
+from bridges.rules import Shape
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+INDEX = "model.safetensors.index.json"
+MAX_HEADER = 100 * 2**20  # the library's own limit
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """A tensor in a file: dtype, shape, and its bytes ``[start, end)`` of the file."""
+
+    file: str
+    dtype: torch.dtype
+    shape: Shape
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of data."""
+        return self.end - self.start
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises :class:`BridgeError` naming the file."""
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise BridgeError(f"{path}: {error.strerror}; is this a HF folder?") from error
+    except ValueError as error:
+        raise BridgeError(f"{path} is not valid JSON ({error}); fetch the file again") from error
+    if not isinstance(value, dict):
+        raise BridgeError(f"{path} must hold a JSON object, not a {type(value).__name__}; fetch the file again")
+    return value
+
+
+def read_header(folder: Path, file_name: str) -> dict[str, TensorInfo]:
+    """Name → place of every tensor of a safetensors file. Raises :class:`BridgeError` if anything does not fit."""
+    path = folder / file_name
+
+    def broken(what: str) -> BridgeError:
+        return BridgeError(f"{path} is damaged: {what}; fetch the file again")
+
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, MAX_HEADER):
+                raise broken(f"it has {size} bytes, its header should have {length}")
+            header = json.loads(file.read(length))
+    except OSError as error:
+        raise BridgeError(f"{path}: {error.strerror}; fetch the file again") from error
+    except ValueError as error:
+        raise broken(f"its header is not JSON ({error})") from error
+    data = 8 + length
+    infos = {}
+    for name, value in header.items():
+        if name == "__metadata__":
+            continue
+        try:
+            dtype, shape = DTYPES[value["dtype"]], tuple(value["shape"])
+            start, end = value["data_offsets"]
+            fits = 0 <= start <= end and end - start == math.prod(shape) * dtype.itemsize
+        except (KeyError, TypeError, ValueError) as error:
+            raise broken(f"tensor {name} has the entry {value!r}") from error
+        if not fits:
+            raise broken(f"tensor {name} of shape {list(shape)} occupies bytes {start} to {end}")
+        if data + end > size:
+            raise broken(f"tensor {name} ends at byte {data + end}, the file has {size}")
+        infos[name] = TensorInfo(file_name, dtype, shape, data + start, data + end)
+    return infos
+
+
+class HfFolder:
+    """A HF folder opened for reading.
+
+    ``tensors``: name → :class:`TensorInfo`. Opening reads the config, the index and the headers, and raises one
+    :class:`BridgeError` naming file, tensor and remedy for anything missing, damaged or unsafe; data is only mapped.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise BridgeError(f"{self.path} is not a folder; give the folder that holds config.json")
+        self.config = read_json(self.path / "config.json")
+        self.tensors: Mapping[str, TensorInfo] = self._read_tensors()
+        self._maps: dict[str, mmap.mmap] = {}
+
+    def _read_tensors(self) -> dict[str, TensorInfo]:
+        if (self.path / INDEX).exists():
+            return self._read_index()
+        single = self.path / "model.safetensors"
+        files = [single] if single.exists() else sorted(self.path.glob("*.safetensors"))
+        if not files:
+            self._refuse_without_weights()
+        tensors: dict[str, TensorInfo] = {}
+        for file in files:
+            for name, info in read_header(self.path, file.name).items():
+                if name in tensors:
+                    raise BridgeError(f"{self.path}: {name} is both in {tensors[name].file} and in {file.name}")
+                tensors[name] = info
+        return tensors
+
+    def _refuse_without_weights(self) -> None:
+        pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in self.path.glob(pattern))
+        if pickles:
+            raise BridgeError(
+                f"{self.path} holds its weights as pickles ({pickles[0]}), which can run code when they are opened; "
+                "save the model again with safe_serialization=True, or fetch its safetensors revision"
+            )
+        raise BridgeError(f"{self.path} holds no *.safetensors file; fetch the weights")
+
+    def _read_index(self) -> dict[str, TensorInfo]:
+        index = self.path / INDEX
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise BridgeError(f"{index} has no weight_map of names to files; fetch the file again")
+        headers: dict[str, dict[str, TensorInfo]] = {}
+        for file in sorted(set(weight_map.values())):
+            pure = PurePosixPath(file)
+            if pure.is_absolute() or ".." in pure.parts or "\\" in file:
+                raise BridgeError(f"{index} names {file!r}, which is outside the folder; fetch the file again")
+            if not (self.path / file).exists():
+                tensor = next(name for name, value in weight_map.items() if value == file)
+                raise BridgeError(f"{index} names {file} (for {tensor}), which is missing; fetch that file")
+            headers[file] = read_header(self.path, file)
+        for file, infos in headers.items():
+            for name in infos:
+                if weight_map.get(name) != file:
+                    raise BridgeError(f"{self.path / file} holds {name}, which {index.name} places in "
+                                      f"{weight_map.get(name, 'no file')}; fetch the folder again")  # fmt: skip
+        for name, file in weight_map.items():
+            if name not in headers[file]:
+                raise BridgeError(f"{index} places {name} in {file}, which does not hold it; fetch both files again")
+        return {name: headers[file][name] for name, file in weight_map.items()}
+
+    def shapes(self) -> dict[str, Shape]:
+        """Name → shape of every tensor."""
+        return {name: info.shape for name, info in self.tensors.items()}
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype on disk."""
+        return self.tensors[name].dtype
+
+    def read(self, name: str, index: int | None = None) -> Tensor:
+        """The tensor as a view of the mapped file (do not write to it), or its slice ``[index]``."""
+        info = self.tensors[name]
+        if info.file not in self._maps:
+            with (self.path / info.file).open("rb") as file:
+                # A private map is writable in name only, which keeps torch from warning; nothing writes to it.
+                self._maps[info.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        count = math.prod(info.shape)
+        if not count:
+            return torch.empty(info.shape, dtype=info.dtype)
+        if info.start % info.dtype.itemsize:
+            raw = torch.frombuffer(self._maps[info.file], dtype=torch.uint8, count=info.nbytes, offset=info.start)
+            flat = raw.clone().view(info.dtype)
+        else:
+            flat = torch.frombuffer(self._maps[info.file], dtype=info.dtype, count=count, offset=info.start)
+        tensor = flat.view(info.shape)
+        return tensor if index is None else tensor[index]

@@ -1,0 +1,89 @@
+"""The plan of one model: its entries, found by Megatron name or by HF name, and the check of a folder against it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bridges.errors import BridgeError
+from bridges.families import get_family
+from bridges.family import Family
+from bridges.rules import Entry, ModelShape, Shape, expand
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything about names and shapes of one model, computed once. Lookups are single dictionary accesses.
+
+    ``by_name``: canonical Megatron name → entry. ``hf``: name on disk → shape on disk. ``copies``: names that some
+    folders hold although they repeat another tensor (a tied output layer). ``carried``: prefixes of layers beyond the
+    model proper (multi-token prediction), which are passed on as they are.
+    """
+
+    family: Family
+    shape: ModelShape
+    hf_config: Mapping[str, Any]
+    entries: tuple[Entry, ...]
+    by_name: Mapping[str, Entry]
+    hf: Mapping[str, Shape]
+    copies: Mapping[str, str]
+    carried: tuple[str, ...]
+
+    @classmethod
+    def of(cls, hf_config: Mapping[str, Any]) -> Plan:
+        """The plan for ``config.json`` as a dict. Raises :class:`BridgeError` if the model is not supported."""
+        family = get_family(str(hf_config.get("model_type")))
+        config = family.config(hf_config)
+        shape = family.read_shape(config)
+        entries = expand(family, hf_config)
+        layers = range(len(shape.moe), len(shape.moe) + (getattr(config, "num_nextn_predict_layers", 0) or 0))
+        return cls(
+            family,
+            shape,
+            hf_config,
+            entries,
+            {entry.name: entry for entry in entries},
+            {piece.name: piece.shape for entry in entries for piece in entry.hf},
+            {} if "untied" in shape.flags else {"lm_head.weight": "model.embed_tokens.weight"},
+            tuple(f"model.layers.{layer}." for layer in layers),
+        )
+
+    def is_carried(self, hf_name: str) -> bool:
+        """Whether a tensor belongs to a multi-token-prediction layer, which is passed on byte for byte."""
+        return hf_name.startswith(self.carried) if self.carried else False
+
+    def is_ignored(self, hf_name: str) -> bool:
+        """Whether the family declares that a tensor holds no weights."""
+        return hf_name.endswith(self.family.ignored)
+
+    def check(self, shapes: Mapping[str, Shape], where: str) -> None:
+        """Compares a folder's tensors with the plan. Raises one :class:`BridgeError` listing every difference."""
+        extra = [
+            name
+            for name in shapes
+            if not (name in self.hf or name in self.copies or self.is_carried(name) or self.is_ignored(name))
+        ]
+        missing = [name for name in self.hf if name not in shapes]
+        problems = [f"unknown {name}{_nearest(name, missing or self.hf)}" for name in extra[:MANY]]
+        problems += [f"missing {name}" for name in missing if name not in extra][:MANY]
+        wrong = [name for name, shape in self.hf.items() if name in shapes and shapes[name] != shape]
+        problems += [f"{name} is {list(shapes[name])}, expected {list(self.hf[name])}" for name in wrong[:MANY]]
+        if problems:
+            total = len(extra) + len(missing) + len(wrong)
+            more = f"\n  … {total} differences in all" if total > len(problems) else ""
+            raise BridgeError(
+                f"{where}: the tensors are not those of its config.json (model_type={self.family.model_type}):\n  "
+                + "\n  ".join(problems)
+                + more
+                + "\nUse the config.json that belongs to these weights, or fetch the folder again."
+            )
+
+
+MANY = 8  # differences listed of each kind
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(names)[:2000], n=1, cutoff=0.8)
+    return f" (nearest: {close[0]})" if close else ""

@@ -1,0 +1,361 @@
+"""Rows of a mapping table, and their expansion to one entry per Megatron parameter or buffer.
+
+A family (``families/*.py``) is rows of data. A row gives the canonical Megatron name, the HF names as they are on
+disk, and shapes written with named dimensions; both directions of the conversion derive from it. Rows know nothing of
+process groups, ranks or folders.
+
+Shapes are words separated by spaces, each a key of :attr:`ModelShape.dims`, optionally with a leading factor:
+``"Q H"``, ``"2M"``, or a plain number.
+
+======  ==================================  ======  =================================================
+``V``   vocabulary                          ``E``   experts
+``H``   hidden size                         ``F``   feed-forward size of a dense layer
+``A``   attention heads                     ``M``   feed-forward size of one expert
+``G``   KV groups                           ``S``   feed-forward size of the shared expert(s)
+``D``   size of a head                      ``R``   q_lora_rank (MLA)
+``Q``   A·D                                 ``C``   kv_lora_rank (MLA)
+``K``   G·D                                 ``P``   rotary part of a head (MLA)
+``U``   A·(nope + P), query rows (MLA)      ``W``   A·(nope + v), key and value rows (MLA)
+``O``   A·v, attention output (MLA)
+======  ==================================  ======  =================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from bridges.conversions import (
+    Conversion,
+    DeinterleaveGateUp,
+    InterleaveQkv,
+    InterleaveRope,
+    Transpose,
+)
+from bridges.errors import BridgeError
+
+if TYPE_CHECKING:
+    from bridges.family import Family
+
+Shape = tuple[int, ...]
+
+
+def dim(word: str, dims: Mapping[str, int]) -> int:
+    """One dimension: a number, or a name of the legend with an optional leading factor (``2M``)."""
+    if word.isdigit():
+        return int(word)
+    return (int(word[:-1]) if word[:-1] else 1) * dims[word[-1]]
+
+
+def resolve(shape: str, dims: Mapping[str, int]) -> Shape:
+    """``"2M H"`` → ``(2·M, H)``."""
+    return tuple(dim(word, dims) for word in shape.split())
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How a Megatron tensor is split over tp (over etp where the entry belongs to an expert).
+
+    ``dim``: the tensor dimension, None for a copy on every rank. ``parts``: along dim 0 the tensor is this many pieces
+    of equal length, each split on its own (gate and up). ``units``: the split never cuts one of so many runs of rows
+    (KV groups, heads). ``vocab``: dim 0 is padded with zeros to the padded vocabulary first. ``whole_under_te``: the
+    Transformer Engine spec keeps this parameter whole on every rank (MLA's down projections).
+    """
+
+    dim: int | None = None
+    parts: int = 1
+    units: int | None = None
+    vocab: bool = False
+    whole_under_te: bool = False
+
+
+WHOLE = Split()
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One HF tensor ↔ one Megatron tensor, unchanged. Base of all rows.
+
+    ``megatron``: canonical name with ``{layer}`` and ``{expert}``. ``hf``: names on disk, same placeholders.
+    ``shape``: shape of the first HF tensor (of one expert's slice where ``stacked``). ``split``: dimension split over
+    tp, None if whole. ``units``: see :class:`Split`. ``stacked``: on disk all experts share one tensor with a leading
+    expert axis. ``when``: only if this flag is set (``untied``, ``qkv_bias``, … see :attr:`ModelShape.flags`).
+    ``buffer``: a buffer of the model, not a parameter. ``keep_dtype``: not cast by ``--dtype``.
+    """
+
+    megatron: str
+    hf: str | tuple[str, ...]
+    shape: str
+    split: int | None = None
+    units: str | None = None
+    vocab: bool = False
+    stacked: bool = False
+    when: str | None = None
+    buffer: bool = False
+    keep_dtype: bool = False
+    whole_under_te: bool = False
+
+    @property
+    def hf_names(self) -> tuple[str, ...]:
+        """The HF names as a tuple, placeholders kept."""
+        return (self.hf,) if isinstance(self.hf, str) else self.hf
+
+    def conversion(self, dims: Mapping[str, int]) -> Conversion:
+        """The tensor operation, bound to sizes."""
+        return Conversion()
+
+    def hf_shapes(self, dims: Mapping[str, int]) -> tuple[Shape, ...]:
+        """Shapes of the HF tensors, in the order of :attr:`hf_names`; of one slice where ``stacked``."""
+        return (resolve(self.shape, dims),) * len(self.hf_names)
+
+    def megatron_shape(self, dims: Mapping[str, int]) -> Shape:
+        """Global shape of the Megatron tensor, vocabulary not padded."""
+        return resolve(self.shape, dims)
+
+    def sharding(self, dims: Mapping[str, int]) -> Split:
+        """How the Megatron tensor is split over tp or etp."""
+        units = dim(self.units, dims) if self.units else None
+        parts = self.conversion(dims).parts
+        return Split(self.split, parts if self.split == 0 else 1, units, self.vocab, self.whole_under_te)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy(Row):
+    """One HF tensor is the Megatron tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Qkv(Row):
+    """HF tensors q, k, v → rows interleaved by KV group. ``shape`` is what follows the rows: ``"H"`` or ``""``."""
+
+    split: int | None = 0
+    units: str | None = "G"
+
+    def conversion(self, dims: Mapping[str, int]) -> Conversion:
+        return InterleaveQkv(groups=dims["G"], queries=dims["A"] // dims["G"], dim=dims["D"])
+
+    def hf_shapes(self, dims: Mapping[str, int]) -> tuple[Shape, ...]:
+        rest = resolve(self.shape, dims)
+        return tuple((dims[rows], *rest) for rows in "QKK")
+
+    def megatron_shape(self, dims: Mapping[str, int]) -> Shape:
+        return (dims["Q"] + 2 * dims["K"], *resolve(self.shape, dims))
+
+
+@dataclass(frozen=True, slots=True)
+class GateUp(Row):
+    """Two HF tensors gate and up → gate rows, then up rows. ``shape`` is that of one of them."""
+
+    split: int | None = 0
+
+    def conversion(self, dims: Mapping[str, int]) -> Conversion:
+        return Conversion(parts=2)
+
+    def megatron_shape(self, dims: Mapping[str, int]) -> Shape:
+        rows, *rest = resolve(self.shape, dims)
+        return (2 * rows, *rest)
+
+
+@dataclass(frozen=True, slots=True)
+class Transposed(Row):
+    """One HF matrix, transposed."""
+
+    def conversion(self, dims: Mapping[str, int]) -> Conversion:
+        return Transpose()
+
+    def megatron_shape(self, dims: Mapping[str, int]) -> Shape:
+        return resolve(self.shape, dims)[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class InterleavedGateUp(Row):
+    """One HF tensor ``[H, 2f]`` or ``[2f]``, columns gate, up, gate, up … → gate rows, then up rows."""
+
+    split: int | None = 0
+
+    def conversion(self, dims: Mapping[str, int]) -> Conversion:
+        return DeinterleaveGateUp()
+
+    def megatron_shape(self, dims: Mapping[str, int]) -> Shape:
+        return resolve(self.shape, dims)[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeRows(Row):
+    """One HF matrix whose rotary rows are stored in halves; Megatron's MLA wants them in pairs.
+
+    The rows are ``heads`` blocks (a name of the legend or a number), the last ``P`` rows of each being rotary.
+    """
+
+    heads: str = "1"
+
+    def conversion(self, dims: Mapping[str, int]) -> Conversion:
+        heads = dim(self.heads, dims)
+        rows = resolve(self.shape, dims)[0]
+        return InterleaveRope(heads=heads, plain=rows // heads - dims["P"], rope=dims["P"])
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What a HF config says about the tensors: ``dims`` by the letters of the legend, ``flags`` that switch rows on,
+    ``moe``: for each layer, whether it holds experts, ``mla``: multi-latent attention."""
+
+    dims: Mapping[str, int]
+    moe: tuple[bool, ...]
+    flags: frozenset[str] = frozenset()
+    mla: bool = False
+
+    @property
+    def uniform(self) -> bool:
+        """All layers hold the same parameters; a checkpoint then stores them with a leading layer axis."""
+        return len(set(self.moe)) == 1
+
+
+@dataclass(frozen=True, slots=True)
+class BoundRow:
+    """A row with its sizes, shared by the entries of all layers and experts."""
+
+    row: Row
+    te_name: str
+    conversion: Conversion
+    shape: Shape
+    hf_shapes: tuple[Shape, ...]
+    split: Split
+
+
+@dataclass(frozen=True, slots=True)
+class HfSlice:
+    """A tensor on disk: its name, its whole shape, and the expert's index on dim 0 where all experts share it."""
+
+    name: str
+    shape: Shape
+    index: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One Megatron parameter or buffer.
+
+    ``name``: canonical global name, e.g. ``decoder.layers.3.mlp.experts.7.linear_fc1.weight``. ``hf``: where its data
+    is on disk. ``layer``, ``expert``: None where it belongs to none; an entry with an expert lives in the expert
+    group and is split over etp, others over tp.
+    """
+
+    name: str
+    hf: tuple[HfSlice, ...]
+    layer: int | None
+    expert: int | None
+    bound: BoundRow
+
+    @property
+    def shape(self) -> Shape:
+        """Global shape, vocabulary not padded."""
+        return self.bound.shape
+
+    @property
+    def split(self) -> Split:
+        """How it is split over tp (etp for an expert)."""
+        return self.bound.split
+
+    @property
+    def parts(self) -> int:
+        """Pieces of equal length along dim 0 (2 for gate and up)."""
+        return self.bound.conversion.parts
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether it is split over ep and etp instead of tp."""
+        return self.expert is not None
+
+    @property
+    def layer_number(self) -> int:
+        """The layer's number, for an entry known to belong to one."""
+        assert self.layer is not None, self.name
+        return self.layer
+
+    @property
+    def is_buffer(self) -> bool:
+        """Whether it is a buffer (``named_buffers``) and not a parameter."""
+        return self.bound.row.buffer
+
+    @property
+    def te_name(self) -> str:
+        """The name under Transformer Engine's layer spec, canonical expert spelling."""
+        return self.bound.te_name.format(layer=self.layer, expert=self.expert)
+
+    def to_megatron(self, tensors: Sequence[Tensor]) -> Tensor:
+        """HF tensors (slices of one expert where stacked), in the order of ``hf`` → Megatron tensor ``[shape]``."""
+        return self.bound.conversion.to_megatron(tensors)
+
+    def to_hf(self, megatron: Tensor) -> tuple[Tensor, ...]:
+        """Megatron tensor ``[shape]`` → HF tensors, in the order of ``hf``."""
+        return self.bound.conversion.to_hf(megatron)
+
+
+def te_spelling(name: str, mla: bool, moe_layer: bool) -> str:
+    """The name of a canonical template under Transformer Engine's spec, which fuses norms into the next matrix."""
+    fused = {} if moe_layer else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+    if mla:
+        fused |= {
+            "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+            "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+        }
+    else:
+        fused |= {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    for plain, spelled in fused.items():
+        name = name.replace("}." + plain, "}." + spelled)
+    return name
+
+
+def _bind(rows: Sequence[Row], shape: ModelShape, moe_layer: bool) -> list[BoundRow]:
+    bound = []
+    for row in rows:
+        if row.when is None or row.when in shape.flags:
+            te_name = te_spelling(row.megatron, shape.mla, moe_layer)
+            bound.append(
+                BoundRow(
+                    row,
+                    te_name,
+                    row.conversion(shape.dims),
+                    row.megatron_shape(shape.dims),
+                    row.hf_shapes(shape.dims),
+                    row.sharding(shape.dims),
+                )
+            )
+    return bound
+
+
+def _entries(bound: BoundRow, layer: int | None, experts: int) -> Iterator[Entry]:
+    row = bound.row
+    per_expert = "{expert}" in row.megatron
+    for expert in range(experts) if per_expert else (None,):
+        names = [name.format(layer=layer, expert=expert) for name in row.hf_names]
+        if row.stacked:
+            hf = tuple(
+                HfSlice(name, (experts, *shape), expert) for name, shape in zip(names, bound.hf_shapes, strict=True)
+            )
+        else:
+            hf = tuple(HfSlice(name, shape) for name, shape in zip(names, bound.hf_shapes, strict=True))
+        yield Entry(row.megatron.format(layer=layer, expert=expert), hf, layer, expert, bound)
+
+
+def expand(family: Family, hf_config: Mapping[str, Any]) -> tuple[Entry, ...]:
+    """Every parameter and buffer of the model that ``hf_config`` (``config.json`` as a dict) describes.
+
+    In model order: embedding, layers from first to last, final norm, output layer. Raises :class:`BridgeError` for a
+    config that the family does not support.
+    """
+    shape = family.shape(hf_config)
+    experts = shape.dims.get("E", 0)
+    first, last = _bind(family.embedding, shape, False), _bind(family.head, shape, False)
+    layers = {moe: _bind(family.layer_rows(moe), shape, moe) for moe in set(shape.moe)}
+    entries = [entry for bound in first for entry in _entries(bound, None, 0)]
+    for layer, moe in enumerate(shape.moe):
+        entries += [entry for bound in layers[moe] for entry in _entries(bound, layer, experts)]
+    entries += [entry for bound in last for entry in _entries(bound, None, 0)]
+    if len({entry.name for entry in entries}) != len(entries):
+        raise BridgeError(f"the table of {family.model_type} names a Megatron parameter twice")
+    return tuple(entries)
