@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from bridges.hf_config import read_config
-from bridges.rules import ModelShape, Row
+from bridges.rows import ModelShape, Row
 
 
 @dataclass(frozen=True, slots=True)

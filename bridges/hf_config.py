@@ -14,10 +14,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from bridges.errors import BridgeError
-from bridges.rules import ModelShape
-
-# Meta's Llama 3 scaling is written into Megatron with these values; only the factor is an argument there.
-LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+from bridges.rows import ModelShape
 
 
 def read_config(hf_config: Mapping[str, Any], model_type: str) -> PreTrainedConfig:
@@ -88,14 +85,53 @@ def sparse_steps(config: PreTrainedConfig) -> tuple[bool, ...]:
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(config.num_hidden_layers))
 
 
+def every_layer(config: PreTrainedConfig) -> tuple[bool, ...]:
+    """Experts in all layers."""
+    layers: int = config.num_hidden_layers
+    return (True,) * layers
+
+
+def dense_first(config: PreTrainedConfig) -> tuple[bool, ...]:
+    """Experts from layer ``first_k_dense_replace`` on."""
+    require(config, "moe_layer_freq", (1,), "experts must follow in every layer after the dense ones")
+    return tuple(layer >= config.first_k_dense_replace for layer in range(config.num_hidden_layers))
+
+
+def mla_shape(config: PreTrainedConfig) -> ModelShape:
+    """Shape of a DeepSeek model. Flags say whether queries are compressed and how their rotary rows are ordered."""
+    heads, nope, rope, value = (
+        config.num_attention_heads,
+        config.qk_nope_head_dim,
+        config.qk_rope_head_dim,
+        config.v_head_dim,
+    )
+    require(config, "num_key_value_heads", (heads,), "multi-latent attention has as many as query heads")
+    order = "pairs" if config.rope_interleave else "halves"
+    compressed = config.q_lora_rank is not None
+    size = config.moe_intermediate_size
+    dims = {
+        "V": config.vocab_size,
+        "H": config.hidden_size,
+        "A": heads,
+        "F": config.intermediate_size,
+        "E": config.n_routed_experts,
+        "M": size,
+        "S": config.n_shared_experts * size,
+        "R": config.q_lora_rank or 0,
+        "C": config.kv_lora_rank,
+        "P": rope,
+        "B": config.kv_lora_rank + rope,
+        "U": heads * (nope + rope),
+        "W": heads * (nope + value),
+        "O": heads * value,
+    }
+    flags = {order, f"q_lora_{order}", "q_lora"} if compressed else {order, f"q_{order}"}
+    return ModelShape(dims, dense_first(config), frozenset(flags) | tie_flag(config), mla=True)
+
+
 def tie_flag(config: PreTrainedConfig) -> frozenset[str]:
     """``untied`` if the output layer has weights of its own."""
     return frozenset() if config.tie_word_embeddings else frozenset({"untied"})
-
-
-def rope_parameters(config: PreTrainedConfig) -> dict[str, Any]:
-    """``rope_parameters`` of transformers 5, into which older spellings were already folded."""
-    return dict(config.rope_parameters or {})
 
 
 def base_transformer(config: PreTrainedConfig) -> dict[str, Any]:
@@ -156,47 +192,6 @@ def model_arguments(config: PreTrainedConfig, **rotary: Any) -> dict[str, Any]:
     }
 
 
-def rotary_arguments(config: PreTrainedConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Rotary embedding outside MLA: (keyword arguments of ``GPTModel``, attributes of the config object)."""
-    rope = rope_parameters(config)
-    kind = rope.get("rope_type", "default")
-    arguments: dict[str, Any] = {
-        "position_embedding_type": "rope",
-        "rotary_base": rope["rope_theta"],
-        "rotary_percent": rope.get("partial_rotary_factor", 1.0),
-    }
-    if kind == "default":
-        return arguments, {}
-    if kind == "linear":
-        return arguments | {"seq_len_interpolation_factor": rope["factor"]}, {}
-    if kind == "llama3":
-        for key, fixed in LLAMA3_FIXED.items():
-            if rope.get(key, fixed) != fixed:
-                raise refuse(config.model_type, f"rope_parameters.{key}", rope[key], f"Megatron fixes it to {fixed}")
-        return arguments | {"rope_scaling": True, "rope_scaling_factor": rope["factor"]}, {}
-    if kind == "yarn":
-        return arguments | {"position_embedding_type": "yarn"}, yarn_attributes(config, rope)
-    raise refuse(config.model_type, "rope_parameters.rope_type", kind, "use default, linear, llama3 or yarn")
-
-
-def yarn_attributes(config: PreTrainedConfig, rope: dict[str, Any]) -> dict[str, Any]:
-    """What ``GPTModel`` reads from the config object for ``position_embedding_type="yarn"``."""
-    if rope.get("attention_factor") is not None:
-        value = rope["attention_factor"]
-        raise refuse(config.model_type, "rope_parameters.attention_factor", value, "Megatron derives it from factor")
-    both = bool(rope.get("mscale") and rope.get("mscale_all_dim"))
-    original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-    return {
-        "yarn_rotary_scaling_factor": rope["factor"],
-        "yarn_original_max_position_embeddings": original,
-        "yarn_beta_fast": rope.get("beta_fast") or 32,
-        "yarn_beta_slow": rope.get("beta_slow") or 1,
-        "yarn_mscale": rope["mscale"] if both else None,
-        "yarn_mscale_all_dim": rope["mscale_all_dim"] if both else None,
-        "yarn_correction_range_round_to_int": rope.get("truncate", True),
-    }
-
-
 def expert_fields(config: PreTrainedConfig, *, experts: int, size: int, moe: tuple[bool, ...]) -> dict[str, Any]:
     """Fields of a model with experts. A list for ``moe_layer_freq`` only where layers differ (1 = experts)."""
     return {
@@ -205,3 +200,32 @@ def expert_fields(config: PreTrainedConfig, *, experts: int, size: int, moe: tup
         "moe_router_topk": config.num_experts_per_tok,
         "moe_layer_freq": 1 if all(moe) else [int(flag) for flag in moe],
     }
+
+
+def sigmoid_routing(config: PreTrainedConfig) -> dict[str, Any]:
+    """Fields of DeepSeek's routing: sigmoid scores, correction bias, experts chosen within the best groups."""
+    kind = config.model_type
+    require(config, "norm_topk_prob", (True,), "Megatron always normalises sigmoid scores")
+    require(config, "scoring_func", ("sigmoid",), "use a model with sigmoid routing")
+    require(config, "topk_method", ("noaux_tc",), "use a model with correction-bias routing")
+    if config.num_experts_per_tok == 1:
+        raise refuse(kind, "num_experts_per_tok", 1, "Megatron does not normalise a single score")
+    fields: dict[str, Any] = {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        # The default moves the bias after every step; it is a released weight here.
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_topk_scaling_factor": config.routed_scaling_factor,
+        "moe_router_dtype": "fp32",
+        "moe_router_pre_softmax": False,
+    }
+    if (config.n_group or 1) > 1:
+        if config.num_experts_per_tok // config.topk_group != 2:
+            reason = (
+                f"Megatron ranks groups by their best num_experts_per_tok/topk_group={config.num_experts_per_tok}/"
+            )
+            raise refuse(
+                kind, "topk_group", config.topk_group, f"{reason}{config.topk_group} experts, HF by their best 2"
+            )
+        fields |= {"moe_router_num_groups": config.n_group, "moe_router_group_topk": config.topk_group}
+    return fields

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from bridges.errors import BridgeError
-from bridges.rules import Shape
+from bridges.rows import Shape
 
 DTYPES = {
     "F64": torch.float64,

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bridges.rules import Entry, ModelShape, Shape
+from bridges.rows import ModelShape, Shape
+from bridges.rules import Entry
 
 LAYERS = "decoder.layers."
 EXPERTS = "mlp.experts."

@@ -10,7 +10,8 @@ from typing import Any
 from bridges.errors import BridgeError
 from bridges.families import get_family
 from bridges.family import Family
-from bridges.rules import Entry, ModelShape, Shape, expand
+from bridges.rows import ModelShape, Shape
+from bridges.rules import Entry, expand
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from bridges.errors import BridgeError
-from bridges.rules import Entry, Shape
+from bridges.rows import Shape
+from bridges.rules import Entry
 
 
 def padded_rows(rows: int, size: int, padded_vocab: int | None = None) -> int:

@@ -10,7 +10,18 @@ from bridges.errors import BridgeError
 from bridges.family import Family
 
 # The visible list: one module of this folder per HF model_type.
-SUPPORTED = ("qwen2", "qwen3", "qwen3_moe")
+SUPPORTED = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen2_moe",
+    "qwen3_moe",
+    "mixtral",
+    "olmoe",
+    "deepseek_v3",
+    "glm4_moe",
+    "gpt_oss",
+)
 
 
 def supported() -> tuple[str, ...]:

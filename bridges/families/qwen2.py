@@ -5,8 +5,9 @@ from __future__ import annotations
 from transformers import PreTrainedConfig
 
 from bridges.family import Family, MegatronModelConfig
-from bridges.hf_config import attention_fields, base_transformer, dense_shape, model_arguments, rotary_arguments
-from bridges.rules import Copy, GateUp, Qkv
+from bridges.hf_config import attention_fields, base_transformer, dense_shape, model_arguments
+from bridges.rotary import rotary_arguments
+from bridges.rows import Copy, GateUp, Qkv
 
 L, M = "model.layers.{layer}.", "decoder.layers.{layer}."
 

@@ -11,9 +11,9 @@ from bridges.hf_config import (
     dense_shape,
     model_arguments,
     require,
-    rotary_arguments,
 )
-from bridges.rules import Copy, GateUp, Qkv
+from bridges.rotary import rotary_arguments
+from bridges.rows import Copy, GateUp, Qkv
 
 L, M = "model.layers.{layer}.", "decoder.layers.{layer}."
 

@@ -12,10 +12,10 @@ from bridges.hf_config import (
     model_arguments,
     moe_shape,
     require,
-    rotary_arguments,
     sparse_steps,
 )
-from bridges.rules import Copy, GateUp, ModelShape, Qkv
+from bridges.rotary import rotary_arguments
+from bridges.rows import Copy, GateUp, ModelShape, Qkv
 
 L, M = "model.layers.{layer}.", "decoder.layers.{layer}."
 

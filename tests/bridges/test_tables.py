@@ -6,10 +6,16 @@ from bridges.families import SUPPORTED
 from tests.bridges.tiny_models import TINY, save_tiny, tiny_config
 
 VARIANTS = [(model_type, {}) for model_type in TINY] + [
+    ("llama", {"attention_bias": True, "mlp_bias": True}),
     ("qwen2", {"tie_word_embeddings": False}),
     ("qwen3", {"tie_word_embeddings": True}),
     ("qwen3_moe", {"mlp_only_layers": [0], "num_hidden_layers": 4}),
     ("qwen3_moe", {"decoder_sparse_step": 2}),
+    ("qwen2_moe", {"qkv_bias": False}),
+    ("deepseek_v3", {"q_lora_rank": None, "first_k_dense_replace": 0}),
+    ("deepseek_v3", {"rope_interleave": False}),
+    ("deepseek_v3", {"rope_interleave": False, "q_lora_rank": None}),
+    ("glm4_moe", {"attention_bias": False, "use_qk_norm": False}),
 ]
 
 

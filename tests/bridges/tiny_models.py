@@ -19,12 +19,36 @@ SIZES = dict(
     eos_token_id=1,
     pad_token_id=None,
 )
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+SIGMOID = dict(
+    n_routed_experts=8,
+    num_experts_per_tok=4,
+    n_group=4,
+    topk_group=2,
+    moe_intermediate_size=24,
+    first_k_dense_replace=1,
+    routed_scaling_factor=1.5,
+)
 TINY: dict[str, dict[str, Any]] = {
+    "llama": dict(head_dim=16),
     "qwen2": dict(tie_word_embeddings=True),
     "qwen3": dict(head_dim=16),
-    "qwen3_moe": dict(
-        head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True
+    "qwen2_moe": dict(**EXPERTS, shared_expert_intermediate_size=32),
+    "qwen3_moe": dict(**EXPERTS, head_dim=16, norm_topk_prob=True),
+    "mixtral": dict(num_local_experts=4, num_experts_per_tok=2, head_dim=16),
+    "olmoe": dict(num_experts=4, num_experts_per_tok=2),
+    "deepseek_v3": dict(
+        **SIGMOID,
+        num_key_value_heads=6,
+        q_lora_rank=24,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=12,
+        n_shared_experts=2,
     ),
+    "glm4_moe": dict(**SIGMOID, head_dim=16, attention_bias=True, use_qk_norm=True),
+    "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=17),
 }
 
 

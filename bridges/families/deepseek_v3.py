@@ -1,0 +1,107 @@
+"""DeepSeek-V3, Moonlight and Kimi-K2: multi-latent attention, leading dense layers, grouped sigmoid routing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from bridges.family import Family, MegatronModelConfig
+from bridges.hf_config import (
+    base_transformer,
+    dense_first,
+    expert_fields,
+    mla_shape,
+    model_arguments,
+    require,
+    sigmoid_routing,
+)
+from bridges.rotary import mla_rotary
+from bridges.rows import Copy, GateUp, RopeRows, Row
+
+L, M = "model.layers.{layer}.", "decoder.layers.{layer}."
+A, N = L + "self_attn.", M + "self_attention."
+
+
+def megatron_config(config: PreTrainedConfig) -> MegatronModelConfig:
+    """Multi-latent attention with or without a compressed query, shared experts."""
+    require(config, "attention_bias", (False,), "Megatron's MLA down projections have no bias")
+    size = config.moe_intermediate_size
+    transformer = {
+        **base_transformer(config),
+        **expert_fields(config, experts=config.n_routed_experts, size=size, moe=dense_first(config)),
+        **sigmoid_routing(config),
+        **mla_rotary(config),
+        "qk_layernorm": True,
+        "q_lora_rank": config.q_lora_rank,
+        "kv_lora_rank": config.kv_lora_rank,
+        "qk_head_dim": config.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": config.qk_rope_head_dim,
+        "v_head_dim": config.v_head_dim,
+        "ffn_hidden_size": config.intermediate_size,
+        "moe_shared_expert_intermediate_size": config.n_shared_experts * size,
+    }
+    arguments = model_arguments(config, position_embedding_type="rope")
+    # transformers builds both latent norms with its own default, whatever rms_norm_eps says.
+    return MegatronModelConfig(transformer, arguments, multi_latent_attention=True, mla_norm_epsilon=1e-6)
+
+
+def rotary(megatron: str, hf: str, shape: str, *, heads: str = "1", when: str = "", **split: Any) -> tuple[Row, Row]:
+    """Rotary rows stored in pairs (rope_interleave, as released) are in Megatron's order; in halves, permuted."""
+    return (
+        Copy(megatron, hf, shape, split=0, when=when + "pairs", **split),
+        RopeRows(megatron, hf, shape, split=0, when=when + "halves", heads=heads, **split),
+    )
+
+
+FAMILY = Family(
+    model_type="deepseek_v3",
+    aliases=("kimi_k2",),
+    architecture="DeepseekV3ForCausalLM",
+    read_shape=mla_shape,
+    read_megatron=megatron_config,
+    embedding=(Copy("embedding.word_embeddings.weight", "model.embed_tokens.weight", "V H", split=0, vocab=True),),
+    layer=(
+        Copy(M + "input_layernorm.weight", L + "input_layernorm.weight", "H"),
+        *rotary(N + "linear_q_proj.weight", A + "q_proj.weight", "U H", heads="A", when="q_", units="A"),
+        Copy(
+            N + "linear_q_down_proj.weight", A + "q_a_proj.weight", "R H", split=0, whole_under_te=True, when="q_lora"
+        ),
+        Copy(N + "q_layernorm.weight", A + "q_a_layernorm.weight", "R", when="q_lora"),
+        *rotary(N + "linear_q_up_proj.weight", A + "q_b_proj.weight", "U R", heads="A", when="q_lora_", units="A"),
+        *rotary(N + "linear_kv_down_proj.weight", A + "kv_a_proj_with_mqa.weight", "B H", whole_under_te=True),
+        Copy(N + "kv_layernorm.weight", A + "kv_a_layernorm.weight", "C"),
+        Copy(N + "linear_kv_up_proj.weight", A + "kv_b_proj.weight", "W C", split=0, units="A"),
+        Copy(N + "linear_proj.weight", A + "o_proj.weight", "H O", split=1, units="A"),
+        Copy(M + "pre_mlp_layernorm.weight", L + "post_attention_layernorm.weight", "H"),
+    ),
+    dense=(
+        GateUp(M + "mlp.linear_fc1.weight", (L + "mlp.gate_proj.weight", L + "mlp.up_proj.weight"), "F H"),
+        Copy(M + "mlp.linear_fc2.weight", L + "mlp.down_proj.weight", "H F", split=1),
+    ),
+    moe=(
+        Copy(M + "mlp.router.weight", L + "mlp.gate.weight", "E H"),
+        Copy(M + "mlp.router.expert_bias", L + "mlp.gate.e_score_correction_bias", "E", buffer=True, keep_dtype=True),
+        GateUp(
+            M + "mlp.shared_experts.linear_fc1.weight",
+            tuple(L + f"mlp.shared_experts.{x}_proj.weight" for x in ("gate", "up")),
+            "S H",
+        ),
+        Copy(M + "mlp.shared_experts.linear_fc2.weight", L + "mlp.shared_experts.down_proj.weight", "H S", split=1),
+        GateUp(
+            M + "mlp.experts.{expert}.linear_fc1.weight",
+            tuple(L + f"mlp.experts.{{expert}}.{x}_proj.weight" for x in ("gate", "up")),
+            "M H",
+        ),
+        Copy(
+            M + "mlp.experts.{expert}.linear_fc2.weight",
+            L + "mlp.experts.{expert}.down_proj.weight",
+            "H M",
+            split=1,
+        ),
+    ),
+    head=(
+        Copy("decoder.final_layernorm.weight", "model.norm.weight", "H"),
+        Copy("output_layer.weight", "lm_head.weight", "V H", split=0, vocab=True, when="untied"),
+    ),
+)

@@ -1,0 +1,81 @@
+"""gpt-oss: attention sinks, alternating sliding windows, biases everywhere, clamped SwiGLU, YaRN.
+
+On disk all experts of a layer share one tensor, matrices are transposed and gate and up columns alternate.
+"""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig
+
+from bridges.family import Family, MegatronModelConfig
+from bridges.hf_config import (
+    attention_fields,
+    base_transformer,
+    every_layer,
+    expert_fields,
+    model_arguments,
+    moe_shape,
+    require,
+)
+from bridges.rotary import rotary_arguments
+from bridges.rows import Copy, InterleavedGateUp, ModelShape, Qkv, Transposed
+
+L, M = "model.layers.{layer}.", "decoder.layers.{layer}."
+X, Y = L + "mlp.experts.", M + "mlp.experts.{expert}."
+
+
+def model_shape(config: PreTrainedConfig) -> ModelShape:
+    """Experts in every layer."""
+    size = config.intermediate_size
+    return moe_shape(config, experts=config.num_local_experts, size=size, moe=every_layer(config))
+
+
+def megatron_config(config: PreTrainedConfig) -> MegatronModelConfig:
+    """Grouped-query attention with sinks and windows, softmax over the chosen experts."""
+    require(config, "attention_bias", (True,), "the experts have biases, and Megatron has one switch for all")
+    require(config, "swiglu_alpha", (1.702,), "Megatron's quick_gelu has 1.702 written into it")
+    rotary, attributes = rotary_arguments(config)
+    size = config.intermediate_size
+    transformer = {
+        **base_transformer(config),
+        **attention_fields(config),
+        **expert_fields(config, experts=config.num_local_experts, size=size, moe=every_layer(config)),
+        "ffn_hidden_size": size,
+        "add_bias_linear": True,
+        "softmax_type": "learnable",
+        "glu_linear_offset": 1.0,
+        "activation_func_clamp_value": config.swiglu_limit,
+        "moe_router_pre_softmax": False,
+    }
+    return MegatronModelConfig(transformer, model_arguments(config, **rotary), attributes, activation="quick_gelu")
+
+
+FAMILY = Family(
+    model_type="gpt_oss",
+    architecture="GptOssForCausalLM",
+    read_shape=model_shape,
+    read_megatron=megatron_config,
+    embedding=(Copy("embedding.word_embeddings.weight", "model.embed_tokens.weight", "V H", split=0, vocab=True),),
+    layer=(
+        Copy(M + "input_layernorm.weight", L + "input_layernorm.weight", "H"),
+        Qkv(M + "self_attention.linear_qkv.weight", tuple(L + f"self_attn.{x}_proj.weight" for x in "qkv"), "H"),
+        Qkv(M + "self_attention.linear_qkv.bias", tuple(L + f"self_attn.{x}_proj.bias" for x in "qkv"), ""),
+        Copy(M + "self_attention.core_attention.softmax_offset", L + "self_attn.sinks", "A", split=0, units="G"),
+        Copy(M + "self_attention.linear_proj.weight", L + "self_attn.o_proj.weight", "H Q", split=1, units="G"),
+        Copy(M + "self_attention.linear_proj.bias", L + "self_attn.o_proj.bias", "H"),
+        Copy(M + "pre_mlp_layernorm.weight", L + "post_attention_layernorm.weight", "H"),
+    ),
+    dense=(),
+    moe=(
+        Copy(M + "mlp.router.weight", L + "mlp.router.weight", "E H"),
+        Copy(M + "mlp.router.bias", L + "mlp.router.bias", "E"),
+        InterleavedGateUp(Y + "linear_fc1.weight", X + "gate_up_proj", "H 2M", stacked=True),
+        InterleavedGateUp(Y + "linear_fc1.bias", X + "gate_up_proj_bias", "2M", stacked=True),
+        Transposed(Y + "linear_fc2.weight", X + "down_proj", "M H", split=1, stacked=True),
+        Copy(Y + "linear_fc2.bias", X + "down_proj_bias", "H", stacked=True),
+    ),
+    head=(
+        Copy("decoder.final_layernorm.weight", "model.norm.weight", "H"),
+        Copy("output_layer.weight", "lm_head.weight", "V H", split=0, vocab=True, when="untied"),
+    ),
+)

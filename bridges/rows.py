@@ -1,0 +1,206 @@
+"""Rows of a mapping table: pure data about one tensor, from which both directions of its conversion derive.
+
+A row gives the canonical Megatron name, the HF names as they are on disk, and shapes written with named dimensions.
+Rows know nothing of process groups, ranks or folders. A family (``families/*.py``) is a few tuples of rows.
+
+Shapes are words separated by spaces, each a key of :attr:`ModelShape.dims`, optionally with a leading factor:
+``"Q H"``, ``"2M"``, or a plain number.
+
+======  ==================================  ======  =================================================
+``V``   vocabulary                          ``E``   experts
+``H``   hidden size                         ``F``   feed-forward size of a dense layer
+``A``   attention heads                     ``M``   feed-forward size of one expert
+``G``   KV groups                           ``S``   feed-forward size of the shared expert(s)
+``D``   size of a head                      ``R``   q_lora_rank (MLA)
+``Q``   A·D                                 ``C``   kv_lora_rank (MLA)
+``K``   G·D                                 ``P``   rotary part of a head (MLA)
+``U``   A·(nope + P), query rows (MLA)      ``W``   A·(nope + v), key and value rows (MLA)
+``O``   A·v, attention output (MLA)          ``B``   C + P, rows of the KV down projection (MLA)
+======  ==================================  ======  =================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from bridges.conversions import (
+    Conversion,
+    DeinterleaveGateUp,
+    InterleaveQkv,
+    InterleaveRope,
+    Transpose,
+)
+
+Shape = tuple[int, ...]
+
+
+def dim(word: str, dims: Mapping[str, int]) -> int:
+    """One dimension: a number, or a name of the legend with an optional leading factor (``2M``)."""
+    if word.isdigit():
+        return int(word)
+    return (int(word[:-1]) if word[:-1] else 1) * dims[word[-1]]
+
+
+def resolve(shape: str, dims: Mapping[str, int]) -> Shape:
+    """``"2M H"`` → ``(2·M, H)``."""
+    return tuple(dim(word, dims) for word in shape.split())
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How a Megatron tensor is split over tp (over etp where the entry belongs to an expert).
+
+    ``dim``: the tensor dimension, None for a copy on every rank. ``parts``: along dim 0 the tensor is this many pieces
+    of equal length, each split on its own (gate and up). ``units``: the split never cuts one of so many runs of rows
+    (KV groups, heads). ``vocab``: dim 0 is padded with zeros to the padded vocabulary first. ``whole_under_te``: the
+    Transformer Engine spec keeps this parameter whole on every rank (MLA's down projections).
+    """
+
+    dim: int | None = None
+    parts: int = 1
+    units: int | None = None
+    vocab: bool = False
+    whole_under_te: bool = False
+
+
+WHOLE = Split()
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One HF tensor ↔ one Megatron tensor, unchanged. Base of all rows.
+
+    ``megatron``: canonical name with ``{layer}`` and ``{expert}``. ``hf``: names on disk, same placeholders.
+    ``shape``: shape of the first HF tensor (of one expert's slice where ``stacked``). ``split``: dimension split over
+    tp, None if whole. ``units``: see :class:`Split`. ``stacked``: on disk all experts share one tensor with a leading
+    expert axis. ``when``: only if this flag is set (``untied``, ``qkv_bias``, … see :attr:`ModelShape.flags`).
+    ``buffer``: a buffer of the model, not a parameter. ``keep_dtype``: not cast by ``--dtype``.
+    """
+
+    megatron: str
+    hf: str | tuple[str, ...]
+    shape: str
+    split: int | None = None
+    units: str | None = None
+    vocab: bool = False
+    stacked: bool = False
+    when: str | None = None
+    buffer: bool = False
+    keep_dtype: bool = False
+    whole_under_te: bool = False
+
+    @property
+    def hf_names(self) -> tuple[str, ...]:
+        """The HF names as a tuple, placeholders kept."""
+        return (self.hf,) if isinstance(self.hf, str) else self.hf
+
+    def conversion(self, dims: Mapping[str, int]) -> Conversion:
+        """The tensor operation, bound to sizes."""
+        return Conversion()
+
+    def hf_shapes(self, dims: Mapping[str, int]) -> tuple[Shape, ...]:
+        """Shapes of the HF tensors, in the order of :attr:`hf_names`; of one slice where ``stacked``."""
+        return (resolve(self.shape, dims),) * len(self.hf_names)
+
+    def megatron_shape(self, dims: Mapping[str, int]) -> Shape:
+        """Global shape of the Megatron tensor, vocabulary not padded."""
+        return resolve(self.shape, dims)
+
+    def sharding(self, dims: Mapping[str, int]) -> Split:
+        """How the Megatron tensor is split over tp or etp."""
+        units = dim(self.units, dims) if self.units else None
+        parts = self.conversion(dims).parts
+        return Split(self.split, parts if self.split == 0 else 1, units, self.vocab, self.whole_under_te)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy(Row):
+    """One HF tensor is the Megatron tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Qkv(Row):
+    """HF tensors q, k, v → rows interleaved by KV group. ``shape`` is what follows the rows: ``"H"`` or ``""``."""
+
+    split: int | None = 0
+    units: str | None = "G"
+
+    def conversion(self, dims: Mapping[str, int]) -> Conversion:
+        return InterleaveQkv(groups=dims["G"], queries=dims["A"] // dims["G"], dim=dims["D"])
+
+    def hf_shapes(self, dims: Mapping[str, int]) -> tuple[Shape, ...]:
+        rest = resolve(self.shape, dims)
+        return tuple((dims[rows], *rest) for rows in "QKK")
+
+    def megatron_shape(self, dims: Mapping[str, int]) -> Shape:
+        return (dims["Q"] + 2 * dims["K"], *resolve(self.shape, dims))
+
+
+@dataclass(frozen=True, slots=True)
+class GateUp(Row):
+    """Two HF tensors gate and up → gate rows, then up rows. ``shape`` is that of one of them."""
+
+    split: int | None = 0
+
+    def conversion(self, dims: Mapping[str, int]) -> Conversion:
+        return Conversion(parts=2)
+
+    def megatron_shape(self, dims: Mapping[str, int]) -> Shape:
+        rows, *rest = resolve(self.shape, dims)
+        return (2 * rows, *rest)
+
+
+@dataclass(frozen=True, slots=True)
+class Transposed(Row):
+    """One HF matrix, transposed."""
+
+    def conversion(self, dims: Mapping[str, int]) -> Conversion:
+        return Transpose()
+
+    def megatron_shape(self, dims: Mapping[str, int]) -> Shape:
+        return resolve(self.shape, dims)[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class InterleavedGateUp(Row):
+    """One HF tensor ``[H, 2f]`` or ``[2f]``, columns gate, up, gate, up … → gate rows, then up rows."""
+
+    split: int | None = 0
+
+    def conversion(self, dims: Mapping[str, int]) -> Conversion:
+        return DeinterleaveGateUp()
+
+    def megatron_shape(self, dims: Mapping[str, int]) -> Shape:
+        return resolve(self.shape, dims)[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeRows(Row):
+    """One HF matrix whose rotary rows are stored in halves; Megatron's MLA wants them in pairs.
+
+    The rows are ``heads`` blocks (a name of the legend or a number), the last ``P`` rows of each being rotary.
+    """
+
+    heads: str = "1"
+
+    def conversion(self, dims: Mapping[str, int]) -> Conversion:
+        heads = dim(self.heads, dims)
+        rows = resolve(self.shape, dims)[0]
+        return InterleaveRope(heads=heads, plain=rows // heads - dims["P"], rope=dims["P"])
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What a HF config says about the tensors: ``dims`` by the letters of the legend, ``flags`` that switch rows on,
+    ``moe``: for each layer, whether it holds experts, ``mla``: multi-latent attention."""
+
+    dims: Mapping[str, int]
+    moe: tuple[bool, ...]
+    flags: frozenset[str] = frozenset()
+    mla: bool = False
+
+    @property
+    def uniform(self) -> bool:
+        """All layers hold the same parameters; a checkpoint then stores them with a leading layer axis."""
+        return len(set(self.moe)) == 1
