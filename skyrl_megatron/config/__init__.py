@@ -1,0 +1,84 @@
+"""Typed, strict configuration. Importing it loads neither torch nor ray.
+
+>>> cfg = SkyRLTrainConfig.from_cli_overrides(["trainer.policy.megatron_config.expert_model_parallel_size=8"])
+"""
+
+from skyrl_megatron.config.algorithm import (
+    AlgorithmConfig,
+    CISPOConfig,
+    ClipCovConfig,
+    DPPOConfig,
+    DynamicSamplingConfig,
+    KLCovConfig,
+    KLCtrlConfig,
+    OffPolicyCorrectionConfig,
+    SAPOConfig,
+)
+from skyrl_megatron.config.base import BaseConfig
+from skyrl_megatron.config.data import DataConfig
+from skyrl_megatron.config.environment import (
+    EnvironmentConfig,
+    GSM8kLLMJudgeEnvConfig,
+    SearchEnvConfig,
+    SkyRLGymConfig,
+    Text2SQLEnvConfig,
+)
+from skyrl_megatron.config.generator import ChatTemplateConfig, GeneratorConfig, SamplingParams
+from skyrl_megatron.config.inference import InferenceEngineConfig
+from skyrl_megatron.config.megatron import (
+    DEFAULT_MEGATRON_OPTIMIZER_KWARGS,
+    DEFAULT_TRANSFORMER_CONFIG_KWARGS,
+    MegatronConfig,
+    MegatronDDPConfig,
+    MegatronLoraConfig,
+    MegatronTorchProfilerConfig,
+)
+from skyrl_megatron.config.model import ModelConfig, SkyRLLoraConfig
+from skyrl_megatron.config.optimizer import FSDPConfig, MixedPrecisionConfig, OptimizerConfig
+from skyrl_megatron.config.roles import CriticConfig, PlacementConfig, PolicyConfig, RefConfig
+from skyrl_megatron.config.root import SkyRLTrainConfig, get_config_as_dict, get_config_as_yaml_str, make_config
+from skyrl_megatron.config.trainer import FullyAsyncConfig, TrainerConfig
+
+__all__ = [
+    "DEFAULT_MEGATRON_OPTIMIZER_KWARGS",
+    "DEFAULT_TRANSFORMER_CONFIG_KWARGS",
+    "AlgorithmConfig",
+    "BaseConfig",
+    "CISPOConfig",
+    "ChatTemplateConfig",
+    "ClipCovConfig",
+    "CriticConfig",
+    "DPPOConfig",
+    "DataConfig",
+    "DynamicSamplingConfig",
+    "EnvironmentConfig",
+    "FSDPConfig",
+    "FullyAsyncConfig",
+    "GSM8kLLMJudgeEnvConfig",
+    "GeneratorConfig",
+    "InferenceEngineConfig",
+    "KLCovConfig",
+    "KLCtrlConfig",
+    "MegatronConfig",
+    "MegatronDDPConfig",
+    "MegatronLoraConfig",
+    "MegatronTorchProfilerConfig",
+    "MixedPrecisionConfig",
+    "ModelConfig",
+    "OffPolicyCorrectionConfig",
+    "OptimizerConfig",
+    "PlacementConfig",
+    "PolicyConfig",
+    "RefConfig",
+    "SAPOConfig",
+    "SamplingParams",
+    "SearchEnvConfig",
+    "SkyRLGymConfig",
+    "SkyRLLoraConfig",
+    "SkyRLTrainConfig",
+    "Text2SQLEnvConfig",
+    "TrainerConfig",
+    "get_config_as_dict",
+    "get_config_as_yaml_str",
+    "make_config",
+]

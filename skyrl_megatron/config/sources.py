@@ -1,0 +1,133 @@
+"""Where assignments come from: ``key=value`` arguments, YAML files, mappings. Nothing is typed or checked here yet."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skyrl_megatron.errors import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """One value for one key."""
+
+    key: str
+    """Dotted key."""
+    value: Any
+    """The value as read."""
+    text: str | None
+    """How it was typed, where it was typed."""
+    source: str
+    """Which file, or the command line."""
+    spelled: str
+    """The key as the user wrote it, before renaming."""
+
+    def below(self, name: str, value: Any) -> Assignment:
+        """An entry of this assignment's mapping as an assignment of its own."""
+        return Assignment(f"{self.key}.{name}", value, None, self.source, f"{self.spelled}.{name}")
+
+    def typed(self) -> Any:
+        """The text read as YAML, or as it is where it is no YAML."""
+        try:
+            return _yaml_value(self.text or "")
+        except ValueError:
+            return self.text
+
+    def renamed(self, key: str) -> Assignment:
+        """The same under another key."""
+        return dataclasses.replace(self, key=key)
+
+    def with_value(self, value: Any) -> Assignment:
+        """The same with its interpolations resolved."""
+        return dataclasses.replace(self, value=value, text=None)
+
+
+def read_mapping(mapping: Mapping[str, Any], source: str, text: bool = False) -> list[Assignment]:
+    """Entries of a mapping, whose keys may be dotted. ``text``: strings may stand for other types, as when typed."""
+    found = []
+    for key, value in mapping.items():
+        typed = value if text and isinstance(value, str) else None
+        found.append(Assignment(str(key), value, typed, source, str(key)))
+    return found
+
+
+def read_arguments(args: Sequence[str]) -> tuple[list[Assignment], list[Problem]]:
+    """``key=value`` and ``--config FILE`` arguments, in order, and what cannot be read."""
+    found: list[Assignment] = []
+    problems: list[Problem] = []
+    rest = iter(args)
+    for arg in rest:
+        if arg == "--config" or arg.startswith("--config="):
+            path = arg.partition("=")[2] if "=" in arg else next(rest, "")
+            entries, wrong = read_yaml(path)
+            found += entries
+            problems += wrong
+            continue
+        key, equals, text = arg.partition("=")
+        if refused := _refusal(arg, bool(equals)):
+            problems.append(Problem(key, text, refused))
+            continue
+        try:
+            found.append(Assignment(key, _yaml_value(text), text, "command line", key))
+        except ValueError as error:
+            problems.append(Problem(key, text, str(error)))
+    return found, problems
+
+
+def read_yaml(path: str) -> tuple[list[Assignment], list[Problem]]:
+    """Entries of a YAML file, or why it cannot be read, with the line."""
+    import yaml
+    from omegaconf import OmegaConf
+
+    def wrong(fix: str) -> tuple[list[Assignment], list[Problem]]:
+        return [], [Problem("--config", path, fix)]
+
+    if not path:
+        return wrong("name a YAML file")
+    try:
+        content = OmegaConf.load(Path(path).expanduser())
+    except FileNotFoundError:
+        return wrong("no such file")
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        return wrong(f"{place}{error.problem or error.context}")
+    except yaml.YAMLError as error:
+        return wrong(" ".join(str(error).split()))
+    except (OSError, UnicodeDecodeError) as error:
+        return wrong(str(error))
+    plain = OmegaConf.to_container(content, resolve=False)
+    if not isinstance(plain, dict):
+        return wrong("must hold a mapping of keys to values")
+    return read_mapping({str(key): value for key, value in plain.items()}, path), []
+
+
+def _refusal(arg: str, has_value: bool) -> str | None:
+    """Why an argument is not an assignment."""
+    if arg.startswith(("+", "~")):
+        return (
+            f"'{arg[0]}' adds or removes keys in Hydra; here every key exists already: write it without, "
+            "or subclass the configuration class to add your own"
+        )
+    if arg.startswith("-"):
+        return "unknown option; settings are written key=value"
+    return None if has_value else "settings are written key=value"
+
+
+def _yaml_value(text: str) -> Any:
+    """Typed text as YAML reads it: ``4``, ``1e-6``, ``true``, ``null``, ``[a, b]``, ``{a: 1}``. Raises ValueError."""
+    import yaml
+    from omegaconf import OmegaConf
+
+    try:
+        node = OmegaConf.from_dotlist([f"value={text}"])
+    except yaml.YAMLError as error:
+        reason = getattr(error, "problem", None) or str(error)
+        raise ValueError(f"not readable as YAML: {reason}") from None
+    plain = OmegaConf.to_container(node, resolve=False)
+    assert isinstance(plain, dict)
+    return plain["value"]
