@@ -1,0 +1,53 @@
+"""Running micro-batches through Megatron's forward-backward schedules, with and without pipelining."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from skyrl_megatron.runtime.parallel_state import ProcessGroups
+
+M = TypeVar("M")
+ForwardStep = Callable[[Iterator[M], "torch.nn.Module"], tuple["Tensor", Callable[["Tensor"], Any]]]
+
+
+def run_schedule(
+    forward_step: ForwardStep[M],
+    micro_batches: Sequence[M],
+    chunks: Sequence[torch.nn.Module],
+    groups: ProcessGroups,
+    *,
+    forward_only: bool,
+) -> list[Any]:
+    """What the loss closures of the last pipeline stage returned, one entry a micro-batch; ``[]`` on other stages.
+
+    Every stage gets every micro-batch; with virtual pipelining each model chunk reads them from an iterator of its own.
+    Sequence lengths vary, so stages send shapes ahead of tensors (``variable_seq_lengths``).
+    """
+    schedule = get_forward_backward_func(groups.parallel.pp, groups.parallel.vpp if len(chunks) > 1 else None)
+    iterators = [iter(micro_batches) for _ in chunks]
+    return schedule(
+        forward_step_func=forward_step,
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=list(chunks) if len(chunks) > 1 else chunks[0],
+        num_microbatches=len(micro_batches),
+        seq_length=1,  # both unused with variable sequence lengths
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+
+
+def share_from_last_stage(value: Any, group: dist.ProcessGroup) -> Any:
+    """``value`` of the last pipeline stage on every stage. For small objects: one number a metric, once a step."""
+    if group.size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=dist.get_global_rank(group, group.size() - 1), group=group)
+    return box[0]
