@@ -1,8 +1,9 @@
-"""Parallel layouts as integers: which are possible, and which rank holds which layers.
+"""Which parallel layouts exist: integer rules, asked by validation before any process is started and by the runtime.
 
-Pure arithmetic, so that the command line can check a layout before a process group, Ray or a device exists, and
-``runtime/parallel_state.py`` can build groups from the same numbers. Degrees: ``world = tp · pp · cp · dp`` for the
-dense part and ``world = etp · ep · pp · edp`` for the experts (megatron/core/parallel_state.py, RankGenerator).
+A rank belongs to a (tp, cp, dp, pp) grid for attention and dense layers and to an (etp, ep, edp, pp) grid for experts:
+``world = tp·cp·dp·pp = etp·ep·edp·pp``. Layers are dealt out to pp stages, and to vpp chunks within a stage so that
+chunk ``v`` of all stages comes before chunk ``v + 1`` (megatron/core/transformer/transformer_block.py,
+``get_num_layers_to_build``; transformer_layer.py, ``get_transformer_layer_offset``).
 """
 
 from __future__ import annotations
@@ -10,17 +11,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from skyrl_megatron.errors import Problem
+from skyrl_megatron.errors import ConfigError, Problem
 
 PREFIX = "trainer.policy.megatron_config."
-"""Where the keys of a layout live; problems of another role are reported under its own prefix."""
+"""Where the policy's degrees stand in the configuration; the critic and the reference have their own."""
+
+_KEYS = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "num_layers_in_first_pipeline_stage": "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage": "num_layers_in_last_pipeline_stage",
+    "overlap_p2p": "transformer_config_kwargs.overlap_p2p_comm",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """Degrees of parallelism of one model. ``etp`` None means equal to ``tp`` without experts' own tensor parallelism.
+    """Degrees of one role's Megatron model on ``world_size`` ranks. Check with :func:`layout_problems`.
 
-    ``vpp`` is the number of model chunks per pipeline stage (1: no virtual pipelining).
+    ``overlap_p2p``: how stages send to each other: True is ``overlap_p2p_comm=True, batch_p2p_comm=False``, False is
+    Megatron's batched default, None what the layout needs.
     """
 
     world_size: int = 1
@@ -33,152 +47,205 @@ class ParallelConfig:
     num_layers_in_first_pipeline_stage: int | None = None
     num_layers_in_last_pipeline_stage: int | None = None
     overlap_p2p: bool | None = None
-    """Overlapped instead of batched point-to-point sends between stages. None: what the layout needs."""
 
     @property
     def dp(self) -> int:
-        """Data-parallel degree of the dense part, cp not included."""
+        """Replicas of the dense part, cp excluded."""
         return self.world_size // (self.tp * self.pp * self.cp)
 
     @property
     def dp_cp(self) -> int:
-        """Ranks over which dense gradients are summed."""
+        """Ranks over which gradients of dense parameters are summed: dp · cp."""
         return self.dp * self.cp
 
     @property
     def edp(self) -> int:
-        """Ranks over which expert gradients are summed."""
-        return self.world_size // (self.etp * self.ep * self.pp)
+        """Replicas of the experts: ranks over which their gradients are summed."""
+        return self.world_size // (self.pp * self.etp * self.ep)
 
     @property
-    def alignment(self) -> int:
-        """Every packed sequence is padded to a multiple of this: 2·cp chunks for zig-zag, tp for sequence parallel."""
-        return self.tp * self.cp * 2 if self.cp > 1 else self.tp
+    def sequence_parallel(self) -> bool:
+        """Whether activations between tensor-parallel regions are split along the sequence: whenever tp > 1."""
+        return self.tp > 1
 
     @property
     def uses_overlapped_p2p(self) -> bool:
-        """Whether stages overlap their sends: always for two interleaved stages, where batched sends between the same
-        two ranks are matched in the wrong order and gradients come out silently wrong."""
-        return self.overlap_p2p if self.overlap_p2p is not None else self.vpp > 1
+        """Whether stages overlap their sends: with virtual pipelining unless told otherwise, never without."""
+        return self.vpp > 1 and self.overlap_p2p is not False
+
+    @property
+    def alignment(self) -> int:
+        """Each packed sequence is padded to a multiple of this: cp cuts it into 2·cp chunks, tp into tp slices."""
+        return self.tp * (2 * self.cp if self.cp > 1 else 1)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a model that limit its layouts."""
+    """The sizes of a model that a layout must divide. 0: the model has no such thing."""
 
     num_layers: int
     num_attention_heads: int
     num_query_groups: int
+    ffn_hidden_size: int = 0
+    """Feed-forward size of dense layers."""
     num_experts: int = 0
-    hidden_size: int = 0
+    moe_ffn_hidden_size: int = 0
+    """Feed-forward size of one expert."""
+    shared_expert_size: int = 0
+    """Feed-forward size of the shared experts together."""
+    latent_rows: tuple[int, ...] = ()
+    """Rows of multi-latent attention's down projections, which tp splits too."""
 
 
-def layout_problems(parallel: ParallelConfig, model: ModelShape | None = None, prefix: str = PREFIX) -> list[Problem]:
-    """Everything that makes a layout impossible, each with key, numbers and fix. Empty when it can be built."""
-    return [*_degree_problems(parallel, prefix), *(_model_problems(parallel, model, prefix) if model else ())]
-
-
-def _degree_problems(p: ParallelConfig, prefix: str) -> Iterator[Problem]:
-    degrees = {
-        "tensor_model_parallel_size": p.tp,
-        "pipeline_model_parallel_size": p.pp,
-        "virtual_pipeline_model_parallel_size": p.vpp,
-        "context_parallel_size": p.cp,
-        "expert_model_parallel_size": p.ep,
-        "expert_tensor_parallel_size": p.etp,
-    }
-    bad = [Problem(prefix + key, value, "must be at least 1") for key, value in degrees.items() if value < 1]
-    if p.world_size < 1:
-        bad.append(Problem("world size", p.world_size, "must be at least 1"))
-    if bad:
-        yield from bad
-        return
-    dense, expert = p.tp * p.pp * p.cp, p.pp * p.etp * p.ep
-    if p.world_size % dense:
-        fix = f"tp·pp·cp = {p.tp}·{p.pp}·{p.cp} = {dense} must divide the {p.world_size} ranks of the model"
-        yield Problem(prefix + "tensor_model_parallel_size", p.tp, fix)
-    if p.world_size % expert:
-        fix = f"pp·etp·ep = {p.pp}·{p.etp}·{p.ep} = {expert} must divide the {p.world_size} ranks of the model"
-        yield Problem(prefix + "expert_model_parallel_size", p.ep, fix)
-    if p.vpp > 1 and p.pp == 1:
-        fix = "virtual pipeline stages need pipeline_model_parallel_size > 1: set it to 1, or raise pp"
-        yield Problem(prefix + "virtual_pipeline_model_parallel_size", p.vpp, fix)
-    if p.vpp > 1 and p.pp == 2 and p.overlap_p2p is False:
-        fix = (
-            "with vpp on two stages batched sends reach the wrong receiver and gradients are silently wrong: "
-            "remove it (overlap_p2p_comm=true, batch_p2p_comm=false is then used)"
-        )
-        yield Problem(prefix + "transformer_config_kwargs.overlap_p2p_comm", False, fix)
-    uneven = (p.num_layers_in_first_pipeline_stage, p.num_layers_in_last_pipeline_stage)
-    for key, layers in zip(("first", "last"), uneven, strict=True):
-        name = f"{prefix}num_layers_in_{key}_pipeline_stage"
-        if layers is not None and p.pp == 1:
-            yield Problem(name, layers, "needs pipeline_model_parallel_size > 1: remove it, or raise pp")
-        elif layers is not None and layers < 1:
-            yield Problem(name, layers, "must be at least 1")
-
-
-def _model_problems(p: ParallelConfig, m: ModelShape, prefix: str) -> Iterator[Problem]:
-    if min(p.tp, p.pp, p.vpp, p.cp, p.ep, p.etp) < 1:
-        return
-    tp_key = prefix + "tensor_model_parallel_size"
-    if m.num_attention_heads % p.tp:
-        yield Problem(tp_key, p.tp, f"must divide the model's {m.num_attention_heads} attention heads")
-    if m.num_query_groups % p.tp:
-        yield Problem(tp_key, p.tp, f"must divide the model's {m.num_query_groups} key-value heads")
-    if m.hidden_size % p.tp:
-        yield Problem(tp_key, p.tp, f"must divide the model's hidden size {m.hidden_size}")
-    if p.ep > 1 and not m.num_experts:
-        yield Problem(prefix + "expert_model_parallel_size", p.ep, "the model has no experts: set it to 1")
-    elif m.num_experts and m.num_experts % p.ep:
-        fix = f"must divide the model's {m.num_experts} experts"
-        yield Problem(prefix + "expert_model_parallel_size", p.ep, fix)
-    yield from _pipeline_problems(p, m, prefix)
-
-
-def _pipeline_problems(p: ParallelConfig, m: ModelShape, prefix: str) -> Iterator[Problem]:
-    first, last = p.num_layers_in_first_pipeline_stage, p.num_layers_in_last_pipeline_stage
-    given = [layers for layers in (first, last) if layers is not None]
-    stages, layers = p.pp - len(given), m.num_layers - sum(given)
-    key = prefix + "pipeline_model_parallel_size"
-    if p.pp == 1:
-        return
-    if not given:
-        if m.num_layers % (p.pp * p.vpp):
-            fix = (
-                f"pp·vpp = {p.pp}·{p.vpp} must divide the model's {m.num_layers} layers, or set "
-                "num_layers_in_first_pipeline_stage / num_layers_in_last_pipeline_stage"
-            )
-            yield Problem(key, p.pp, fix)
-        return
-    if (stages == 0 and layers != 0) or layers < stages or (stages and layers % (stages * p.vpp)):
-        fix = (
-            f"{m.num_layers} layers less {' and '.join(map(str, given))} of the first/last stage leave {layers} for "
-            f"{stages} stages of {p.vpp} chunks: they must divide evenly"
-        )
-        yield Problem(key, p.pp, fix)
-    for name, count in (("first", first), ("last", last)):
-        if count is not None and count % p.vpp:
-            yield Problem(
-                f"{prefix}num_layers_in_{name}_pipeline_stage", count, f"vpp = {p.vpp} chunks must divide it"
-            )
-
-
-def stage_layers(parallel: ParallelConfig, num_layers: int, pp_rank: int, vpp_rank: int = 0) -> range:
-    """The global layer numbers of one model chunk, for a layout without problems.
-
-    Chunk ``v`` of stage ``p`` follows chunk ``v`` of stage ``p − 1``; with uneven first and last stages every chunk
-    row is cut alike (megatron/core/transformer/transformer_block.py, get_num_layers_to_build).
-    """
-    p = parallel
-    first, last = p.num_layers_in_first_pipeline_stage, p.num_layers_in_last_pipeline_stage
-    given = (first or 0) + (last or 0)
-    middle_stages = p.pp - (first is not None) - (last is not None)
-    middle = (num_layers - given) // middle_stages // p.vpp if middle_stages else 0
-    sizes = [middle] * p.pp
+def layers_per_stage(parallel: ParallelConfig, num_layers: int) -> tuple[int, ...]:
+    """Layers of each pipeline stage, first to last. Raises ConfigError when they cannot be dealt out."""
+    problems = list(_layer_problems(parallel, num_layers, PREFIX))
+    if problems:
+        raise ConfigError(problems)
+    first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
+    given = [size for size in (first, last) if size is not None]
+    middle = parallel.pp - len(given)
+    share = (num_layers - sum(given)) // middle if middle else 0
+    stages = [share] * parallel.pp
     if first is not None:
-        sizes[0] = first // p.vpp
+        stages[0] = first
     if last is not None:
-        sizes[-1] = last // p.vpp
-    start = vpp_rank * sum(sizes) + sum(sizes[:pp_rank])
-    return range(start, start + sizes[pp_rank])
+        stages[-1] = last
+    return tuple(stages)
+
+
+def stage_layers(parallel: ParallelConfig, num_layers: int, pp_rank: int, vpp_stage: int = 0) -> range:
+    """Global numbers (from 0) of the layers in chunk ``vpp_stage`` of stage ``pp_rank``.
+
+    With 8 layers, pp=2, vpp=2: stage 0 holds 0–1 and 4–5, stage 1 holds 2–3 and 6–7.
+    Raises ConfigError when the layers cannot be dealt out.
+    """
+    chunks = [layers // parallel.vpp for layers in layers_per_stage(parallel, num_layers)]
+    start = vpp_stage * sum(chunks) + sum(chunks[:pp_rank])
+    return range(start, start + chunks[pp_rank])
+
+
+def layout_problems(parallel: ParallelConfig, shape: ModelShape | None = None, prefix: str = PREFIX) -> list[Problem]:
+    """Everything that makes a layout impossible, each problem with its config key, value and fix; [] if it is fine.
+
+    ``shape``: also check the model's sizes. ``prefix``: where this role's degrees stand in the configuration.
+    """
+    problems = list(_positive(parallel, prefix))
+    if problems:  # the rules below divide by these
+        return problems
+    problems += _grid_problems(parallel, prefix)
+    problems += _pipeline_problems(parallel, prefix)
+    if shape is not None:
+        problems += _layer_problems(parallel, shape.num_layers, prefix)
+        problems += _width_problems(parallel, shape, prefix)
+        problems += _expert_problems(parallel, shape, prefix)
+    return problems
+
+
+def _problem(parallel: ParallelConfig, name: str, fix: str, prefix: str) -> Problem:
+    return Problem(f"{prefix}{_KEYS[name]}", getattr(parallel, name), fix)
+
+
+def _positive(parallel: ParallelConfig, prefix: str) -> Iterator[Problem]:
+    if parallel.world_size < 1:
+        yield Problem("world_size", parallel.world_size, "a layout needs at least one rank")
+    for name in ("tp", "pp", "vpp", "cp", "ep", "etp"):
+        if getattr(parallel, name) < 1:
+            yield _problem(parallel, name, "must be a whole number of at least 1", prefix)
+
+
+def _grid_problems(parallel: ParallelConfig, prefix: str) -> Iterator[Problem]:
+    dense = parallel.tp * parallel.pp * parallel.cp
+    if parallel.world_size % dense:
+        name = next(n for n in ("cp", "pp", "tp") if getattr(parallel, n) > 1)
+        yield _problem(
+            parallel,
+            name,
+            f"tp·pp·cp = {parallel.tp}·{parallel.pp}·{parallel.cp} = {dense} must divide the {parallel.world_size} "
+            f"ranks; use a multiple of {dense} ranks or smaller degrees",
+            prefix,
+        )
+    experts = parallel.pp * parallel.etp * parallel.ep
+    if parallel.world_size % experts and (parallel.ep > 1 or parallel.etp > 1):
+        name = "ep" if parallel.ep > 1 else "etp"
+        yield _problem(
+            parallel,
+            name,
+            f"pp·etp·ep = {parallel.pp}·{parallel.etp}·{parallel.ep} = {experts} must divide the "
+            f"{parallel.world_size} ranks; use a multiple of {experts} ranks or smaller degrees",
+            prefix,
+        )
+
+
+def _pipeline_problems(parallel: ParallelConfig, prefix: str) -> Iterator[Problem]:
+    if parallel.vpp > 1 and parallel.pp == 1:
+        yield _problem(
+            parallel, "vpp", "needs pipeline_model_parallel_size of at least 2; set it or drop this", prefix
+        )
+    if parallel.vpp > 1 and parallel.pp == 2 and not parallel.uses_overlapped_p2p:
+        yield _problem(
+            parallel,
+            "overlap_p2p",
+            f"with pp=2 and vpp={parallel.vpp} batched sends are matched in the wrong order and the gradients are "
+            "wrong; use overlap_p2p_comm=true, batch_p2p_comm=false (or leave both unset)",
+            prefix,
+        )
+    for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+        layers = getattr(parallel, name)
+        if layers is None:
+            continue
+        if parallel.pp == 1:
+            yield _problem(
+                parallel, name, "needs pipeline_model_parallel_size of at least 2; set it or drop this", prefix
+            )
+        elif layers < 1:
+            yield _problem(parallel, name, "must be at least 1", prefix)
+
+
+def _layer_problems(parallel: ParallelConfig, num_layers: int, prefix: str) -> Iterator[Problem]:
+    first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
+    given = {"num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
+    named = {name: layers for name, layers in given.items() if layers is not None}
+    left, stages = num_layers - sum(named.values()), parallel.pp - len(named)
+    if named and (left < stages or (stages <= 0 and left != 0)):
+        name = next(iter(named))
+        fix = f"the model has {num_layers} layers, {left} are left for {stages} other stages; choose other sizes"
+        yield _problem(parallel, name, fix, prefix)
+        return
+    if stages > 0 and (left % stages or left == 0):
+        fix = f"{left} layers cannot be dealt out evenly to {stages} stages; use a divisor"
+        hint = "" if named else ", or give num_layers_in_first_pipeline_stage and/or num_layers_in_last_pipeline_stage"
+        yield _problem(parallel, "pp", fix + hint, prefix)
+        return
+    share = left // stages if stages else 0
+    for name, layers in [*named.items(), ("vpp", share)]:
+        if parallel.vpp > 1 and layers % parallel.vpp:
+            fix = f"{layers} layers of a stage cannot be dealt out to {parallel.vpp} chunks; use a multiple or divisor"
+            yield _problem(parallel, name, fix, prefix)
+
+
+def _width_problems(parallel: ParallelConfig, shape: ModelShape, prefix: str) -> Iterator[Problem]:
+    sizes = [
+        ("attention heads", shape.num_attention_heads),
+        ("KV groups", shape.num_query_groups),
+        ("rows of a dense feed-forward layer", shape.ffn_hidden_size),
+        ("rows of the shared experts", shape.shared_expert_size),
+        *(("rows of a latent projection", rows) for rows in shape.latent_rows),
+    ]
+    for what, size in sizes:
+        if size % parallel.tp:
+            yield _problem(parallel, "tp", f"the model has {size} {what}; use a divisor of {size}", prefix)
+
+
+def _expert_problems(parallel: ParallelConfig, shape: ModelShape, prefix: str) -> Iterator[Problem]:
+    if not shape.num_experts:
+        for name in ("ep", "etp"):
+            if getattr(parallel, name) > 1:
+                yield _problem(parallel, name, "the model has no experts; use 1", prefix)
+        return
+    if shape.num_experts % parallel.ep:
+        fix = f"the model has {shape.num_experts} experts; use a divisor of {shape.num_experts}"
+        yield _problem(parallel, "ep", fix, prefix)
+    if shape.moe_ffn_hidden_size % parallel.etp:
+        fix = f"an expert has {shape.moe_ffn_hidden_size} rows; use a divisor of {shape.moe_ffn_hidden_size}"
+        yield _problem(parallel, "etp", fix, prefix)
