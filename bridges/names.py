@@ -97,13 +97,27 @@ def checkpoint_place(entry: Entry, shape: ModelShape, *, uniform: bool | None = 
     Models whose layers all hold the same parameters have a leading layer axis unless ``uniform`` is False
     (``TransformerBlock.sharded_state_dict``: ``non_homogeneous_layers``); the others have the layer in the key.
     """
+    return _place(entry, entry.bound.te_name, shape, shape.uniform if uniform is None else uniform)
+
+
+def checkpoint_places(entry: Entry, shape: ModelShape, *, uniform: bool) -> tuple[CheckpointPlace, ...]:
+    """Where other writers may have put an entry: :func:`checkpoint_place` first, then the canonical spelling, then
+    that of Megatron's local spec, which stores the norm before experts as if it were fused."""
+    canonical_name = entry.bound.row.megatron
+    spellings = (entry.bound.te_name, canonical_name, canonical_name.replace("pre_mlp_layernorm.", _FUSED_NORM))
+    return tuple(_place(entry, name, shape, uniform) for name in dict.fromkeys(spellings))
+
+
+_FUSED_NORM = "mlp.linear_fc1.layer_norm_"
+
+
+def _place(entry: Entry, template: str, shape: ModelShape, uniform: bool) -> CheckpointPlace:
     if entry.layer is None:
         return CheckpointPlace(entry.name, (), ())
-    stacked = shape.uniform if uniform is None else uniform
-    layer = "" if stacked else f"{entry.layer}."
-    index: Shape = (entry.layer,) if stacked else ()
-    axes: Shape = (len(shape.moe),) if stacked else ()
-    template = entry.bound.te_name.replace("{layer}.", layer)
+    layer = "" if uniform else f"{entry.layer}."
+    index: Shape = (entry.layer,) if uniform else ()
+    axes: Shape = (len(shape.moe),) if uniform else ()
+    template = template.replace("{layer}.", layer)
     if entry.expert is not None:
         template = template.replace("{expert}.", "experts.")
         index, axes = (*index, entry.expert), (*axes, shape.dims["E"])

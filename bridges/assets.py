@@ -1,0 +1,54 @@
+"""What a model folder holds besides weights: config, tokenizer, generation config."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bridges.errors import BridgeError
+from bridges.staging import write_file
+
+# Small files of a HF folder that belong to a model besides weights and config.
+ASSETS = (
+    "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "added_tokens.json",
+    "chat_template*", "*.model", "*.tiktoken",
+)  # fmt: skip
+HF_SUBFOLDER = "huggingface"  # config, tokenizer and generation config inside a Megatron folder; never weights
+CAST_TO = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+HF_DTYPE = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+
+
+def parse_dtype(name: str | None) -> torch.dtype | None:
+    """``bf16``, ``fp16``, ``fp32`` or None (keep what is stored)."""
+    if name is None:
+        return None
+    if name not in CAST_TO:
+        raise BridgeError(f"--dtype {name} is not known; use one of {', '.join(CAST_TO)}")
+    return CAST_TO[name]
+
+
+def output_config(config: Mapping[str, Any], dtype: torch.dtype | None, drop_mtp: bool) -> dict[str, Any]:
+    """``config.json`` of the output: the input's, with its dtype and number of prediction layers made true."""
+    result = dict(config)
+    if dtype in HF_DTYPE:
+        for key in ("dtype", "torch_dtype"):
+            if key in result:
+                result[key] = HF_DTYPE[dtype]
+    if drop_mtp and "num_nextn_predict_layers" in result:
+        result["num_nextn_predict_layers"] = 0
+    return result
+
+
+def copy_assets(source: Path, target: Path, config: Mapping[str, Any]) -> None:
+    """Copies tokenizer and generation config from ``source`` to ``target`` and writes ``config`` beside them."""
+    target.mkdir(exist_ok=True)
+    for pattern in ASSETS:
+        for path in sorted(source.glob(pattern)):
+            if path.is_file() and path.suffix != ".safetensors":
+                shutil.copyfile(path, target / path.name)
+    write_file(target / "config.json", (json.dumps(config, indent=2) + "\n").encode())

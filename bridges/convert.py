@@ -1,0 +1,210 @@
+"""HF folder → Megatron checkpoint and back, streaming: one tensor at a time per worker, nothing kept."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+import torch
+from torch import Tensor
+
+from bridges.assets import HF_SUBFOLDER, copy_assets, output_config
+from bridges.errors import BridgeError
+from bridges.hf_io import DTYPE_NAMES
+from bridges.hf_write import HfWriter
+from bridges.megatron_io import ChunkFile, write_metadata
+from bridges.names import CheckpointPlace, checkpoint_place
+from bridges.plan import Plan
+from bridges.rows import Shape
+from bridges.rules import Entry
+from bridges.source import CARRIED, MegatronSource, Source, is_checkpoint, key_dtypes, open_hf
+from bridges.staging import staged
+from bridges.workers import Progress, in_threads, shares
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a conversion did: bytes of tensor data written, tensors, seconds."""
+
+    out: str
+    model_type: str
+    tensors: int
+    bytes: int
+    seconds: float
+
+    def as_dict(self) -> dict[str, object]:
+        """For ``--json``."""
+        return {**vars(self), "gb_per_s": round(self.bytes / 1e9 / max(self.seconds, 1e-9), 3)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Import:
+    """One unit of work: an entry to convert, or a tensor to carry over as it is."""
+
+    name: str
+    entry: Entry | None
+    nbytes: int
+
+
+def import_hf(
+    hf: Path,
+    out: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    workers: int = 2,
+    drop_mtp: bool = False,
+    stream: TextIO | None = None,
+) -> Report:
+    """Writes the ``torch_dist`` checkpoint of a HF folder to ``out``, with config and tokenizer in ``huggingface/``.
+
+    Stock ``megatron.core.dist_checkpointing.load`` opens it at any tp/pp/vpp/ep/etp. ``dtype`` None keeps each
+    tensor's; ``drop_mtp`` leaves multi-token-prediction layers out. Raises :class:`BridgeError`; ``out`` then does
+    not exist.
+    """
+    source = open_hf(hf)
+    plan = Plan.of(source.config)
+    shapes = source.shapes()
+    plan.check(shapes, str(hf))
+    _check_copies(plan, source)
+    places = {entry.name: checkpoint_place(entry, plan.shape) for entry in plan.entries}
+    keys = key_dtypes(plan, source, dtype, {name: place.key for name, place in places.items()})
+    tensors: dict[str, tuple[Shape, torch.dtype]] = {}
+    work: list[_Import] = []
+    for entry in plan.entries:
+        place = places[entry.name]
+        tensors[place.key] = ((*place.axes, *entry.shape), keys[place.key])
+        work.append(_Import(entry.name, entry, math.prod(entry.shape) * keys[place.key].itemsize))
+    for name in () if drop_mtp else filter(plan.is_carried, shapes):
+        kind = source.dtype(name)
+        tensors[CARRIED + name] = (shapes[name], kind)
+        work.append(_Import(name, None, math.prod(shapes[name]) * kind.itemsize))
+    total = sum(unit.nbytes for unit in work)
+    progress = Progress(total, "import", stream)
+    with staged(out, total) as folder:
+        files = [ChunkFile(folder, f"__{worker}_0.distcp") for worker in range(max(1, workers))]
+
+        def convert(worker: int, unit: _Import) -> None:
+            if unit.entry is None:
+                offsets = (0,) * len(shapes[unit.name])
+                key = CARRIED + unit.name
+                progress.add(files[worker].append(key, offsets, 0, source.read(unit.name), tensors[key][1]))
+            else:
+                place = places[unit.name]
+                progress.add(_import_entry(source, unit.entry, place, keys[place.key], files[worker]))
+
+        try:
+            in_threads(shares(work, lambda unit: unit.nbytes, len(files)), convert)
+            config = output_config(source.config, dtype, drop_mtp)
+            copy_assets(hf, folder / HF_SUBFOLDER, config)
+            common = {"checkpoint_version": 3.0, "iteration": 0, "content_metadata": {}}
+            write_metadata(folder, tensors, files, common)
+        finally:
+            for file in files:
+                file.close()
+    progress.finish()
+    return Report(str(out), plan.family.model_type, len(work), progress.done, progress.seconds)
+
+
+def _import_entry(source: Source, entry: Entry, place: CheckpointPlace, dtype: torch.dtype, file: ChunkFile) -> int:
+    parts = entry.bound.conversion.to_parts([source.read(piece.name, piece.index) for piece in entry.hf])
+    rows = entry.shape[0] // entry.parts
+    rest = (0,) * (len(entry.shape) - 1)
+    return sum(
+        file.append(place.key, (*place.index, number * rows, *rest), len(place.axes), part, dtype)
+        for number, part in enumerate(parts)
+    )
+
+
+def _check_copies(plan: Plan, source: Source) -> None:
+    """A tied output layer on disk must repeat the embedding exactly, since only one of them is converted."""
+    for name, original in plan.copies.items():
+        if name in source.shapes() and not same_bytes(source.read(name), source.read(original)):
+            raise BridgeError(
+                f"{source.path}: {name} differs from {original}, although config.json ties them; set "
+                "tie_word_embeddings to false in config.json to keep both"
+            )
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Equal in dtype, shape and every bit (NaN payloads and the sign of zero included)."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
+
+
+def export_megatron(
+    megatron: Path,
+    out: Path,
+    *,
+    template: Path | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int = 5 * 10**9,
+    workers: int = 2,
+    drop_mtp: bool = False,
+    stream: TextIO | None = None,
+) -> Report:
+    """Writes the HF folder of a Megatron checkpoint (plain or of a training run, then without optimizer) to ``out``.
+
+    ``template``: the original HF folder, for config and tokenizer if the checkpoint has none, and for
+    multi-token-prediction layers that training did not keep. Raises :class:`BridgeError`; ``out`` then does not exist.
+    """
+    if not is_checkpoint(megatron):
+        raise BridgeError(
+            f"{megatron} holds neither metadata.json nor *.distcp files; give a Megatron checkpoint folder"
+        )
+    source = MegatronSource(megatron, template)
+    plan = source.plan
+    carried = {} if drop_mtp else _carried(source, template)
+    tensors: dict[str, tuple[Shape, torch.dtype]] = {}
+    for entry in plan.entries:
+        for piece in entry.hf:
+            kept = dtype is None or entry.bound.row.keep_dtype
+            tensors[piece.name] = (piece.shape, source.dtype(piece.name) if kept else dtype)  # type: ignore[assignment]
+    for name, origin in carried.items():
+        tensors[name] = (origin.shapes()[name], origin.dtype(name))
+    unknown = {kind for _, kind in tensors.values()} - set(DTYPE_NAMES)
+    if unknown:
+        raise BridgeError(f"{megatron} holds {unknown}, which safetensors cannot; choose --dtype")
+    total = sum(math.prod(shape) * kind.itemsize for shape, kind in tensors.values())
+    progress = Progress(total, "export", stream)
+    with staged(out, total) as folder:
+        writer = HfWriter(folder, tensors, max_shard_size)
+
+        def convert(worker: int, item: Entry | str) -> None:
+            if isinstance(item, str):
+                progress.add(writer.write(item, carried[item].read(item)))
+                return
+            for piece, tensor in zip(item.hf, source.hf_tensors(item), strict=True):
+                progress.add(writer.write(piece.name, tensor, piece.index))
+
+        try:
+            work: list[Entry | str] = [*plan.entries, *carried]
+            weights = {entry.name: math.prod(entry.shape) for entry in plan.entries}
+            weights |= {name: math.prod(tensors[name][0]) for name in carried}
+            key = lambda item: weights[item if isinstance(item, str) else item.name]  # noqa: E731
+            in_threads(shares(work, key, max(1, workers)), convert)
+            stored = {kind for name, (_, kind) in tensors.items() if not plan.is_carried(name)}
+            copy_assets(source.hf_files, folder, output_config(source.config, dtype or _only_dtype(stored), drop_mtp))
+            writer.finish()
+        finally:
+            writer.close()
+    progress.finish()
+    return Report(str(out), plan.family.model_type, len(tensors), progress.done, progress.seconds)
+
+
+def _carried(source: MegatronSource, template: Path | None) -> dict[str, Source]:
+    """Multi-token-prediction tensors and where they come from: the checkpoint, else the template's weights."""
+    if source.carried:
+        return dict.fromkeys(source.carried, source)
+    if template is None or not any(template.glob("*.safetensors")):
+        return {}
+    original = open_hf(template)
+    return {name: original for name in original.shapes() if source.plan.is_carried(name)}
+
+
+def _only_dtype(dtypes: set[torch.dtype]) -> torch.dtype | None:
+    """The dtype of the weights; fp32 buffers among 16-bit weights do not count."""
+    rest = dtypes - {torch.float32} or dtypes
+    return rest.pop() if len(rest) == 1 else None

@@ -1,0 +1,184 @@
+"""What conversion and verification read from: tensors by HF name, whatever kind of folder holds them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from bridges.assets import HF_SUBFOLDER
+from bridges.errors import BridgeError
+from bridges.hf_io import HfFolder, read_json
+from bridges.megatron_io import Checkpoint
+from bridges.names import CheckpointPlace, checkpoint_places
+from bridges.plan import Plan
+from bridges.quantized import DequantizedFolder
+from bridges.rows import Shape
+from bridges.rules import Entry
+
+CARRIED = "carried."  # key prefix of tensors passed on as they are (multi-token prediction)
+# Tensors of a training checkpoint that are no weights.
+NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", "opt_param_scheduler", "rerun_state_machine")
+
+
+class Source(Protocol):
+    """Tensors of a model by their HF names."""
+
+    path: Path
+    config: dict[str, Any]
+
+    def shapes(self) -> dict[str, Shape]:
+        """Name → shape of every tensor."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype that :meth:`read` returns."""
+
+    def read(self, name: str, index: int | None = None) -> Tensor:
+        """The tensor, or its slice ``[index]``; may be a view of a mapped file."""
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder looks like a Megatron distributed checkpoint (complete or not)."""
+    return (path / "metadata.json").exists() or (path / ".metadata").exists() or any(path.glob("*.distcp"))
+
+
+def open_hf(path: Path) -> Source:
+    """A HF folder; FP8 and MXFP4 weights appear dequantised, under their plain names."""
+    folder = HfFolder(path)
+    return DequantizedFolder(folder) if folder.config.get("quantization_config") else folder
+
+
+def open_source(path: Path, template: Path | None = None) -> Source:
+    """A HF folder or a Megatron folder, whichever ``path`` is."""
+    return MegatronSource(path, template) if is_checkpoint(path) else open_hf(path)
+
+
+class MegatronSource:
+    """A Megatron folder seen as HF tensors. ``template``: folder with ``config.json``, if it is not inside."""
+
+    def __init__(self, path: Path, template: Path | None = None) -> None:
+        self.path = path
+        self.checkpoint = Checkpoint(path)
+        self.hf_files = _hf_files(path, template)
+        self.config = read_json(self.hf_files / "config.json")
+        self.plan = Plan.of(self.config)
+        self.places = self._places()
+        self.carried = {key.removeprefix(CARRIED): key for key in self.checkpoint.tensors if key.startswith(CARRIED)}
+        self._by_hf = {
+            piece.name: (entry, position)
+            for entry in self.plan.entries
+            for position, piece in enumerate(entry.hf)
+            if piece.index in (None, 0)
+        }
+        self._stacked = {(piece.name, piece.index): entry for entry in self.plan.entries for piece in entry.hf}
+        self._last = threading.local()
+
+    def _places(self) -> dict[str, CheckpointPlace]:
+        stored = self.checkpoint.tensors
+        uniform = not any(key.startswith("decoder.layers.0.") for key in stored)
+        places, problems, used = {}, [], set()
+        for entry in self.plan.entries:
+            candidates = checkpoint_places(entry, self.plan.shape, uniform=uniform)
+            place = next((place for place in candidates if place.key in stored), None)
+            if place is None:
+                problems.append(f"missing {candidates[0].key} (for {entry.name})")
+                continue
+            used.add(place.key)
+            places[entry.name] = place
+            problem = self._shape_problem(entry, place)
+            problems += [problem] if problem else []
+        carried = {key for key in stored if key.startswith((CARRIED, *NOT_WEIGHTS)) or key.endswith("_extra_state")}
+        problems += [f"unknown {key}" for key in stored if key not in used and key not in carried]
+        if problems:
+            listed = "\n  ".join(dict.fromkeys(problems[:12]))
+            raise BridgeError(
+                f"{self.path}: its tensors are not those of {self.hf_files / 'config.json'} "
+                f"(model_type={self.plan.family.model_type}):\n  {listed}\nGive the config.json of this model with "
+                "--hf-template; checkpoints saved with singleton_local_shards are not read"
+            )
+        return places
+
+    def _shape_problem(self, entry: Entry, place: CheckpointPlace) -> str | None:
+        found = self.checkpoint.tensors[place.key].shape
+        expected = (*place.axes, *entry.shape)
+        if entry.split.vocab and len(found) == 2 and found[0] >= expected[0] and found[1] == expected[1]:
+            return None  # the vocabulary is stored with its padding
+        return None if found == expected else f"{place.key} is {list(found)}, expected {list(expected)}"
+
+    def shapes(self) -> dict[str, Shape]:
+        """Name → shape of every tensor, multi-token-prediction layers included if the checkpoint has them."""
+        extra = {name: self.checkpoint.tensors[key].shape for name, key in self.carried.items()}
+        return {**self.plan.hf, **extra}
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype stored in the checkpoint."""
+        key = self.carried.get(name) or self.places[self._by_hf[name][0].name].key
+        return self.checkpoint.tensors[key].dtype
+
+    def parts(self, entry: Entry) -> tuple[Tensor, ...]:
+        """The pieces of an entry's Megatron tensor (see :class:`bridges.conversions.Conversion`)."""
+        place = self.places[entry.name]
+        rows = entry.shape[0] // entry.parts
+        shape = (*((1,) * len(place.axes)), rows, *entry.shape[1:])
+        rest = (0,) * (len(entry.shape) - 1)
+        return tuple(
+            self.checkpoint.read(place.key, (*place.index, part * rows, *rest), shape, len(place.axes))
+            for part in range(entry.parts)
+        )
+
+    def hf_tensors(self, entry: Entry) -> tuple[Tensor, ...]:
+        """The HF tensors (slices of one expert where stacked) of an entry, in the order of ``entry.hf``."""
+        return entry.bound.conversion.from_parts(self.parts(entry))
+
+    def read(self, name: str, index: int | None = None) -> Tensor:
+        """A tensor by HF name; what was converted last is kept, since q, k and v are asked for in turn."""
+        if name in self.carried:
+            shape = self.checkpoint.tensors[self.carried[name]].shape
+            whole = self.checkpoint.read(self.carried[name], (0,) * len(shape), shape)
+            return whole if index is None else whole[index]
+        entry, position = self._by_hf[name]
+        if entry.hf[position].index is not None:
+            if index is None:
+                experts = range(self.plan.hf[name][0])
+                return torch.stack([self.read(name, expert) for expert in experts])
+            entry = self._stacked[name, index]
+        if getattr(self._last, "entry", None) is not entry:
+            self._last.tensors = self.hf_tensors(entry)
+            self._last.entry = entry
+        tensor: Tensor = self._last.tensors[position]
+        return tensor
+
+
+def _hf_files(path: Path, template: Path | None) -> Path:
+    """The folder that holds ``config.json`` for a checkpoint."""
+    for folder in [template] if template else [path / HF_SUBFOLDER, path.parent / HF_SUBFOLDER, path]:
+        if (folder / "config.json").exists():
+            return folder
+    where = template or path / HF_SUBFOLDER
+    raise BridgeError(f"{where} holds no config.json; give the original HF folder with --hf-template")
+
+
+def key_dtypes(
+    plan: Plan, source: Source, dtype: torch.dtype | None, key_of: Mapping[str, str]
+) -> dict[str, torch.dtype]:
+    """Checkpoint key → dtype: that on disk, or ``dtype`` except for rows that keep theirs.
+
+    Raises :class:`BridgeError` where tensors stored under one key differ.
+    """
+    found: dict[str, tuple[torch.dtype, str]] = {}
+    for entry in plan.entries:
+        key = key_of[entry.name]
+        for piece in entry.hf:
+            on_disk = source.dtype(piece.name)
+            kept = on_disk if dtype is None or entry.bound.row.keep_dtype else dtype
+            first = found.setdefault(key, (kept, piece.name))
+            if first[0] != kept:
+                raise BridgeError(
+                    f"{source.path}: {piece.name} is {kept} and {first[1]} is {first[0]}, but Megatron stores both in "
+                    f"one tensor ({key}); choose one with --dtype"
+                )
+    return {key: value for key, (value, _) in found.items()}

@@ -1,0 +1,97 @@
+"""Output folders that appear whole or not at all, and bytes of tensors on their way to a file."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from bridges.errors import BridgeError
+
+BLOCK = 64 * 2**20  # bytes held at once of a tensor that has to be cast or made contiguous
+
+
+@contextmanager
+def staged(out: Path, needed: int) -> Iterator[Path]:
+    """A folder beside ``out`` that is renamed to ``out`` at the end, or removed if anything goes wrong.
+
+    ``needed``: bytes that will be written. Raises :class:`BridgeError` if ``out`` exists or the disk cannot hold it.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise BridgeError(f"{out} exists; remove it or choose another --out")
+    parent = out.absolute().parent
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(parent).free
+        if needed > free:
+            raise BridgeError(
+                f"{out} needs {needed / 1e9:.2f} GB, {parent} has {free / 1e9:.2f} GB free; make room or choose "
+                "another disk"
+            )
+        staging = parent / f".{out.name}.incomplete-{os.getpid()}"
+        staging.mkdir()
+    except OSError as error:
+        raise _failed(out, error) from error
+    try:
+        yield staging
+        for folder in (staging, *(path for path in staging.rglob("*") if path.is_dir())):
+            _sync(folder)
+        staging.rename(out)
+        _sync(parent)
+    except OSError as error:
+        raise _failed(out, error) from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _failed(out: Path, error: OSError) -> BridgeError:
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    remedy = "make room or choose another disk" if full else "check the path and its permissions"
+    failure = BridgeError(f"{error.filename or out}: cannot be written ({error.strerror}); {remedy}")
+    failure.exit_code = 3
+    return failure
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def byte_blocks(tensor: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
+    """The bytes of ``tensor`` in row-major order as ``dtype``, in blocks; one view if nothing has to be changed."""
+    if tensor.dtype == dtype and tensor.is_contiguous():
+        yield _bytes(tensor)
+        return
+    flat = tensor if tensor.dim() > 1 else tensor.reshape(1, -1)
+    row = max(1, flat[0].numel() * max(dtype.itemsize, tensor.dtype.itemsize)) if flat.shape[0] else 1
+    for rows in flat.split(max(1, BLOCK // row)):  # type: ignore[no-untyped-call]
+        yield _bytes(rows.to(dtype).contiguous())
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+def write_all(descriptor: int, data: memoryview, offset: int) -> int:
+    """Writes all of ``data`` at ``offset`` (one system call takes at most 2 GiB) and returns the end offset."""
+    while len(data):
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
+    return offset
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Writes and syncs a small file."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
