@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -14,11 +14,10 @@ if TYPE_CHECKING:
 
     from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
-M = TypeVar("M")
-ForwardStep = Callable[[Iterator[M], "torch.nn.Module"], tuple["Tensor", Callable[["Tensor"], Any]]]
+type ForwardStep[M] = Callable[[Iterator[M], "torch.nn.Module"], tuple["Tensor", Callable[["Tensor"], Any]]]
 
 
-def run_schedule(
+def run_schedule[M](
     forward_step: ForwardStep[M],
     micro_batches: Sequence[M],
     chunks: Sequence[torch.nn.Module],
@@ -28,7 +27,7 @@ def run_schedule(
 ) -> list[Any]:
     """What the loss closures of the last pipeline stage returned, one entry a micro-batch; ``[]`` on other stages.
 
-    Every stage gets every micro-batch; with virtual pipelining each model chunk reads them from an iterator of its own.
+    Every stage gets every micro-batch; with virtual pipelining each model chunk reads them from its own iterator.
     Sequence lengths vary, so stages send shapes ahead of tensors (``variable_seq_lengths``).
     """
     schedule = get_forward_backward_func(groups.parallel.pp, groups.parallel.vpp if len(chunks) > 1 else None)

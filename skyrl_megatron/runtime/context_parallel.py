@@ -1,0 +1,75 @@
+"""Zig-zag context parallelism: which tokens a rank holds, and gathering them back with the right gradients.
+
+Each sequence (padded to a multiple of 2·cp) is cut into 2·cp chunks; rank r holds chunks r and 2·cp − 1 − r, so that
+causal attention costs every rank the same. A rank's local tensor holds, sequence by sequence, its first, then its
+second chunk: what Megatron's rotary embedding for packed sequences expects (models/common/embeddings/rope_utils.py).
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@lru_cache(maxsize=256)
+def local_positions(padded_lengths: tuple[int, ...], cp: int, rank: int) -> Tensor:
+    """[P / cp] int64: positions in the packed global order of the tokens that ``rank`` holds, in its local order."""
+    if cp == 1:
+        return torch.arange(sum(padded_lengths))
+    pieces, start = [], 0
+    for length in padded_lengths:
+        chunk = length // (2 * cp)
+        for index in (rank, 2 * cp - 1 - rank):
+            pieces.append(torch.arange(start + index * chunk, start + (index + 1) * chunk))
+        start += length
+    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
+
+
+@lru_cache(maxsize=256)
+def global_order(padded_lengths: tuple[int, ...], cp: int) -> Tensor:
+    """[P] int64: where each token of the packed global order stands in the ranks' local tensors laid end to end."""
+    held = torch.cat([local_positions(padded_lengths, cp, rank) for rank in range(cp)])
+    order = torch.empty_like(held)
+    order[held] = torch.arange(len(held))
+    return order
+
+
+class _GatherTokens(torch.autograd.Function):
+    """All ranks' tokens in global order.
+
+    ``shared_loss``: every rank computes the same loss from the gathered tensor, so a rank's gradient is its own slice
+    of the (equal) gradients. Otherwise (keys and values, used by other queries on each rank) the slices are summed.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, local: Tensor, padded_lengths: tuple[int, ...], group: dist.ProcessGroup, shared_loss: bool
+    ) -> Tensor:
+        ctx.padded_lengths, ctx.group, ctx.shared_loss = padded_lengths, group, shared_loss
+        local = local.contiguous()
+        gathered = local.new_empty((group.size() * local.shape[0], *local.shape[1:]))
+        dist.all_gather_into_tensor(gathered, local, group=group)
+        return gathered[global_order(padded_lengths, group.size()).to(local.device)]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad = grads[0]
+        if not ctx.shared_loss:
+            grad = grad.contiguous()
+            dist.all_reduce(grad, group=ctx.group)
+        mine = local_positions(ctx.padded_lengths, ctx.group.size(), ctx.group.rank())
+        return grad[mine.to(grad.device)], None, None, None
+
+
+def gather_tokens(
+    local: Tensor, padded_lengths: tuple[int, ...], group: dist.ProcessGroup, *, shared_loss: bool
+) -> Tensor:
+    """[P / cp, ...] of each rank → [P, ...] in the packed global order, on every rank; differentiable."""
+    if group.size() == 1:
+        return local
+    gathered: Tensor = _GatherTokens.apply(local, padded_lengths, group, shared_loss)
+    return gathered

@@ -1,0 +1,134 @@
+"""Micro-batches as the model takes them: sequences packed end to end, sliced over context parallelism.
+
+Without padding a micro-batch is one row of P tokens; every sequence is padded at its end to the layout's alignment
+(``ParallelConfig.alignment``) and attends only to itself. ``padded=True`` pads all sequences to the longest instead
+and runs them as a [b, S] batch: slower, for models or debugging that cannot pack.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from skyrl_megatron.runtime.context_parallel import gather_tokens, local_positions
+from skyrl_megatron.runtime.parallel_state import ProcessGroups
+from skyrl_megatron.types import TrainingBatch
+
+
+@dataclass(frozen=True, slots=True)
+class PackedInputs:
+    """One micro-batch on this rank. b sequences, P packed tokens over all cp ranks, p = P / cp of them here."""
+
+    tokens: Tensor
+    """[1, p] int64 (padded: [b, S])."""
+    position_ids: Tensor
+    """[1, p] int64 (padded: [b, S]): position of each token in its sequence."""
+    targets: Tensor
+    """[p] int64 (padded: [b·S]): the token after each token; 0 after the last of a sequence."""
+    padding_mask: Tensor
+    """[1, p] bool (padded: [b, S]): True on padding, which routers must not count."""
+    params: PackedSeqParams | None
+    """Sequence boundaries for attention; None when padded."""
+    padded_lengths: tuple[int, ...]
+    """Tokens that each sequence takes in the pack."""
+    response_columns: Tensor
+    """[b, T] int64: for response token (row, t), index in the packed global order of the position that predicts it; 0
+    where the row has no token t."""
+    response_valid: Tensor
+    """[b, T] bool: where the row has a response token t."""
+    groups: ProcessGroups
+
+    def model_arguments(self) -> dict[str, object]:
+        """Keyword arguments of ``GPTModel.forward``."""
+        return {
+            "input_ids": self.tokens,
+            "position_ids": self.position_ids,
+            "attention_mask": None,
+            "packed_seq_params": self.params,
+            "padding_mask": self.padding_mask,
+        }
+
+    def to_responses(self, per_token: Tensor) -> Tensor:
+        """Values at the predicting positions, [p] on each cp rank → [b, T] on every rank, 0 where there is no token.
+
+        Differentiable; all cp ranks must go on to compute the same loss from the result.
+        """
+        whole = gather_tokens(per_token, self.padded_lengths, self.groups.cp, shared_loss=True)
+        return torch.where(self.response_valid, whole[self.response_columns], 0.0)
+
+
+def pack(batch: TrainingBatch, groups: ProcessGroups, device: torch.device, *, padded: bool = False) -> PackedInputs:
+    """The rows of ``batch`` as one micro-batch. A batch without rows becomes one sequence of padding alone."""
+    lengths = [int(length) for length in batch.lengths] or [0]
+    alignment = groups.parallel.alignment
+    width = max(-(-max(lengths) // alignment) * alignment, alignment)
+    padded_lengths = tuple(width if padded else max(-(-n // alignment) * alignment, alignment) for n in lengths)
+    total = sum(padded_lengths)
+    starts = [0]
+    for length in padded_lengths[:-1]:
+        starts.append(starts[-1] + length)
+
+    tokens = torch.zeros(total, dtype=torch.int64)
+    targets = torch.zeros(total, dtype=torch.int64)
+    positions = torch.cat([torch.arange(length) for length in padded_lengths])
+    padding = torch.ones(total, dtype=torch.bool)
+    for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        if not length:
+            continue
+        sequence = batch.sequences[row, -length:]
+        tokens[start : start + length] = sequence
+        targets[start : start + length - 1] = sequence[1:]
+        padding[start : start + length] = False
+
+    columns, valid = _response_index(batch, lengths, starts)
+    if padded:
+        assert groups.cp.size() == 1, "padded inputs cannot be split over context-parallel ranks"
+        shape, params = (len(lengths), width), None
+    else:
+        mine = local_positions(padded_lengths, groups.cp.size(), groups.cp.rank())
+        tokens, targets, positions, padding = (x[mine] for x in (tokens, targets, positions, padding))
+        shape, params = (1, len(tokens)), _sequence_params(padded_lengths, device)
+    return PackedInputs(
+        tokens=tokens.view(shape).to(device),
+        position_ids=positions.view(shape).to(device),
+        targets=targets.to(device),
+        padding_mask=padding.view(shape).to(device),
+        params=params,
+        padded_lengths=padded_lengths,
+        response_columns=columns.to(device),
+        response_valid=valid.to(device),
+        groups=groups,
+    )
+
+
+def _response_index(batch: TrainingBatch, lengths: list[int], starts: list[int]) -> tuple[Tensor, Tensor]:
+    """(columns [b, T], valid [b, T]): response token t of a row stands T − t from its end; the position before
+    predicts it. A sequence's first token has no predictor, so a response never includes it."""
+    rows, width = len(batch), batch.response_mask.shape[1]
+    if not rows:
+        return torch.zeros(1, width, dtype=torch.int64), torch.zeros(1, width, dtype=torch.bool)
+    ends = torch.tensor([start + length for start, length in zip(starts, lengths, strict=True)])
+    columns = ends[:, None] - width + torch.arange(width)[None, :] - 1
+    valid = (columns >= torch.tensor(starts)[:, None]) & (batch.response_mask.cpu() > 0)
+    return torch.where(valid, columns, 0), valid
+
+
+def _sequence_params(padded_lengths: tuple[int, ...], device: torch.device) -> PackedSeqParams:
+    """Boundaries over the global pack; Megatron divides them by cp where it works on local tokens."""
+    boundaries = torch.zeros(len(padded_lengths) + 1, dtype=torch.int32)
+    boundaries[1:] = torch.tensor(padded_lengths).cumsum(0)
+    boundaries = boundaries.to(device)
+    params = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=boundaries,
+        cu_seqlens_kv=boundaries,
+        cu_seqlens_q_padded=boundaries,
+        cu_seqlens_kv_padded=boundaries,
+        max_seqlen_q=max(padded_lengths),
+        max_seqlen_kv=max(padded_lengths),
+    )
+    params.padded_lengths = padded_lengths  # read by PackedAttention: host numbers, no device synchronisation
+    return params

@@ -1,0 +1,111 @@
+"""Process groups of a layout: made once, handed on as an argument.
+
+The only file that calls ``megatron.core.parallel_state.get_*``. Megatron's own modules get the same groups as a
+``ProcessGroupCollection``.
+"""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from skyrl_megatron.config.layout import ParallelConfig, layout_problems
+from skyrl_megatron.errors import ConfigError, DistributedError
+from skyrl_megatron.runtime import cpu_seam
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessGroups:
+    """The groups that this rank belongs to. ``group.size()`` and ``group.rank()`` give degree and position."""
+
+    parallel: ParallelConfig
+    tp: dist.ProcessGroup
+    """Ranks that share each weight matrix of attention and dense layers."""
+    pp: dist.ProcessGroup
+    """Pipeline stages."""
+    cp: dist.ProcessGroup
+    """Ranks that share each sequence."""
+    dp: dist.ProcessGroup
+    """Replicas, cp excluded."""
+    dp_cp: dist.ProcessGroup
+    """Ranks over which gradients of dense parameters are summed."""
+    tp_cp: dist.ProcessGroup
+    """Ranks that hold pieces of the same micro-batch."""
+    mp: dist.ProcessGroup
+    """tp·pp: ranks that hold the pieces of one replica of the dense part."""
+    ep: dist.ProcessGroup
+    """Ranks over which the experts of a layer are spread."""
+    etp: dist.ProcessGroup
+    """Ranks that share each expert's matrices."""
+    edp: dist.ProcessGroup
+    """Ranks over which gradients of experts are summed."""
+    embd: dist.ProcessGroup | None
+    """First and last pipeline stage, which share tied embeddings; None on stages between them."""
+    collection: ProcessGroupCollection
+    """The same for Megatron's modules."""
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the embedding."""
+        return self.pp.rank() == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the output layer."""
+        return self.pp.rank() == self.pp.size() - 1
+
+
+def initialize(
+    parallel: ParallelConfig, timeout: datetime.timedelta = datetime.timedelta(minutes=10), *, seed: int = 1234
+) -> ProcessGroups:
+    """Make all groups of a layout and seed Megatron's random states. Every rank calls it.
+
+    ``torch.distributed`` must be initialised; ``timeout`` limits every collective. Redirects Megatron to the CPU where
+    there is no CUDA. Raises ConfigError for an impossible layout before any group exists, DistributedError when the
+    number of processes is not ``parallel.world_size``.
+    """
+    problems = layout_problems(parallel)
+    if problems:
+        raise ConfigError(problems)
+    if dist.get_world_size() != parallel.world_size:
+        raise DistributedError(
+            f"the layout is made for {parallel.world_size} ranks, but {dist.get_world_size()} processes were started"
+        )
+    cpu_seam.install()
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.etp,
+        distributed_timeout_minutes=timeout.total_seconds() / 60,
+        create_gloo_process_groups=False,
+    )
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return ProcessGroups(
+        parallel=parallel,
+        tp=groups.tp,
+        pp=groups.pp,
+        cp=groups.cp,
+        dp=groups.dp,
+        dp_cp=groups.dp_cp,
+        tp_cp=groups.tp_cp,
+        mp=groups.mp,
+        ep=groups.ep,
+        etp=groups.expt_tp,
+        edp=groups.expt_dp,
+        embd=groups.embd,
+        collection=groups,
+    )
+
+
+def destroy() -> None:
+    """Forget all groups, so that another layout can be made in the same process."""
+    mpu.destroy_model_parallel()
