@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TextIO
 
 import torch
-from torch import Tensor
 
 from bridges.assets import HF_SUBFOLDER, copy_assets, output_config
 from bridges.errors import BridgeError
@@ -21,6 +20,7 @@ from bridges.rows import Shape
 from bridges.rules import Entry
 from bridges.source import CARRIED, MegatronSource, Source, is_checkpoint, key_dtypes, open_hf
 from bridges.staging import staged
+from bridges.verify import same_bytes
 from bridges.workers import Progress, in_threads, shares
 
 
@@ -125,13 +125,6 @@ def _check_copies(plan: Plan, source: Source) -> None:
                 f"{source.path}: {name} differs from {original}, although config.json ties them; set "
                 "tie_word_embeddings to false in config.json to keep both"
             )
-
-
-def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Equal in dtype, shape and every bit (NaN payloads and the sign of zero included)."""
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
 
 
 def export_megatron(

@@ -18,7 +18,8 @@ from bridges.rules import Entry, expand
 class Plan:
     """Everything about names and shapes of one model, computed once. Lookups are single dictionary accesses.
 
-    ``by_name``: canonical Megatron name → entry. ``hf``: name on disk → shape on disk. ``copies``: names that some
+    ``by_name``: canonical Megatron name → entry. ``hf``: name on disk → shape on disk. ``stacked``: those among them
+    that hold all experts of a layer. ``copies``: names that some
     folders hold although they repeat another tensor (a tied output layer). ``carried``: prefixes of layers beyond the
     model proper (multi-token prediction), which are passed on as they are.
     """
@@ -29,6 +30,7 @@ class Plan:
     entries: tuple[Entry, ...]
     by_name: Mapping[str, Entry]
     hf: Mapping[str, Shape]
+    stacked: frozenset[str]
     copies: Mapping[str, str]
     carried: tuple[str, ...]
 
@@ -47,6 +49,7 @@ class Plan:
             entries,
             {entry.name: entry for entry in entries},
             {piece.name: piece.shape for entry in entries for piece in entry.hf},
+            frozenset(piece.name for entry in entries for piece in entry.hf if piece.index is not None),
             {} if "untied" in shape.flags else {"lm_head.weight": "model.embed_tokens.weight"},
             tuple(f"model.layers.{layer}." for layer in layers),
         )

@@ -52,19 +52,18 @@ class Split:
     """How a Megatron tensor is split over tp (over etp where the entry belongs to an expert).
 
     ``dim``: the tensor dimension, None for a copy on every rank. ``parts``: along dim 0 the tensor is this many pieces
-    of equal length, each split on its own (gate and up). ``units``: the split never cuts one of so many runs of rows
-    (KV groups, heads). ``vocab``: dim 0 is padded with zeros to the padded vocabulary first. ``whole_under_te``: the
-    Transformer Engine spec keeps this parameter whole on every rank (MLA's down projections).
+    of equal length, each split on its own (gate and up). ``units``: a rank gets whole ones of so many runs of rows
+    (KV groups, heads), or, where ``shared``, an equal part of one run (more ranks than KV groups). ``vocab``: dim 0 is
+    padded with zeros to the padded vocabulary first. ``whole_under_te``: the Transformer Engine spec keeps this
+    parameter whole on every rank (MLA's down projections).
     """
 
     dim: int | None = None
     parts: int = 1
     units: int | None = None
+    shared: bool = False
     vocab: bool = False
     whole_under_te: bool = False
-
-
-WHOLE = Split()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +110,14 @@ class Row:
         """How the Megatron tensor is split over tp or etp."""
         units = dim(self.units, dims) if self.units else None
         parts = self.conversion(dims).parts
-        return Split(self.split, parts if self.split == 0 else 1, units, self.vocab, self.whole_under_te)
+        return Split(
+            dim=self.split,
+            parts=parts if self.split == 0 else 1,
+            units=units,
+            shared=isinstance(self, Qkv),
+            vocab=self.vocab,
+            whole_under_te=self.whole_under_te,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ The rules, with tp=2:
 
 - a plain split takes equal runs of dim 0 or 1;
 - gate and up are split each on its own: rank 0 holds ``[gate[:f/2]; up[:f/2]]``, not the gate half;
-- q, k, v rows are split by whole KV groups, output projections by whole heads;
+- q, k, v rows are split by whole KV groups (a group's rows evenly if there are more ranks than groups), output
+  projections by whole heads;
 - a vocabulary is padded with zero rows first, to ``padded_vocab`` rows or to the next multiple of the size.
 """
 
@@ -33,8 +34,9 @@ def check_divisible(entry: Entry, size: int) -> None:
     split = entry.split
     if split.dim is None or split.vocab or size == 1:
         return
-    units = split.units or entry.shape[split.dim] // split.parts
-    if units % size:
+    length = entry.shape[split.dim] // split.parts
+    units = split.units or length
+    if units % size and not (split.shared and size % units == 0 and length % size == 0):
         what = "heads or KV groups" if split.units else f"entries along dim {split.dim}"
         kind = "etp" if entry.is_expert else "tp"
         raise BridgeError(f"{entry.name}: {units} {what} cannot be split over {kind}={size}; use a divisor of {units}")

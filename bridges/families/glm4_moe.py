@@ -66,7 +66,7 @@ FAMILY = Family(
         ),
         Copy(M + "self_attention.q_layernorm.weight", L + "self_attn.q_norm.weight", "D", when="qk_norm"),
         Copy(M + "self_attention.k_layernorm.weight", L + "self_attn.k_norm.weight", "D", when="qk_norm"),
-        Copy(M + "self_attention.linear_proj.weight", L + "self_attn.o_proj.weight", "H Q", split=1, units="G"),
+        Copy(M + "self_attention.linear_proj.weight", L + "self_attn.o_proj.weight", "H Q", split=1, units="A"),
         Copy(M + "pre_mlp_layernorm.weight", L + "post_attention_layernorm.weight", "H"),
     ),
     dense=(

@@ -51,7 +51,7 @@ FAMILY = Family(
             "",
             when="biased",
         ),
-        Copy(M + "self_attention.linear_proj.weight", L + "self_attn.o_proj.weight", "H Q", split=1, units="G"),
+        Copy(M + "self_attention.linear_proj.weight", L + "self_attn.o_proj.weight", "H Q", split=1, units="A"),
         Copy(M + "self_attention.linear_proj.bias", L + "self_attn.o_proj.bias", "H", when="biased"),
         Copy(M + "pre_mlp_layernorm.weight", L + "post_attention_layernorm.weight", "H"),
     ),

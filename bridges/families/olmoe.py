@@ -54,7 +54,7 @@ FAMILY = Family(
         # Whole on every rank: a norm over all heads needs all weights' gradients summed over tp.
         Copy(M + "self_attention.q_layernorm.weight", L + "self_attn.q_norm.weight", "Q"),
         Copy(M + "self_attention.k_layernorm.weight", L + "self_attn.k_norm.weight", "K"),
-        Copy(M + "self_attention.linear_proj.weight", L + "self_attn.o_proj.weight", "H Q", split=1, units="G"),
+        Copy(M + "self_attention.linear_proj.weight", L + "self_attn.o_proj.weight", "H Q", split=1, units="A"),
         Copy(M + "pre_mlp_layernorm.weight", L + "post_attention_layernorm.weight", "H"),
     ),
     dense=(),

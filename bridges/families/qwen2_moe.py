@@ -62,7 +62,7 @@ FAMILY = Family(
             "",
             when="qkv_bias",
         ),
-        Copy(M + "self_attention.linear_proj.weight", L + "self_attn.o_proj.weight", "H Q", split=1, units="G"),
+        Copy(M + "self_attention.linear_proj.weight", L + "self_attn.o_proj.weight", "H Q", split=1, units="A"),
         Copy(M + "pre_mlp_layernorm.weight", L + "post_attention_layernorm.weight", "H"),
     ),
     dense=(

@@ -74,7 +74,7 @@ def test_unshard_inverts_shard(folder, plan):
     split = 0
     for entry in plan.entries:
         whole = entry.to_megatron(read(folder, entry))
-        for size, padded in ((1, None), (2, None), (3, None), (2, 1024), (3, 1152)):
+        for size, padded in ((1, None), (2, None), (3, None), (6, None), (2, 1024), (3, 1152)):
             try:
                 shares = [shard(whole, entry, size, rank, padded) for rank in range(size)]
             except BridgeError as error:  # 3 KV groups over 2 ranks, 4 experts' columns over 3 ...

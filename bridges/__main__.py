@@ -1,0 +1,155 @@
+"""``python -m bridges`` (also ``skyrl-convert``): list, inspect, import, export, verify."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from bridges.assets import CAST_TO, parse_dtype
+from bridges.errors import BridgeError
+
+EXIT_CODES = """\
+exit codes:
+  0    done; verify: equal
+  1    verify: differences found
+  2    wrong arguments, or a folder that cannot be read or converted
+  3    the output cannot be written (disk full, permissions)
+  130  interrupted; nothing is left under the name of the output
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(
+        prog="python -m bridges",
+        description="Exact, streaming conversion between HF folders and Megatron distributed checkpoints.",
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = top.add_subparsers(dest="command", required=True)
+
+    def command(name: str, text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(
+            name, help=text, description=text, epilog=EXIT_CODES, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        sub.add_argument("--json", action="store_true", help="print one JSON object and no progress")
+        return sub
+
+    def streaming(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("--out", type=Path, required=True, help="folder to create; must not exist")
+        sub.add_argument("--dtype", choices=sorted(CAST_TO), help="cast weights; default: keep each tensor's dtype")
+        sub.add_argument("--workers", type=int, default=2, help="threads (default 2)")
+        sub.add_argument("--drop-mtp", action="store_true", help="leave out multi-token-prediction layers")
+
+    command("list", "the supported families and what is verified for each")
+    sub = command("inspect", "architecture, parameters, dtypes, bytes and layout of a folder")
+    sub.add_argument("folder", type=Path)
+    sub.add_argument("--hf-template", type=Path, help="folder with config.json, if a checkpoint has none")
+    sub = command("import", "HF folder -> Megatron checkpoint (torch_dist) that loads at any tp/pp/vpp/ep/etp")
+    sub.add_argument("--hf", type=Path, required=True)
+    streaming(sub)
+    sub = command("export", "Megatron checkpoint, plain or of a training run -> HF folder")
+    sub.add_argument("--megatron", type=Path, required=True)
+    sub.add_argument("--hf-template", type=Path, help="original HF folder, for config, tokenizer and MTP layers")
+    sub.add_argument("--max-shard-size", default="5GB", help="largest safetensors file (default 5GB)")
+    streaming(sub)
+    sub = command("verify", "compare two folders bit by bit, or the logits of both models")
+    sub.add_argument("a", type=Path, help="HF or Megatron folder (HF with --logits)")
+    sub.add_argument("b", type=Path, help="HF or Megatron folder (Megatron with --logits)")
+    sub.add_argument("--hf-template", type=Path, help="folder with config.json, if a checkpoint has none")
+    sub.add_argument("--logits", action="store_true", help="run both models and print the largest difference")
+    sub.add_argument("--layout", default="", help="with --logits: e.g. tp=2,ep=2")
+    return top
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs one command and prints its result. Returns the exit code."""
+    if args.command == "list":
+        from bridges.catalog import rows, table
+
+        _print(args, {"families": rows()}, table())
+        return 0
+    if args.command == "inspect":
+        from bridges.describe import inspect
+
+        facts = inspect(args.folder, args.hf_template)
+        _print(args, facts, _facts(facts))
+        return 0
+    if args.command == "verify":
+        return _verify(args)
+    from bridges.convert import export_megatron, import_hf
+    from bridges.workers import progress_stream
+
+    if args.workers < 1:
+        raise BridgeError(f"--workers {args.workers}: give at least 1")
+    shared: dict[str, Any] = dict(
+        dtype=parse_dtype(args.dtype), workers=args.workers, drop_mtp=args.drop_mtp, stream=progress_stream(args.json)
+    )
+    if args.command == "import":
+        report = import_hf(args.hf, args.out, **shared)
+    else:
+        from bridges.hf_write import parse_size
+
+        size = parse_size(args.max_shard_size)
+        report = export_megatron(args.megatron, args.out, template=args.hf_template, max_shard_size=size, **shared)
+    facts = report.as_dict()
+    _print(args, facts, f"{facts['out']}: {facts['tensors']} tensors, {report.bytes / 1e9:.3f} GB, "
+                        f"{facts['gb_per_s']} GB/s")  # fmt: skip
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from bridges.verify import SHOWN, compare, compare_logits
+    from bridges.workers import progress_stream
+
+    if args.logits:
+        facts = compare_logits(args.a, args.b, args.layout)
+        _print(args, facts, _facts(facts))
+        return 0
+    result = compare(args.a, args.b, args.hf_template, progress_stream(args.json))
+    lines = [f"{result.tensors} tensors, {result.bytes / 1e9:.3f} GB"]
+    lines += [f"ignored (no weights of its own): {name}" for name in result.ignored]
+    lines += result.differences[:SHOWN]
+    lines += [f"… {len(result.differences)} differences in all"] if len(result.differences) > SHOWN else []
+    lines += ["every tensor is bit-equal"] if result.equal else []
+    _print(args, result.as_dict(), "\n".join(lines))
+    return 0 if result.equal else 1
+
+
+def _facts(facts: dict[str, Any]) -> str:
+    width = max(map(len, facts))
+    numbers = {key: f"{value:,}" if isinstance(value, int) else str(value) for key, value in facts.items()}
+    return "\n".join(f"{key.replace('_', ' '):<{width}}  {value}" for key, value in numbers.items())
+
+
+def _print(args: argparse.Namespace, facts: dict[str, Any], text: str) -> None:
+    print(json.dumps(facts) if args.json else text)
+
+
+def _interrupt(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point. Returns the exit code; user mistakes print one message and no traceback."""
+    args = parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return run(args)
+    except BridgeError as error:
+        if args.json:
+            print(json.dumps({"error": str(error), "exit_code": error.exit_code}))
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted; nothing was left under the name of the output", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""What the tests prove for each family, as data: the tests are made from it, and ``list`` and BRIDGES.md print it.
+
+For every family: names and shapes on disk equal those transformers writes, round trips are bitwise through tensors and
+through folders, and splits over tp, etp and padded vocabularies are undone exactly. ``LAYOUTS`` adds the layouts in
+which logits and every parameter's gradient equal those of transformers.
+"""
+
+from __future__ import annotations
+
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "llama": ("single", "tp2", "pp2"),
+    "qwen2": ("single", "tp2", "pp2"),
+    "qwen3": ("single", "tp2", "cp2"),
+    "qwen2_moe": ("single", "tp2", "ep2"),
+    "qwen3_moe": (
+        "single",
+        "tp2",
+        "pp2",
+        "pp2·vpp2",
+        "cp2",
+        "ep2",
+        "tp2·etp2",
+        "tp2·cp2·ep4",
+        "pp2·cp2·ep2",
+        "dp2·ep2",
+    ),
+    "mixtral": ("single", "tp2", "ep2"),
+    "olmoe": ("single", "tp2", "ep2"),
+    "deepseek_v3": ("single", "tp2", "ep2"),
+    "glm4_moe": ("single", "tp2", "pp2"),
+    "gpt_oss": ("single", "tp2", "cp2"),
+}
+"""Family → layouts of the parity tests (``tests/runtime``); every degree that is not named is 1."""
+
+
+def degrees(layout: str) -> dict[str, int]:
+    """``"tp2·ep2"`` → ``{"tp": 2, "ep": 2}``; ``"single"`` → ``{}``."""
+    if layout == "single":
+        return {}
+    return {part.rstrip("0123456789"): int(part.lstrip("abcdefghijklmnopqrstuvwxyz")) for part in layout.split("·")}
