@@ -8,15 +8,34 @@ Both may run again after a change: what they filled in themselves they fill in a
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from skyrl_megatron.config.base import owner_of
+from skyrl_megatron import device
+from skyrl_megatron.config.base import default_of, get_path, owner_of
 from skyrl_megatron.config.generator import SamplingParams
+from skyrl_megatron.errors import Problem, SkyRLMegatronWarning
 
 if TYPE_CHECKING:
     from skyrl_megatron.config.algorithm import AlgorithmConfig, OffPolicyCorrectionConfig
+    from skyrl_megatron.config.hardware import Hardware
     from skyrl_megatron.config.root import SkyRLTrainConfig
+
+
+_PATHS = (
+    "data.train_data",
+    "data.val_data",
+    "trainer.policy.model.path",
+    "trainer.ref.model.path",
+    "trainer.critic.model.path",
+    "trainer.ckpt_path",
+    "trainer.export_path",
+    "trainer.log_path",
+    "trainer.resume_path",
+    "generator.inference_engine.http_token_path",
+    "environment.skyrl_gym.text2sql.db_path",
+)
 
 
 def derive(cfg: SkyRLTrainConfig) -> None:
@@ -24,6 +43,7 @@ def derive(cfg: SkyRLTrainConfig) -> None:
     trainer, generator = cfg.trainer, cfg.generator
     algorithm, sampling = trainer.algorithm, generator.sampling_params
     _translate_tis(algorithm)
+    _expand_home(cfg)
 
     _fill(cfg, "generator.max_input_length", trainer.max_prompt_length)
     assert generator.max_input_length is not None
@@ -39,13 +59,73 @@ def derive(cfg: SkyRLTrainConfig) -> None:
         sampling.logprobs = 1
 
     _fill(cfg, "trainer.ref.model.path", trainer.policy.model.path)
+    for name in ("num_nodes", "num_gpus_per_node"):
+        for role in ("ref", "critic"):
+            _fill(cfg, f"trainer.placement.{role}_{name}", getattr(trainer.placement, f"policy_{name}"))
     lora = trainer.policy.model.lora
     if lora.sync_mode == "memory" and "trainer.policy.model.lora.sync_mode" not in _filled(cfg):
         _fill(cfg, "trainer.policy.megatron_config.lora_config.merge_lora", False)
     merged = trainer.policy.megatron_config.lora_config.merge_lora
     _fill(cfg, "trainer.policy.model.lora.sync_mode", "merged" if merged else "memory")
+    _fill(cfg, "trainer.policy.megatron_config.dist_ckpt_optim_fully_reshardable", True)
     _fill(cfg, "trainer.ref.megatron_config", trainer.policy.megatron_config)
     _fill(cfg, "trainer.critic.megatron_config", trainer.policy.megatron_config)
+
+
+_ON_CPU: dict[str, tuple[object, str | None]] = {
+    # key → (value on CPU, why its default is impossible there; None: possible when asked for)
+    "generator.inference_engine.weight_sync_backend": (device.GLOO, "needs GPUs"),
+    "generator.inference_engine.model_dtype": ("float32", None),
+    "trainer.bf16": (False, None),
+    "trainer.flash_attn": (False, "needs GPUs"),
+    "trainer.placement.colocate_all": (False, "there is no GPU memory to take turns with"),
+    "trainer.placement.colocate_policy_ref": (False, "there is no GPU memory to take turns with"),
+}
+
+
+def fit_to_hardware(cfg: SkyRLTrainConfig, hardware: Hardware) -> list[Problem]:
+    """Give fields that depend on the machine their value, and name settings that are impossible on it.
+
+    Without GPUs: gloo instead of nccl, separate placement, fp32. ``trainer.strategy=fsdp2`` becomes ``megatron`` with
+    data parallelism alone, with one SkyRLMegatronWarning.
+    """
+    problems = _replace_fsdp(cfg)
+    _fill(cfg, "trainer.deterministic", hardware.is_cpu)
+    _fill(cfg, "generator.inference_engine.weight_sync_probe_interval", 1 if hardware.is_cpu else 20)
+    for key, (on_cpu, impossible) in _ON_CPU.items():
+        section, name = owner_of(cfg, key)
+        value = on_cpu if hardware.is_cpu else default_of(type(section), name)
+        _fill(cfg, key, value)
+        chosen = get_path(cfg, key)
+        if hardware.is_cpu and chosen != value and impossible:
+            fix = f"{impossible}: leave it out (then {str(value).lower()}) or run on GPUs"
+            problems.append(Problem(key, chosen, fix))
+    _fill(cfg, "trainer.policy.megatron_config.empty_cuda_cache", cfg.trainer.placement.colocate_all)
+    derive(cfg)  # roles laid out as the policy follow it
+    return problems
+
+
+def _replace_fsdp(cfg: SkyRLTrainConfig) -> list[Problem]:
+    """``strategy=fsdp…`` as Megatron does it: no tensor, pipeline, context or expert parallelism."""
+    trainer = cfg.trainer
+    if trainer.strategy == "megatron":
+        return []
+    warnings.warn(
+        f"trainer.strategy={trainer.strategy}: this trainer has one backend. The run uses Megatron's equivalent, data "
+        "parallelism with a distributed optimizer (each rank holds the whole model; trainer.policy.megatron_config.* "
+        "splits it)",
+        SkyRLMegatronWarning,
+        stacklevel=3,
+    )
+    problems = []
+    for degree in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor"):
+        key = f"trainer.policy.megatron_config.{degree}_parallel_size"
+        value = get_path(cfg, key)
+        if value not in (None, 1):
+            problems.append(Problem(key, value, f"set trainer.strategy=megatron: {trainer.strategy} is dp alone"))
+    if not problems:
+        trainer.strategy = "megatron"
+    return problems
 
 
 def uses_correction(correction: OffPolicyCorrectionConfig) -> bool:
@@ -81,6 +161,17 @@ def _fill(cfg: SkyRLTrainConfig, key: str, value: Any) -> None:
         return
     setattr(section, name, copy.deepcopy(value))
     filled[key] = copy.deepcopy(value)
+
+
+def _expand_home(cfg: SkyRLTrainConfig) -> None:
+    """``~`` in paths: a shell does not expand it behind ``key=``."""
+    for key in _PATHS:
+        section, name = owner_of(cfg, key)
+        value = getattr(section, name)
+        if isinstance(value, str):
+            setattr(section, name, os.path.expanduser(value))
+        elif value:
+            setattr(section, name, [os.path.expanduser(path) for path in value])
 
 
 def _translate_tis(algorithm: AlgorithmConfig) -> None:

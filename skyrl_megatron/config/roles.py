@@ -24,13 +24,13 @@ class PlacementConfig(BaseConfig):
     policy_num_gpus_per_node: Count = 1
     """GPUs of each of them; nodes × GPUs is the policy's world size."""
     critic_num_nodes: Count = 1
-    """Nodes of the critic."""
+    """Nodes of the critic. Not given: the policy's."""
     critic_num_gpus_per_node: Count = 1
-    """GPUs of each of them."""
+    """GPUs of each of them. Not given: the policy's."""
     ref_num_nodes: Count = 1
-    """Nodes of the reference."""
+    """Nodes of the reference. Not given: the policy's."""
     ref_num_gpus_per_node: Count = 1
-    """GPUs of each of them."""
+    """GPUs of each of them. Not given: the policy's."""
 
 
 @dataclass

@@ -1,0 +1,112 @@
+"""The check of a whole configuration before any device, process group or Ray is touched."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from skyrl_megatron.config import resolve
+from skyrl_megatron.config.base import default_of, get_path, owner_of
+from skyrl_megatron.config.hardware import Hardware, local_hardware
+from skyrl_megatron.config.hf_model import model_shape, read_hf_config
+from skyrl_megatron.config.role_layout import active_roles
+from skyrl_megatron.config.rules_placement import placement_problems
+from skyrl_megatron.config.rules_rollout import rollout_problems
+from skyrl_megatron.config.rules_training import training_problems
+from skyrl_megatron.errors import ConfigError, Problem, SkyRLMegatronWarning
+
+if TYPE_CHECKING:
+    from skyrl_megatron.config.root import SkyRLTrainConfig
+
+WITHOUT_EFFECT: Mapping[str, str] = {
+    "trainer.sequence_parallel_backend": "context_parallel_size of megatron_config splits sequences",
+    "trainer.policy.sequence_parallel_size": "policy.megatron_config.context_parallel_size splits sequences",
+    "trainer.ref.sequence_parallel_size": "ref.megatron_config.context_parallel_size splits sequences",
+    "trainer.critic.sequence_parallel_size": "critic.megatron_config.context_parallel_size splits sequences",
+    "trainer.gradient_checkpointing_use_reentrant": "Megatron recomputes in its own way",
+    "trainer.policy.model.lora.lora_sync_path": "adapters travel through memory",
+    "trainer.policy.megatron_config.dist_ckpt_optim_fully_reshardable": "optimizer state always loads at any layout",
+    "trainer.critic.megatron_config.dist_ckpt_optim_fully_reshardable": "optimizer state always loads at any layout",
+    "generator.inference_engine.vllm_v1_disable_multiproc": "trainer.deterministic makes sampling reproducible",
+    "generator.inference_engine.async_engine": "engines are always asynchronous",
+    "generator.inference_engine.override_existing_update_group": "an old update group is always replaced",
+}
+"""Keys that scripts for other systems set and that change nothing here → why."""
+
+
+def validate_cfg(cfg: SkyRLTrainConfig, hardware: Hardware | None = None) -> None:
+    """Fill in what depends on other fields and on the machine, warn of settings without effect, and check the rest.
+
+    ``hardware``: what the run will get; None is this machine. Changes ``cfg`` in place (:mod:`.resolve`). Raises
+    ConfigError with every problem, each naming key, value and fix.
+    """
+    problems = find_problems(cfg, hardware or local_hardware())
+    if problems:
+        raise ConfigError(problems)
+
+
+def find_problems(cfg: SkyRLTrainConfig, hardware: Hardware) -> list[Problem]:
+    """As :func:`validate_cfg`, returning the problems."""
+    resolve.derive(cfg)
+    problems = resolve.fit_to_hardware(cfg, hardware)
+    _warn(cfg)
+    configs, unreadable = _hf_configs(cfg)
+    shapes = {role: model_shape(hf) for role, hf in configs.items()}
+    problems += unreadable
+    problems += training_problems(cfg)
+    problems += rollout_problems(cfg, configs.get("policy"), shapes.get("policy"))
+    problems += placement_problems(cfg, hardware, shapes)
+    return list({str(problem): problem for problem in problems}.values())
+
+
+def _hf_configs(cfg: SkyRLTrainConfig) -> tuple[dict[str, dict[str, Any]], list[Problem]]:
+    """Role → ``config.json`` of its model, where it is at hand."""
+    found: dict[str, dict[str, Any]] = {}
+    problems: list[Problem] = []
+    read: dict[str, dict[str, Any] | None] = {}
+    for role in active_roles(cfg):
+        path = getattr(cfg.trainer, role).model.path
+        key = f"trainer.{role}.model.path"
+        if not path:
+            problems.append(Problem(key, path, "name a Hugging Face model folder or a hub model"))
+            continue
+        try:
+            if path not in read:
+                read[path] = read_hf_config(path, key)
+        except ConfigError as error:
+            read[path] = None
+            problems += error.problems
+        if (hf := read[path]) is not None:
+            found[role] = hf
+    return found, problems
+
+
+def _warn(cfg: SkyRLTrainConfig) -> None:
+    """One SkyRLMegatronWarning for all settings that change nothing, and one for each doubtful choice."""
+    idle = [f"  {key}={get_path(cfg, key)}: {why}" for key, why in WITHOUT_EFFECT.items() if _asks_for_more(cfg, key)]
+    messages = [*_doubts(cfg)]
+    if idle:
+        messages.insert(0, "settings without effect here:\n" + "\n".join(idle))
+    for message in messages:
+        warnings.warn(message, SkyRLMegatronWarning, stacklevel=4)
+
+
+def _asks_for_more(cfg: SkyRLTrainConfig, key: str) -> bool:
+    """True when a setting without effect says something else than what happens anyway."""
+    section, name = owner_of(cfg, key)
+    happens = True if name == "dist_ckpt_optim_fully_reshardable" else default_of(type(section), name)
+    return bool(getattr(section, name) != happens)
+
+
+def _doubts(cfg: SkyRLTrainConfig) -> Iterator[str]:
+    generator, sampling = cfg.generator, cfg.generator.sampling_params
+    if cfg.trainer.logger == "wandb" and not os.environ.get("WANDB_API_KEY") and "WANDB_MODE" not in os.environ:
+        yield "trainer.logger=wandb: WANDB_API_KEY is not set; the run logs to files, TensorBoard and console only"
+    many_turns = generator.max_turns > 1 and generator.use_conversation_multi_turn
+    if sampling.stop and many_turns and not generator.append_eos_token_after_stop_str_in_multi_turn:
+        yield (
+            "generator.append_eos_token_after_stop_str_in_multi_turn=False with stop strings: turns that end at a "
+            "stop string carry no end-of-sequence token, so the policy is not trained to stop there"
+        )
