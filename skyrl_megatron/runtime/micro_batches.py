@@ -13,11 +13,8 @@ import torch.distributed as dist
 
 from skyrl_megatron import device
 from skyrl_megatron.data.balance import balance
-from skyrl_megatron.data.packing import pack_by_tokens
+from skyrl_megatron.data.packing import pack_by_tokens, split_to_count
 from skyrl_megatron.runtime.flops import ModelFlops
-
-EMPTY = np.zeros(0, dtype=np.int64)
-"""Rows of an empty micro-batch."""
 
 
 def aligned(lengths: np.ndarray, alignment: int) -> np.ndarray:
@@ -69,18 +66,4 @@ def plan_micro_batches(
             "generator.sampling_params.max_generate_length"
         )
     count = -(-max(needed, 1) // multiple_of) * multiple_of
-    return _split_to(bins, tokens, count)
-
-
-def _split_to(bins: list[np.ndarray], tokens: np.ndarray, count: int) -> list[np.ndarray]:
-    """Halve the heaviest micro-batches (by tokens) until there are ``count``; then add empty ones."""
-    bins = [np.sort(rows) for rows in bins]
-    while len(bins) < count:
-        splittable = [i for i, rows in enumerate(bins) if len(rows) > 1]
-        if not splittable:
-            break
-        heaviest = max(splittable, key=lambda i: int(tokens[bins[i]].sum()))
-        rows = bins.pop(heaviest)
-        middle = len(rows) // 2
-        bins += [rows[:middle], rows[middle:]]
-    return bins + [EMPTY] * (count - len(bins))
+    return split_to_count(bins, tokens, count)
