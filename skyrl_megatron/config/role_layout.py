@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from skyrl_megatron.config.layout import ParallelConfig
@@ -56,3 +57,27 @@ def engine_ranks(cfg: SkyRLTrainConfig) -> int:
     """Ranks of one engine."""
     engine = cfg.generator.inference_engine
     return engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size
+
+
+@dataclass(frozen=True, slots=True)
+class RankPosition:
+    """Where a rank stands in both grids of its layout."""
+
+    pp: int
+    tp: int
+    cp: int
+    dp: int
+    ep: int
+    etp: int
+    edp: int
+
+
+def rank_position(parallel: ParallelConfig, rank: int) -> RankPosition:
+    """Megatron's order: tp varies fastest, then cp, ep, dp, and pp slowest (parallel_state.py, ``RankGenerator``)."""
+    per_stage = parallel.world_size // parallel.pp
+    pp, within = divmod(rank, per_stage)
+    dense, tp = divmod(within, parallel.tp)
+    dp, cp = divmod(dense, parallel.cp)
+    experts, etp = divmod(within, parallel.etp)
+    edp, ep = divmod(experts, parallel.ep)
+    return RankPosition(pp=pp, tp=tp, cp=cp, dp=dp, ep=ep, etp=etp, edp=edp)

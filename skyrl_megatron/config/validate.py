@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from skyrl_megatron.config import resolve
 from skyrl_megatron.config.base import default_of, get_path, owner_of
 from skyrl_megatron.config.hardware import Hardware, local_hardware
 from skyrl_megatron.config.hf_model import model_shape, read_hf_config
+from skyrl_megatron.config.load import parse
 from skyrl_megatron.config.role_layout import active_roles
+from skyrl_megatron.config.root import SkyRLTrainConfig
+from skyrl_megatron.config.rules_files import file_problems
 from skyrl_megatron.config.rules_placement import placement_problems
 from skyrl_megatron.config.rules_rollout import rollout_problems
 from skyrl_megatron.config.rules_training import training_problems
 from skyrl_megatron.errors import ConfigError, Problem, SkyRLMegatronWarning
-
-if TYPE_CHECKING:
-    from skyrl_megatron.config.root import SkyRLTrainConfig
 
 WITHOUT_EFFECT: Mapping[str, str] = {
     "trainer.sequence_parallel_backend": "context_parallel_size of megatron_config splits sequences",
@@ -110,3 +110,20 @@ def _doubts(cfg: SkyRLTrainConfig) -> Iterator[str]:
             "generator.append_eos_token_after_stop_str_in_multi_turn=False with stop strings: turns that end at a "
             "stop string carry no end-of-sequence token, so the policy is not trained to stop there"
         )
+
+
+def from_command_line[C: SkyRLTrainConfig](
+    cls: type[C], argv: Sequence[str], hardware: Hardware | None = None, *, training: bool = True
+) -> C:
+    """Parse, resolve and check the arguments of a command, files included.
+
+    Raises ConfigError with all problems at once: those of reading, and those of the configuration that results with
+    unreadable values left at their defaults.
+    """
+    cfg, problems = parse(cls, argv)
+    unread = {problem.key for problem in problems}
+    found = [*find_problems(cfg, hardware or local_hardware()), *file_problems(cfg, training)]
+    problems += [problem for problem in found if problem.key not in unread]
+    if problems:
+        raise ConfigError(problems)
+    return cfg

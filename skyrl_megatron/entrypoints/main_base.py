@@ -1,0 +1,48 @@
+"""Train: ``python -m skyrl_megatron.entrypoints.main_base [--config FILE.yaml] [--check] key=value …``
+
+``--check`` shows what the configuration comes to and stops. A run is started in one place, at the end of :func:`main`,
+with a configuration that has been parsed, resolved and validated.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from skyrl_megatron.config import SkyRLTrainConfig
+from skyrl_megatron.config.validate import from_command_line
+from skyrl_megatron.entrypoints import check
+from skyrl_megatron.entrypoints.command import run_command
+from skyrl_megatron.errors import LaunchError
+
+HELP = """\
+usage: python -m skyrl_megatron.entrypoints.main_base [--config FILE.yaml] [--check] [key=value ...]
+
+  key=value       set one key, e.g. trainer.policy.megatron_config.tensor_model_parallel_size=2
+                  key={a: 1} replaces a dict option whole; key.a=1 sets one entry of it
+  --config FILE   read keys from a YAML file; may be repeated; later assignments win
+  --check         print the resolved configuration, topology, parameters and bytes per rank and batch arithmetic,
+                  starting neither Ray nor CUDA; exit code 0 if it can run, 2 if not
+  --help          this text
+
+All keys with their meaning: CONFIG.md"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code (0 done, 1 failed, 2 the configuration is wrong)."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if {"-h", "--help"} & set(args):
+        print(HELP)
+        return 0
+    if "--check" in args:
+        return check.run([arg for arg in args if arg != "--check"])
+    return run_command(lambda: _train(args))
+
+
+def _train(args: Sequence[str]) -> int:
+    from_command_line(SkyRLTrainConfig, args)
+    raise LaunchError("the configuration is valid; this version checks configurations only: add --check")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
