@@ -1,7 +1,7 @@
 """Megatron-Core without CUDA: every place where it insists on a GPU, redirected to the CPU.
 
-:func:`install` is called once by ``parallel_state.initialize`` when there is no CUDA device and does nothing otherwise;
-:func:`installed` is the same as a context manager that takes everything back. The redirects are plain replacements of
+:func:`install` is called by ``parallel_state.initialize``; with a CUDA device it does nothing.
+:func:`installed` is a context manager that takes everything back. The redirects are plain replacements of
 module attributes, not a ``TorchFunctionMode``: a mode costs a microsecond per operation and is not entered in the
 backward pass, where Megatron's own autograd functions allocate too.
 
@@ -16,7 +16,7 @@ What is redirected, and for which file below ``megatron/core/``:
 - random state: tensor_parallel/random.py
 - ``Tensor.type() == "torch.cuda.FloatTensor"``: optimizer/{clip_grads,optimizer,distrib_optimizer}.py
 - split sizes left on the device: transformer/moe/token_dispatcher.py
-- ``torch.compile`` of small functions: fusions/*.py, activations.py, transformer/moe/router.py (no C++ compiler needed)
+- ``torch.compile`` of small functions: fusions/*.py, activations.py, transformer/moe/router.py (needs no C++ compiler)
 """
 
 from __future__ import annotations

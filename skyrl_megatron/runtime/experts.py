@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor
 from torch.nn import functional as F
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import TransformerConfig
 
@@ -56,8 +57,8 @@ class _GroupedProduct(torch.autograd.Function):
 def grouped_product(x: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor:
     """[n, k] sorted by expert × [E, m, k] → [n, m]; ``tokens_per_expert`` [E] sums to n.
 
-    CUDA half precision runs ``grouped_mm`` (one kernel; strides must be multiples of 16 bytes); everything else runs
-    one product per expert.
+    CUDA bfloat16 runs ``grouped_mm`` (one kernel; strides must be multiples of 16 bytes); everything else runs one
+    product per expert.
     """
     aligned = (x.shape[1] * x.element_size()) % 16 == 0 and (weight.shape[1] * x.element_size()) % 16 == 0
     if x.is_cuda and x.dtype == torch.bfloat16 and aligned and x.shape[0]:
@@ -67,12 +68,102 @@ def grouped_product(x: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Ten
     return product
 
 
-class GroupedExperts(torch.nn.Module):
-    """Gated MLPs of this rank's experts. E local experts, H hidden, f = moe_ffn_hidden_size / etp.
+class GroupedLinear(torch.nn.Module):
+    """One linear map per local expert: ``weight`` [E, out, in], and ``bias`` [E, out] or None.
 
-    ``linear_fc1`` [E, 2f, H] holds gate rows, then up rows; ``linear_fc2`` [E, H, f]. Under etp the dispatcher gathers
-    the tokens before and sums the outputs after, so the products here stay local. Biases as in gpt-oss, scaled by the
-    routing probability, come on etp rank 0 only for ``linear_fc2``, because outputs are summed over etp.
+    ``split``: the dimension of one expert's matrix that is split over etp, 0 or 1. ``parts``: along dim 0 the matrix
+    is this many pieces, each split on its own (2: gate rows, then up rows).
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        out_features: int,
+        in_features: int,
+        config: TransformerConfig,
+        groups: ProcessGroupCollection,
+        *,
+        init: Callable[[Tensor], object],
+        split: int,
+        parts: int = 1,
+    ) -> None:
+        super().__init__()
+        self.experts, self.groups, self.split, self.parts = experts, groups, split, parts
+        self.total_experts = config.num_moe_experts
+        etp = groups.expt_tp.size()
+        shape = [out_features, in_features]
+        shape[split] //= etp
+        where = {} if config.use_cpu_initialization else {"device": torch.cuda.current_device()}
+        self.weight = torch.nn.Parameter(torch.empty(experts, *shape, dtype=config.params_dtype, **where))
+        self.register_parameter("bias", None)
+        if config.add_bias_linear:
+            self.bias = torch.nn.Parameter(torch.zeros(experts, shape[0], dtype=config.params_dtype, **where))
+        if config.perform_initialization:
+            for matrix in self.weight.data:
+                init(matrix)
+        for parameter in self.parameters():
+            parameter.allreduce = False  # gradients are summed over expert-data-parallel ranks only
+            split_over_etp = parameter is self.weight or split == 0
+            parameter.tensor_model_parallel = split_over_etp  # every etp rank's share counts in the gradient norm
+            if split_over_etp:
+                parameter.partition_dim, parameter.partition_stride = 1 + split, parts
+
+    def forward(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
+        """[n, in] sorted by expert → [n, out]; the bias is left to the caller."""
+        return grouped_product(x, self.weight, tokens_per_expert)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """``prefix`` + ``weight``/``bias``, with an axis of all experts before the matrix."""
+        return {
+            f"{prefix}{name}": ShardedTensorFactory(
+                f"{prefix}{name}",
+                tensor,
+                functools.partial(self._shards, offsets=tuple(sharded_offsets), is_bias=name == "bias"),
+                functools.partial(_merge_shards, parts=self.parts),
+                replica_id=(0, 0, self.groups.expt_dp.rank()),
+            )
+            for name, tensor in self.named_parameters()
+        }
+
+    @torch.no_grad()
+    def _shards(
+        self, key: str, tensor: Tensor, replica_id: Any, flattened_range: Any, *, offsets: tuple, is_bias: bool
+    ) -> list[ShardedTensor]:
+        """One ShardedTensor per local expert and part; inverse: :func:`_merge_shards`."""
+        etp, rank = self.groups.expt_tp.size(), self.groups.expt_tp.rank()
+        replicated = is_bias and self.split == 1
+        if replicated:
+            replica_id = (replica_id[0], rank, replica_id[2])
+        first = self.groups.ep.rank() * self.experts
+        shards = []
+        for expert, matrix in enumerate(tensor):
+            places = [*offsets, (len(offsets), first + expert, self.total_experts)]
+            axis = len(places) + self.split
+            for part, piece in enumerate(matrix.chunk(self.parts, 0)):
+                at = [] if replicated else [(axis, part * etp + rank, self.parts * etp)]
+                shards.append(
+                    ShardedTensor.from_rank_offsets(
+                        key, piece, *places, *at, replica_id=replica_id, prepend_axis_num=len(places)
+                    )
+                )
+        return shards
+
+
+@torch.no_grad()
+def _merge_shards(shards: list[Tensor], *, parts: int) -> Tensor:
+    """[expert · part] tensors in order → the module's tensor with a leading expert axis."""
+    return torch.stack([torch.cat(shards[i : i + parts]) for i in range(0, len(shards), parts)])
+
+
+class GroupedExperts(torch.nn.Module):
+    """Gated MLPs of this rank's experts. E local experts, H hidden, f = moe_ffn_hidden_size.
+
+    ``linear_fc1.weight`` [E, 2f / etp, H] holds gate rows, then up rows; ``linear_fc2.weight`` [E, H, f / etp]. Under
+    etp the dispatcher gathers the tokens before and sums the outputs after, so the products here stay local. Biases as
+    in gpt-oss, scaled by the routing probability; that of ``linear_fc2`` is added on etp rank 0 only, because outputs
+    are summed over etp.
     """
 
     def __init__(
@@ -85,35 +176,25 @@ class GroupedExperts(torch.nn.Module):
         super().__init__()
         assert pg_collection is not None and config.gated_linear_unit
         self.config, self.num_local_experts, self.groups = config, num_local_experts, pg_collection
-        ffn = config.moe_ffn_hidden_size // pg_collection.expt_tp.size()
-        make = functools.partial(torch.empty, dtype=config.params_dtype, device=torch.cuda.current_device())
-        self.linear_fc1 = torch.nn.Parameter(make(num_local_experts, 2 * ffn, config.hidden_size))
-        self.linear_fc2 = torch.nn.Parameter(make(num_local_experts, config.hidden_size, ffn))
-        self.bias1 = self.bias2 = None
-        if config.add_bias_linear:
-            self.bias1 = torch.nn.Parameter(make(num_local_experts, 2 * ffn).zero_())
-            self.bias2 = torch.nn.Parameter(make(num_local_experts, config.hidden_size).zero_())
-        if config.perform_initialization:
-            for expert in range(num_local_experts):
-                config.init_method(self.linear_fc1.data[expert])
-                config.output_layer_init_method(self.linear_fc2.data[expert])
-        for parameter in self.parameters():
-            parameter.allreduce = False  # expert gradients are summed over expert-data-parallel ranks only
+        make = functools.partial(GroupedLinear, num_local_experts, config=config, groups=pg_collection)
+        hidden, ffn = config.hidden_size, config.moe_ffn_hidden_size
+        self.linear_fc1 = make(2 * ffn, hidden, init=config.init_method, split=0, parts=2)
+        self.linear_fc2 = make(hidden, ffn, init=config.output_layer_init_method, split=1)
 
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """``hidden`` [n, H] sorted by local expert, ``tokens_per_expert`` [E], ``probs`` [n] → ([n, H], None)."""
-        h = grouped_product(hidden, self.linear_fc1, tokens_per_expert)
+        h = self.linear_fc1(hidden, tokens_per_expert)
         expert_of_row = None
-        if self.bias1 is not None:
+        if self.linear_fc1.bias is not None:
             counts = tokens_per_expert.to(hidden.device)
             expert_of_row = torch.repeat_interleave(
                 torch.arange(self.num_local_experts, device=hidden.device), counts, output_size=len(hidden)
             )
-            h = h + self.bias1[expert_of_row]
+            h = h + self.linear_fc1.bias[expert_of_row]
         h = self._gate(h) * probs.unsqueeze(-1).to(h.dtype)
-        out = grouped_product(h, self.linear_fc2, tokens_per_expert)
-        if self.bias2 is not None and self.groups.expt_tp.rank() == 0:
-            out = out + self.bias2[expert_of_row] * probs.unsqueeze(-1).to(out.dtype)
+        out = self.linear_fc2(h, tokens_per_expert)
+        if self.linear_fc2.bias is not None and self.groups.expt_tp.rank() == 0:
+            out = out + self.linear_fc2.bias[expert_of_row] * probs.unsqueeze(-1).to(out.dtype)
         return out, None
 
     def _gate(self, h: Tensor) -> Tensor:
@@ -131,54 +212,10 @@ class GroupedExperts(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """Keys and shapes of Transformer Engine's grouped experts (``experts.linear_fc1.weight`` with an expert axis),
-        whichever rank holds which experts; gate and up are sharded over etp each on its own."""
-        metadata = ensure_metadata_has_dp_cp_group(metadata)
-        tensors = {"linear_fc1": ("linear_fc1.weight", 2, 0), "linear_fc2": ("linear_fc2.weight", 1, 1)}
-        if self.bias1 is not None:
-            tensors |= {"bias1": ("linear_fc1.bias", 2, 0), "bias2": ("linear_fc2.bias", 1, None)}
+        """Keys and shapes of Transformer Engine's grouped experts: ``experts.linear_fc1.weight``, an expert axis."""
         state = {}
-        for attribute, (key, parts, split) in tensors.items():
-            state[f"{prefix}{attribute}"] = ShardedTensorFactory(
-                f"{prefix}experts.{key}",
-                getattr(self, attribute),
-                functools.partial(self._shards, parts=parts, split=split, offsets=tuple(sharded_offsets)),
-                functools.partial(_merge_shards, parts=parts),
-                replica_id=(0, 0, self.groups.expt_dp.rank()),
-            )
+        for name, linear in self.named_children():
+            for key, shards in linear.sharded_state_dict(f"{name}.", sharded_offsets, metadata).items():
+                shards.key = f"{prefix}experts.{key}"
+                state[f"{prefix}{key}"] = shards
         return state
-
-    @torch.no_grad()
-    def _shards(
-        self,
-        key: str,
-        tensor: Tensor,
-        replica_id: Any,
-        flattened_range: Any,
-        *,
-        parts: int,
-        split: int | None,
-        offsets: tuple,
-    ) -> list[ShardedTensor]:
-        """One ShardedTensor per local expert and part; inverse: :func:`_merge_shards`."""
-        etp, rank = self.groups.expt_tp.size(), self.groups.expt_tp.rank()
-        first, total = self.groups.ep.rank() * self.num_local_experts, self.config.num_moe_experts
-        if split is None:
-            replica_id = (replica_id[0], rank, replica_id[2])
-        shards = []
-        for expert, matrix in enumerate(tensor):
-            places = [*offsets, (len(offsets), first + expert, total)]
-            for part, piece in enumerate(matrix.chunk(parts, 0)):
-                at = [] if split is None else [(len(places) + split, part * etp + rank, parts * etp)]
-                shards.append(
-                    ShardedTensor.from_rank_offsets(
-                        key, piece, *places, *at, replica_id=replica_id, prepend_axis_num=len(places)
-                    )
-                )
-        return shards
-
-
-@torch.no_grad()
-def _merge_shards(shards: list[Tensor], *, parts: int) -> Tensor:
-    """[expert · part] tensors in order → the module's tensor with a leading expert axis."""
-    return torch.stack([torch.cat(shards[i : i + parts]) for i in range(0, len(shards), parts)])

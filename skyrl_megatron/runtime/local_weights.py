@@ -1,0 +1,68 @@
+"""The parameters and buffers of this rank's chunks by their canonical global names, one entry per expert."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from bridges.names import canonical
+from bridges.rules import Entry
+from skyrl_megatron.runtime.model_build import ModelChunks
+from skyrl_megatron.runtime.parallel_state import ProcessGroups
+
+_STACKED = "mlp.experts.linear_fc"
+TIED_COPY = "output_layer.weight"
+"""On the last of several stages, a model with tied embeddings holds a second copy of them under this name."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalWeight:
+    """A parameter or buffer, or one expert's slice of it, as this rank holds it."""
+
+    name: str
+    """Canonical global name, e.g. ``decoder.layers.3.mlp.experts.7.linear_fc1.weight``."""
+    tensor: Tensor
+    """This rank's share; a view of the module's tensor."""
+    entry: Entry
+    """The row of the family's table: HF names, global shape, how it is split."""
+
+
+def local_weights(model: ModelChunks, groups: ProcessGroups) -> Iterator[LocalWeight]:
+    """Every weight that this rank holds, chunk by chunk, in module order.
+
+    The last stage's copy of tied embeddings comes with the embedding's entry and its own name. A critic's value head
+    is no row of any table and is left out. Raises KeyError for a parameter that the table does not know.
+    """
+    first_expert = _first_expert(model, groups)
+    entries = model.hf.plan.by_name
+    for index, chunk in enumerate(model.chunks):
+        layer_offset = model.layers(groups.pp.rank(), index).start
+        for name, tensor in _tensors(chunk):
+            if name == TIED_COPY and model.head == "value":
+                continue
+            if name == TIED_COPY and model.hf.tied:
+                yield LocalWeight(TIED_COPY, tensor, entries["embedding.word_embeddings.weight"])
+                continue
+            if _STACKED in name and not name[-1].isdigit():
+                for number, expert in enumerate(tensor):
+                    full = canonical(f"{name}{number}", layer_offset=layer_offset, expert_offset=first_expert)
+                    yield LocalWeight(full, expert, entries[full])
+                continue
+            full = canonical(name, layer_offset=layer_offset, expert_offset=first_expert)
+            yield LocalWeight(full, tensor, entries[full])
+
+
+def _tensors(chunk: object) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers, without the wrappers' prefixes; derived buffers are left out."""
+    for name, parameter in chunk.named_parameters():
+        yield name, parameter.data
+    for name, buffer in chunk.named_buffers():
+        if name.endswith(".expert_bias"):
+            yield name, buffer
+
+
+def _first_expert(model: ModelChunks, groups: ProcessGroups) -> int:
+    experts = model.config.num_moe_experts or 0
+    return groups.ep.rank() * (experts // groups.ep.size())
