@@ -70,5 +70,10 @@ class DataError(SkyRLMegatronError, ValueError):
     """A dataset, environment or reward is not what the run needs; names file and row."""
 
 
+class AlgorithmError(SkyRLMegatronError, ValueError):
+    """An estimator or loss got tensors that it cannot use, a function from outside returned the wrong thing, or a name is
+    not registered (or is already)."""
+
+
 class LaunchError(SkyRLMegatronError):
     """The machine lacks what the run needs: memory, a port, a slot in the cluster."""

@@ -1,0 +1,119 @@
+"""Advantage estimators: ``fn(token_level_rewards [B, T], response_mask [B, T], index [B], **kwargs)`` →
+``(advantages [B, T], returns [B, T])``.
+
+``index`` holds the uid of each row's prompt. Keywords passed on: ``values``, ``grpo_norm_by_std``, ``gamma``,
+``lambd``, ``config`` and whatever the caller adds; an estimator takes what it needs and ``**kwargs``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Any
+
+from torch import Tensor
+
+from skyrl_megatron.algorithms.advantages.compute import Estimator, run_estimator
+from skyrl_megatron.algorithms.advantages.groups import Groups, varied_rows
+from skyrl_megatron.algorithms.advantages.normalize import normalize_advantages
+from skyrl_megatron.algorithms.advantages.outcome import (
+    Index,
+    grpo,
+    grpo_scores,
+    maxrl,
+    maxrl_scores,
+    rloo,
+    rloo_scores,
+)
+from skyrl_megatron.algorithms.advantages.temporal import discounted_suffix_sum, gae, reinforce_plus_plus
+from skyrl_megatron.algorithms.registry import BaseFunctionRegistry
+
+__all__ = [
+    "AdvantageEstimator",
+    "AdvantageEstimatorRegistry",
+    "Groups",
+    "compute_advantages_and_returns",
+    "discounted_suffix_sum",
+    "grpo_scores",
+    "maxrl_scores",
+    "normalize_advantages",
+    "register_advantage_estimator",
+    "rloo_scores",
+    "varied_rows",
+]
+
+
+class AdvantageEstimator(StrEnum):
+    """Built-in estimators."""
+
+    GAE = "gae"
+    GRPO = "grpo"
+    RLOO = "rloo"
+    REINFORCE_PP = "reinforce++"
+    MAXRL = "maxrl"
+
+
+class AdvantageEstimatorRegistry(BaseFunctionRegistry):
+    """Advantage estimators by name (``algorithm.advantage_estimator``)."""
+
+    _function_type = "advantage estimator"
+
+
+BUILT_IN: dict[AdvantageEstimator, Estimator] = {
+    AdvantageEstimator.GAE: gae,
+    AdvantageEstimator.GRPO: grpo,
+    AdvantageEstimator.RLOO: rloo,
+    AdvantageEstimator.REINFORCE_PP: reinforce_plus_plus,
+    AdvantageEstimator.MAXRL: maxrl,
+}
+for _name, _function in BUILT_IN.items():
+    AdvantageEstimatorRegistry.add_builtin(_name, _function)
+
+
+def register_advantage_estimator(name: str) -> Callable[[Estimator], Estimator]:
+    """Decorator: register the function as the estimator ``name``."""
+
+    def decorate(function: Estimator) -> Estimator:
+        AdvantageEstimatorRegistry.register(name, function)
+        return function
+
+    return decorate
+
+
+def compute_advantages_and_returns(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Index,
+    adv_estimator: str,
+    config: Any,
+    values: Tensor | None = None,
+    grpo_norm_by_std: bool = True,
+    gamma: float = 1.0,
+    lambd: float = 1.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns [B, T] by the estimator of that name, built-in or custom.
+
+    ``token_level_rewards`` [B, T] floating, ``response_mask`` [B, T] in {0, 1}, ``index`` [B] prompt uids, ``values``
+    [B, T] for gae, ``config`` the AlgorithmConfig. Further keywords reach the estimator, except ``is_last_step`` [B]
+    bool: rows are steps of trajectories, in order, and the advantage of the last step counts for all of them (outcome
+    estimators only).
+
+    Raises AlgorithmError (a ValueError) for an unknown name, shapes, dtypes or masks that do not fit, a wrong return
+    of a custom estimator, and rewards or values that are not finite; with ``config.nonfinite == "skip"`` such rows get
+    zeros and sway nobody (``checks.finite_rows`` tells which, to mask and to count them).
+    """
+    return run_estimator(
+        adv_estimator,
+        AdvantageEstimatorRegistry.get(adv_estimator),
+        token_level_rewards=token_level_rewards,
+        response_mask=response_mask,
+        index=index,
+        values=values,
+        nonfinite=getattr(config, "nonfinite", "error"),
+        grpo_norm_by_std=grpo_norm_by_std,
+        gamma=gamma,
+        lambd=lambd,
+        config=config,
+        **kwargs,
+    )

@@ -1,0 +1,95 @@
+"""KL divergence from samples: estimators, the penalty inside the reward, and the controllers of its coefficient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from skyrl_megatron.algorithms.masked import keep_masked, masked_mean
+from skyrl_megatron.algorithms.metrics import Mean, Metrics
+from skyrl_megatron.errors import AlgorithmError
+
+
+def compute_approx_kl(
+    log_probs: Tensor, log_probs_base: Tensor, loss_mask: Tensor | None = None, kl_estimator_type: str = "k3"
+) -> Tensor:
+    """Per-token estimate of KL(policy ‖ base) from tokens that the policy sampled, in nats; 0 where masked.
+
+    With d = log_probs - log_probs_base, all [B, T]: ``k1`` d, ``abs`` |d|, ``k2`` d²/2, ``k3`` exp(-d) + d - 1 with d
+    clamped to ±20 and the result to at most 10 (joschu.net/blog/kl-approx.html). Differentiable in ``log_probs``.
+    Raises AlgorithmError for another estimator.
+    """
+    difference = keep_masked(log_probs - log_probs_base, loss_mask)
+    match kl_estimator_type:
+        case "k1":
+            return difference
+        case "abs":
+            return difference.abs()
+        case "k2":
+            return 0.5 * difference.square()
+        case "k3":
+            opposite = (-difference).clamp(-20, 20)
+            return (opposite.exp() - opposite - 1).clamp(max=10)
+    raise AlgorithmError(f"kl_estimator_type={kl_estimator_type!r}: choose k1, k2, k3 or abs")
+
+
+class FixedKLController:
+    """A coefficient that stays; ``value`` is it."""
+
+    def __init__(self, kl_coef: float) -> None:
+        self.value = kl_coef
+
+    def update(self, current: float, n_steps: int) -> None:
+        """Nothing to do: the coefficient is fixed."""
+
+
+class AdaptiveKLController:
+    """A coefficient steered so that the measured KL approaches ``target`` (arXiv:1909.08593, section 2.2)."""
+
+    def __init__(self, init_kl_coef: float, target: float, horizon: int) -> None:
+        self.value = init_kl_coef
+        self.target = target
+        self.horizon = horizon
+
+    def update(self, current: float, n_steps: int) -> None:
+        """After a batch of ``n_steps`` samples with mean KL ``current``: at most 20 % · n_steps/horizon up or down."""
+        error = min(max(current / self.target - 1, -0.2), 0.2)
+        self.value *= 1 + error * n_steps / self.horizon
+
+
+def get_kl_controller(algorithm_cfg: Any) -> FixedKLController | AdaptiveKLController:
+    """The controller that ``algorithm.kl_ctrl`` asks for, starting from ``algorithm.kl_loss_coef``."""
+    control, start = algorithm_cfg.kl_ctrl, algorithm_cfg.kl_loss_coef
+    if control.type == "fixed":
+        return FixedKLController(start)
+    if control.type != "adaptive":
+        raise AlgorithmError(f"trainer.algorithm.kl_ctrl.type={control.type!r}: choose fixed or adaptive")
+    if control.horizon <= 0:
+        raise AlgorithmError(f"trainer.algorithm.kl_ctrl.horizon={control.horizon}: must be above 0")
+    return AdaptiveKLController(start, control.kl_target, control.horizon)
+
+
+@torch.no_grad()
+def penalize_rewards(
+    rewards: Tensor,
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    loss_mask: Tensor,
+    kl_coef: float,
+    kl_estimator_type: str = "k3",
+) -> tuple[Tensor, Metrics]:
+    """``rewards`` [B, T] minus ``kl_coef`` (at least 0) times the KL of each token (``algorithm.use_kl_in_reward``).
+
+    Also metrics: ``avg_kl``, the mean over sequences of their token mean, which the controller is updated with;
+    ``avg_kl_max``, the same mean of each sequence's largest token KL. Sequences without a trained token do not count.
+    """
+    kl = compute_approx_kl(log_probs, ref_log_probs, loss_mask, kl_estimator_type)
+    trained = (loss_mask > 0).any(dim=1).double()
+    means, largest = masked_mean(kl, loss_mask, dim=1).double(), kl.abs().amax(dim=1).double()
+    metrics: Metrics = {
+        "avg_kl": Mean((means * trained).sum(), trained.sum()),
+        "avg_kl_max": Mean((largest * trained).sum(), trained.sum()),
+    }
+    return rewards - max(0.0, kl_coef) * kl, metrics

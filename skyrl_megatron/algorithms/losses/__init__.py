@@ -1,0 +1,76 @@
+"""Policy losses: ``fn(log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_log_probs=None)``.
+
+All tensors are [B, T], log-probs in nats, advantages as the estimator gave them (not divided by anything). A built-in
+loss returns the loss of each token [B, T], 0 where masked, and a dict of metrics; ``algorithms/reduction.py``
+averages. A custom loss may return that too, or a scalar (``losses/custom.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Any
+
+from skyrl_megatron.algorithms.losses.clipped import dual_clip, gspo, regular
+from skyrl_megatron.algorithms.losses.covariance import clip_cov, kl_cov, seed_random_picks
+from skyrl_megatron.algorithms.losses.critic import ppo_critic_loss
+from skyrl_megatron.algorithms.losses.weighted import (
+    cispo,
+    cross_entropy,
+    dppo,
+    importance_sampling,
+    rollout_is,
+    sapo,
+)
+from skyrl_megatron.algorithms.registry import BaseFunctionRegistry
+
+__all__ = ["PolicyLossRegistry", "PolicyLossType", "ppo_critic_loss", "register_policy_loss", "seed_random_picks"]
+
+
+class PolicyLossType(StrEnum):
+    """Built-in losses."""
+
+    REGULAR = "regular"
+    DUAL_CLIP = "dual_clip"
+    GSPO = "gspo"
+    CISPO = "cispo"
+    SAPO = "sapo"
+    CLIP_COV = "clip_cov"
+    KL_COV = "kl_cov"
+    CROSS_ENTROPY = "cross_entropy"
+    IMPORTANCE_SAMPLING = "importance_sampling"
+    ROLLOUT_IS = "rollout_is"
+    DPPO = "dppo"
+
+
+class PolicyLossRegistry(BaseFunctionRegistry):
+    """Policy losses by name (``algorithm.policy_loss_type``)."""
+
+    _function_type = "policy loss"
+
+
+BUILT_IN = {
+    PolicyLossType.REGULAR: regular,
+    PolicyLossType.DUAL_CLIP: dual_clip,
+    PolicyLossType.GSPO: gspo,
+    PolicyLossType.CISPO: cispo,
+    PolicyLossType.SAPO: sapo,
+    PolicyLossType.CLIP_COV: clip_cov,
+    PolicyLossType.KL_COV: kl_cov,
+    PolicyLossType.CROSS_ENTROPY: cross_entropy,
+    PolicyLossType.IMPORTANCE_SAMPLING: importance_sampling,
+    PolicyLossType.ROLLOUT_IS: rollout_is,
+    PolicyLossType.DPPO: dppo,
+}
+for _name, _function in BUILT_IN.items():
+    PolicyLossRegistry.add_builtin(_name, _function)
+
+
+def register_policy_loss(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: register the function as the policy loss ``name``."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        PolicyLossRegistry.register(name, function)
+        return function
+
+    return decorate

@@ -1,0 +1,100 @@
+"""What all built-in losses share: checks, masking, off-policy correction. The rest of a loss is its formula.
+
+A formula takes [B, T] tensors that are 0 wherever ``loss_mask`` is 0, and returns the loss of each token with metrics.
+:func:`builtin_loss` turns it into a registered function, which
+
+* accepts padding that holds anything, NaN included: it gets exactly 0, and so does its gradient,
+* gives the loss of tokens dropped by the off-policy correction exactly 0 and weights the others, if ``corrected``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from skyrl_megatron.algorithms.checks import check_token_tensors
+from skyrl_megatron.algorithms.masked import keep_masked
+from skyrl_megatron.algorithms.metrics import Metrics
+from skyrl_megatron.algorithms.off_policy import correct, correction_enabled
+from skyrl_megatron.errors import AlgorithmError
+
+type Formula = Callable[[Tensor, Tensor, Tensor, Any, Tensor, Tensor | None], tuple[Tensor, Metrics]]
+
+
+class BuiltinLoss(Protocol):
+    """A registered built-in loss and what is known about it."""
+
+    corrected: bool
+    """Applies ``off_policy_correction``."""
+    uses_old: Callable[[Any], bool]
+    """Whether, with this config, its formula reads ``old_log_probs``. (The correction does, too.)"""
+    depends_on_cut: bool
+    """Uses statistics of the micro-batch that it is given."""
+    __name__: str
+
+    def __call__(
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor | None,
+        advantages: Tensor,
+        config: Any,
+        loss_mask: Tensor | None = None,
+        rollout_log_probs: Tensor | None = None,
+    ) -> tuple[Tensor, Metrics]:
+        """Loss of each token [B, T], unscaled and 0 where masked, and metrics."""
+        ...
+
+
+def always(config: Any) -> bool:
+    """For losses that read the old log-probs."""
+    return True
+
+
+def builtin_loss(
+    *, corrected: bool = True, uses_old: Callable[[Any], bool] = always, depends_on_cut: bool = False
+) -> Callable[[Formula], BuiltinLoss]:
+    """Decorator: a formula as a policy loss with the signature of the registry."""
+
+    def decorate(formula: Formula) -> BuiltinLoss:
+        def loss(
+            log_probs: Tensor,
+            old_log_probs: Tensor | None,
+            advantages: Tensor,
+            config: Any,
+            loss_mask: Tensor | None = None,
+            rollout_log_probs: Tensor | None = None,
+        ) -> tuple[Tensor, Metrics]:
+            mask = torch.ones_like(log_probs) if loss_mask is None else loss_mask
+            check_token_tensors(
+                "log_probs",
+                log_probs=log_probs,
+                old_log_probs=old_log_probs,
+                advantages=advantages,
+                loss_mask=mask,
+                rollout_log_probs=rollout_log_probs,
+            )
+            cfg = getattr(config, "off_policy_correction", None) if corrected else None
+            if old_log_probs is None:
+                if uses_old(config) or correction_enabled(cfg):
+                    raise AlgorithmError(f"the policy loss {formula.__name__} needs old_log_probs with this config")
+                old_log_probs = torch.zeros_like(log_probs)  # read by nobody
+            old = keep_masked(old_log_probs, mask)
+            rollout = None if rollout_log_probs is None else keep_masked(rollout_log_probs, mask)
+            values, metrics = formula(
+                keep_masked(log_probs, mask), old, keep_masked(advantages, mask), config, mask, rollout
+            )
+            correction = correct(old, rollout, mask, cfg)
+            if correction.weight is not None:
+                values = values * correction.weight
+            return keep_masked(values, correction.mask), metrics | correction.metrics
+
+        for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+            setattr(loss, name, getattr(formula, name))
+        registered = cast(BuiltinLoss, loss)
+        registered.corrected, registered.uses_old, registered.depends_on_cut = corrected, uses_old, depends_on_cut
+        return registered
+
+    return decorate

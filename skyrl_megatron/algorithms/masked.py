@@ -1,0 +1,52 @@
+"""Means and variances over the valid tokens of a padded tensor. Masks are [B, T] (or any shape), 1 where valid."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from skyrl_megatron.errors import AlgorithmError
+
+
+def keep_masked(values: Tensor, mask: Tensor | None) -> Tensor:
+    """``values`` with exactly 0 where ``mask`` is 0; NaN there does not survive, as it would in a product."""
+    return values if mask is None else torch.where(mask > 0, values, 0.0)
+
+
+def masked_mean(values: Tensor, mask: Tensor | None, dim: int | None = None) -> Tensor:
+    """Mean over the valid entries, of everything or along ``dim``; 0 where nothing is valid."""
+    if mask is None:
+        return values.mean() if dim is None else values.mean(dim)
+    kept = keep_masked(values, mask)
+    total, count = (kept.sum(), mask.sum()) if dim is None else (kept.sum(dim), mask.sum(dim))
+    return total / count.clamp(min=1)
+
+
+def masked_token_mean(loss: Tensor, mask: Tensor | None) -> Tensor:
+    """Mean of a per-token loss [B, T] over its valid tokens: the scalar that a custom loss may return.
+
+    For losses that wrap a built-in one, whose result is per token.
+    """
+    return masked_mean(loss, mask)
+
+
+def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
+    """Variance over the valid entries; ``unbiased`` divides by their number minus one.
+
+    Raises AlgorithmError (a ValueError) when there are fewer than two valid entries for an unbiased variance.
+    """
+    count = mask.sum()
+    if unbiased and count < 2:
+        raise AlgorithmError(f"the variance needs at least 2 valid tokens, the mask has {int(count)}")
+    squares = keep_masked((values - masked_mean(values, mask)) ** 2, mask).sum()
+    return squares / (count - 1 if unbiased else count.clamp(min=1))
+
+
+def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+    """``values`` scaled to variance 1 over the valid entries, and to mean 0 when ``shift_mean``.
+
+    Entries outside the mask go through the same map and mean nothing. Raises as :func:`masked_var` does.
+    """
+    mean = masked_mean(values, mask)
+    scale = torch.rsqrt(masked_var(values, mask) + 1e-8)
+    return (values - mean) * scale if shift_mean else (values - mean) * scale + mean

@@ -1,0 +1,208 @@
+"""Registries of functions by name, the same in every process of a Ray cluster.
+
+Each process holds a plain dictionary, so a lookup sends no message. What differs from the built-in functions is kept
+as a list of changes by one small actor (:mod:`skyrl_megatron.algorithms.registry_sync`). A process asks that actor
+
+* when a name is not in its dictionary,
+* when a call arrives with a newer registry version than its own: the caller sends :func:`registry_version` along with
+  every dispatched call, the worker begins with :func:`ensure_registry_version`. A function registered anew under its
+  name is therefore seen at the next call,
+* when told to, by :func:`sync_registries` after ``ray.init()``.
+
+Functions travel by cloudpickle, lambdas and functions of ``__main__`` included. Without Ray all of this is a
+dictionary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import cloudpickle
+
+from skyrl_megatron.algorithms.registry_sync import (
+    BUILT_IN,
+    GONE,
+    Change,
+    Link,
+    RegistryActor,
+    RegistryVersion,
+    connected_ray,
+)
+from skyrl_megatron.errors import AlgorithmError
+
+__all__ = [
+    "BaseFunctionRegistry",
+    "RegistryActor",
+    "RegistryVersion",
+    "ensure_registry_version",
+    "registry_version",
+    "repopulate_all_registries",
+    "sync_registries",
+]
+
+REGISTRIES: dict[str, type[BaseFunctionRegistry]] = {}
+
+
+def _take_over(change: Change) -> None:
+    if change.registry in REGISTRIES:
+        REGISTRIES[change.registry]._take_over(change)
+
+
+_link = Link(_take_over)
+
+
+class BaseFunctionRegistry:
+    """Functions by name; each subclass is a registry of its own. Names are strings or ``StrEnum`` members.
+
+    All mistakes raise AlgorithmError (a ValueError) that lists what is registered.
+    """
+
+    _function_type: ClassVar[str] = "function"
+    _builtin: ClassVar[dict[str, Callable[..., Any]]]
+    _functions: ClassVar[dict[str, Callable[..., Any]]]
+    _unloadable: ClassVar[dict[str, str]]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls._builtin, cls._functions, cls._unloadable = {}, {}, {}
+        REGISTRIES[cls._function_type] = cls
+        for change in _link.remembered.values():  # learnt before this class was there
+            if change.registry == cls._function_type:
+                cls._take_over(change)
+
+    @classmethod
+    def register(cls, name: str, func: Callable[..., Any]) -> None:
+        """Add ``func`` under ``name``, here and, once Ray is up, in every process. Raises when the name is taken."""
+        name = str(name)
+        if not callable(func):
+            raise AlgorithmError(f"{cls._function_type} {name!r} must be callable, got {type(func).__name__}")
+        if name in cls._functions:
+            raise AlgorithmError(f"{cls._function_type} {name!r} is already registered. {cls._listing()}")
+        cls._functions[name] = func
+        _link.note(Change(cls._function_type, name, *_pickled(func)))
+
+    @classmethod
+    def get(cls, name: str) -> Callable[..., Any]:
+        """The function called ``name``. A name known here is a dictionary lookup; another one is asked for."""
+        try:
+            return cls._functions[name]
+        except KeyError:
+            pass
+        if connected_ray() is not None:
+            _link.sync()
+        if name in cls._functions:
+            return cls._functions[name]
+        if name in cls._unloadable:
+            raise AlgorithmError(
+                f"{cls._function_type} {str(name)!r} cannot be loaded in this process: {cls._unloadable[name]}"
+            )
+        raise AlgorithmError(f"{cls._function_type} {str(name)!r} is not registered. {cls._listing()}")
+
+    @classmethod
+    def list_available(cls) -> list[str]:
+        """All names, those registered by other processes included."""
+        if connected_ray() is not None:
+            _link.sync()
+        return list(cls._functions)
+
+    @classmethod
+    def unregister(cls, name: str) -> None:
+        """Take ``name`` away, in every process. Raises when it is not there."""
+        name = str(name)
+        if name not in cls.list_available() and name not in cls._unloadable:
+            raise AlgorithmError(f"{cls._function_type} {name!r} is not registered. {cls._listing()}")
+        cls._functions.pop(name, None)
+        cls._unloadable.pop(name, None)
+        _link.note(Change(cls._function_type, name, None, GONE))
+
+    @classmethod
+    def reset(cls) -> None:
+        """Forget every function in this process, and every custom one in all of them (for tests)."""
+        if connected_ray() is not None:
+            _link.sync()
+        custom = [change.name for change in _link.remembered.values() if change.registry == cls._function_type]
+        for name in custom:
+            _link.note(Change(cls._function_type, name, None, BUILT_IN if name in cls._builtin else GONE))
+        cls._functions.clear()
+        cls._unloadable.clear()
+
+    @classmethod
+    def repopulate(cls) -> None:
+        """Back to the built-in functions and nothing else."""
+        cls.reset()
+        cls.repopulate_registry()
+
+    @classmethod
+    def repopulate_registry(cls) -> None:
+        """Put back the built-in functions that are missing; custom ones, also under a built-in name, stay."""
+        for name, func in cls._builtin.items():
+            if name not in cls._functions:
+                cls._functions[name] = func
+                if (cls._function_type, name) in _link.remembered:
+                    _link.note(Change(cls._function_type, name, None, BUILT_IN))
+
+    @classmethod
+    def sync_with_actor(cls) -> None:
+        """Exchange changes with the other processes. Raises AlgorithmError when Ray is not initialised."""
+        _link.sync()
+
+    @classmethod
+    def add_builtin(cls, name: str, func: Callable[..., Any]) -> None:
+        """A function that every process has by importing this package, and that therefore never travels."""
+        cls._builtin[str(name)] = func
+        if (cls._function_type, str(name)) not in _link.remembered:
+            cls._functions[str(name)] = func
+
+    @classmethod
+    def _take_over(cls, change: Change) -> None:
+        """Carry out a change that another process made."""
+        cls._functions.pop(change.name, None)
+        cls._unloadable.pop(change.name, None)
+        if change.identity == BUILT_IN and change.name in cls._builtin:
+            cls._functions[change.name] = cls._builtin[change.name]
+        elif change.function is not None:
+            try:
+                cls._functions[change.name] = cloudpickle.loads(change.function)
+            except Exception as error:  # a module missing here must not hide the other functions
+                cls._unloadable[change.name] = f"{type(error).__name__}: {error}"
+
+    @classmethod
+    def _listing(cls) -> str:
+        return f"Registered: {', '.join(sorted(cls._functions)) or 'nothing'}"
+
+
+def _pickled(func: Callable[..., Any]) -> tuple[bytes, str]:
+    """The pickle of a function and what tells it from others: its import path, or for one without, its content."""
+    data = cloudpickle.dumps(func)
+    module, name = getattr(func, "__module__", None), getattr(func, "__qualname__", "<")
+    content = module in (None, "__main__") or "<" in name
+    return data, hashlib.sha256(data).hexdigest() if content else f"{module}.{name}"
+
+
+def sync_registries() -> None:
+    """Exchange changes of all registries with the other processes; to be called after ``ray.init()``."""
+    _link.sync()
+
+
+def registry_version() -> RegistryVersion:
+    """What a dispatched call carries: the latest change known anywhere.
+
+    One round trip to the actor, about a millisecond; nothing without Ray.
+    """
+    return RegistryVersion("", 0) if connected_ray() is None else _link.version()
+
+
+def ensure_registry_version(version: RegistryVersion | tuple[str, int]) -> None:
+    """Called first by a worker that was sent ``version``: syncs when it knows less, else costs a comparison."""
+    version = RegistryVersion(*version)
+    known = _link.known
+    if version.actor and (version.actor != known.actor or version.changes > known.changes):
+        _link.sync()
+
+
+def repopulate_all_registries() -> None:
+    """Put back every built-in function that is missing."""
+    for registry in REGISTRIES.values():
+        registry.repopulate_registry()
