@@ -65,6 +65,7 @@ def import_hf(
     """
     source = open_hf(hf)
     plan = Plan.of(source.config)
+    plan.family.megatron_config(source.config)  # refuses what Megatron cannot compute, before anything is written
     shapes = source.shapes()
     plan.check(shapes, str(hf))
     _check_copies(plan, source)

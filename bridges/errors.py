@@ -7,3 +7,9 @@ class BridgeError(Exception):
     """A folder, a tensor or an option that cannot be converted exactly. ``str(error)`` is the whole message."""
 
     exit_code = 2
+
+
+class OutputError(BridgeError):
+    """The output cannot be written: disk full, no permission."""
+
+    exit_code = 3

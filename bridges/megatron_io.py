@@ -108,27 +108,35 @@ class Checkpoint:
                 )
 
     def _tensors(self, metadata: Metadata) -> Iterator[tuple[str, StoredTensor]]:
-        assert metadata.storage_data is not None
-        sizes = {path.name: path.stat().st_size for path in self.path.glob("*.distcp")}
+        places: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
+        self._check_files(places)
         for key, stored in metadata.state_dict_metadata.items():
             if not isinstance(stored, TensorStorageMetadata):
                 continue
             chunks = []
             for piece in stored.chunks:
-                info = metadata.storage_data.get(MetadataIndex(key, piece.offsets))
+                info = places.get(MetadataIndex(key, piece.offsets))
                 if info is None:
-                    raise BridgeError(f"{self.path}/.metadata does not say where {key} at {tuple(piece.offsets)} is; "
-                                      "save or import the checkpoint again")  # fmt: skip
-                file = str(info.relative_path)
-                if file not in sizes:
-                    raise BridgeError(f"{self.path / file} (for {key}) is missing; fetch that file again")
-                if not 0 <= info.offset <= info.offset + info.length <= sizes[file]:
                     raise BridgeError(
-                        f"{self.path / file} is truncated: {key} ends at byte {info.offset + info.length}, the file "
-                        f"has {sizes[file]}; fetch that file again"
+                        f"{self.path}/.metadata does not say where {key} at {tuple(piece.offsets)} is; save or import "
+                        "the checkpoint again"
                     )
+                file = str(info.relative_path)
                 chunks.append(Chunk(tuple(piece.offsets), tuple(piece.sizes), file, info.offset, info.length))
             yield key, StoredTensor(tuple(stored.size), stored.properties.dtype, chunks)
+
+    def _check_files(self, places: Mapping[MetadataIndex, _StorageInfo]) -> None:
+        """Every file that is referred to is there and long enough."""
+        sizes = {path.name: path.stat().st_size for path in self.path.glob("*.distcp")}
+        for index, info in places.items():
+            file = str(info.relative_path)
+            if file not in sizes:
+                raise BridgeError(f"{self.path / file} (for {index.fqn}) is missing; fetch that file again")
+            if not 0 <= info.offset <= info.offset + info.length <= sizes[file]:
+                raise BridgeError(
+                    f"{self.path / file} is truncated: {index.fqn} ends at byte {info.offset + info.length}, the file "
+                    f"has {sizes[file]}; fetch that file again"
+                )
 
     def read(self, key: str, offsets: Shape, shape: Shape, lead: int = 0) -> Tensor:
         """The block of ``shape`` at ``offsets``; a view of the file where one chunk is exactly that block.

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bridges.errors import BridgeError
+from bridges.errors import BridgeError, OutputError
 
 BLOCK = 64 * 2**20  # bytes held at once of a tensor that has to be cast or made contiguous
 
@@ -30,7 +30,7 @@ def staged(out: Path, needed: int) -> Iterator[Path]:
         parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(parent).free
         if needed > free:
-            raise BridgeError(
+            raise OutputError(
                 f"{out} needs {needed / 1e9:.2f} GB, {parent} has {free / 1e9:.2f} GB free; make room or choose "
                 "another disk"
             )
@@ -53,9 +53,7 @@ def staged(out: Path, needed: int) -> Iterator[Path]:
 def _failed(out: Path, error: OSError) -> BridgeError:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     remedy = "make room or choose another disk" if full else "check the path and its permissions"
-    failure = BridgeError(f"{error.filename or out}: cannot be written ({error.strerror}); {remedy}")
-    failure.exit_code = 3
-    return failure
+    return OutputError(f"{error.filename or out}: cannot be written ({error.strerror}); {remedy}")
 
 
 def _sync(folder: Path) -> None:
