@@ -87,3 +87,18 @@ class TrainingBatch:
                 value = [value[row] for row in index.tolist()] if value else []
             picked[item.name] = value
         return TrainingBatch(**picked)
+
+    def to(self, device: torch.device) -> TrainingBatch:
+        """The same batch with every tensor on ``device``."""
+        fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in fields.items()}
+        return TrainingBatch(**moved)
+
+    def blank_row(self) -> TrainingBatch:
+        """One row of padding alone with the widths of this batch: keeps a rank in step and weighs nothing."""
+        blank: dict[str, Any] = {"metadata": self.metadata}
+        for item in dataclasses.fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, Tensor):
+                blank[item.name] = value.new_zeros(1, *value.shape[1:])
+        return TrainingBatch(**blank, uids=[""] if self.uids else [])

@@ -55,6 +55,6 @@ def sum_gradients(config: TransformerConfig, ddp_config: DistributedDataParallel
     return scale
 
 
-def loss_for_schedule(loss: Tensor, metrics: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """What the loss closure returns to Megatron's schedule: three values, a token count that divides nothing."""
-    return loss, torch.zeros((), dtype=torch.int, device=loss.device), metrics
+def loss_for_schedule[R](loss: Tensor, result: R) -> tuple[Tensor, Tensor, R]:
+    """What a loss closure returns to Megatron's schedule: three values, with a token count that divides nothing."""
+    return loss, torch.zeros((), dtype=torch.int, device=loss.device), result

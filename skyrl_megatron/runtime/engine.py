@@ -1,0 +1,338 @@
+"""The training engine of one rank: log-probabilities, the policy-gradient step, and nothing of Ray.
+
+Every rank of the model calls the same methods with the rows of its data-parallel replica. A step::
+
+    metrics = engine.forward_backward(mini_batch)     # one or several times: gradients accumulate
+    result = engine.optim_step()
+
+What it is made of has files of its own: the schedule (``schedule.py``), cutting into micro-batches
+(``micro_batches.py``), packing (``packed_inputs.py``), the loss of a micro-batch (``forward_step.py``), what Megatron
+divides by (``loss_scale.py``), the optimizer (``optimizer.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from torch import Tensor
+
+from skyrl_megatron import device
+from skyrl_megatron.algorithms.metrics import Metrics, merge_metrics, metric_values, pack_metrics
+from skyrl_megatron.algorithms.objective import PolicyObjective
+from skyrl_megatron.algorithms.reduction import StepTotals
+from skyrl_megatron.config.role_layout import parallel_config
+from skyrl_megatron.runtime import cpu_seam, loss_scale, parallel_state
+from skyrl_megatron.runtime.agreement import raise_together
+from skyrl_megatron.runtime.engine_settings import ddp_config, hf_model, parameter_dtype, transformer_kwargs
+from skyrl_megatron.runtime.flops import model_flops, peak_flops
+from skyrl_megatron.runtime.forward_step import Logits, LogprobStep, MicroBatch, PolicyStep
+from skyrl_megatron.runtime.hf_load import load_hf
+from skyrl_megatron.runtime.micro_batches import plan_micro_batches
+from skyrl_megatron.runtime.model_build import build_model
+from skyrl_megatron.runtime.optimizer import StepResult, build_lr_schedule, build_optimizer, step_if_finite
+from skyrl_megatron.runtime.packed_inputs import pack
+from skyrl_megatron.runtime.profiling import MemoryRecorder, profiled
+from skyrl_megatron.runtime.schedule import run_schedule, share_from_last_stage
+
+if TYPE_CHECKING:
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.types import TrainingBatch
+
+Role = Literal["policy", "ref", "critic"]
+
+
+class MegatronEngine:
+    """One rank's part of a model, its gradients and its optimizer.
+
+    ``torch.distributed`` must be initialised; the engine builds the groups of ``role``'s layout over all its ranks,
+    the model, loads its HF folder and, for policy and critic, the optimizer. ``total_steps``: optimizer steps of the
+    run, where a decaying learning rate ends. Raises ConfigError for an impossible layout, ModelLoadError for a bad
+    folder.
+    """
+
+    def __init__(self, cfg: SkyRLTrainConfig, role: Role = "policy", *, total_steps: int | None = None) -> None:
+        cpu_seam.install()
+        self.cfg, self.role = cfg, role
+        self.settings = getattr(cfg.trainer, role)
+        self.megatron = self.settings.megatron_config
+        parallel = parallel_config(self.megatron, dist.get_world_size())
+        self.groups = parallel_state.initialize(parallel, seed=cfg.trainer.seed, timeout_s=cfg.trainer.phase_timeout_s)
+        hf = hf_model(cfg, role)
+        self.model = build_model(
+            hf,
+            self.groups,
+            dtype=parameter_dtype(cfg),
+            transformer_config_kwargs=transformer_kwargs(cfg, role),
+            prefix=f"trainer.{role}.megatron_config.",
+        )
+        load_hf(self.model, self.settings.model.path, self.groups)
+        self.chunks: list[torch.nn.Module] = list(self.model.chunks)
+        self.flops = model_flops(self.model.config, self.model.vocab_size)
+        self.memory = MemoryRecorder(
+            getattr(self.settings, "record_memory", False), Path(cfg.trainer.ckpt_path) / "memory_snapshots"
+        )
+        self.steps = self.skipped_steps = 0
+        self._accumulated = StepTotals()
+        """What the gradients accumulated so far are a mean over."""
+        if role != "ref":
+            self._prepare_training(total_steps)
+
+    def _prepare_training(self, total_steps: int | None) -> None:
+        config, (buffers, distributed) = self.model.config, ddp_config(self.megatron)
+        self.auxiliary_scale = loss_scale.sum_gradients(config, buffers)
+        if self.megatron.freeze_moe_router:
+            for chunk in self.model.chunks:
+                for name, parameter in chunk.named_parameters():
+                    parameter.requires_grad_(".router." not in name)
+        self.chunks = [
+            DistributedDataParallel(
+                config, buffers, chunk, disable_bucketing=index > 0, pg_collection=self.groups.collection
+            )
+            for index, chunk in enumerate(self.model.chunks)
+        ]
+        if buffers.overlap_grad_reduce:
+            config.no_sync_func = [chunk.no_sync for chunk in self.chunks]
+            if len(self.chunks) == 1:
+                config.no_sync_func = config.no_sync_func[0]
+        self.optimizer = build_optimizer(
+            self.chunks,
+            self.settings.optimizer_config,
+            self.megatron.optimizer_config_kwargs,
+            self.groups,
+            params_dtype=parameter_dtype(self.cfg),
+            use_distributed_optimizer=distributed,
+            overlap_param_gather=buffers.overlap_param_gather,
+        )
+        self.lr_schedule = build_lr_schedule(self.optimizer, self.settings.optimizer_config, total_steps)
+
+    # ------------------------------------------------------------------ where this rank stands
+    @property
+    def dp_rank(self) -> int:
+        """Which data-parallel replica this rank belongs to."""
+        return self.groups.dp.rank()
+
+    @property
+    def dp_size(self) -> int:
+        """Number of data-parallel replicas."""
+        return self.groups.dp.size()
+
+    @property
+    def is_collection_rank(self) -> bool:
+        """The rank of its replica whose results are collected: tp 0, cp 0, last pipeline stage."""
+        return self.groups.is_collection_rank
+
+    # ------------------------------------------------------------------ forward only
+    @torch.no_grad()
+    def compute_logprobs(self, batch: TrainingBatch, *, temperature: float | None = None) -> Tensor:
+        """Log-probs of the response tokens under the current weights: [B, T] float32 in nats, 0 off the response.
+
+        ``batch``: the rows of this replica. ``temperature`` defaults to ``algorithm.temperature``. Every rank of the
+        model gets the result of its replica.
+        """
+        step = LogprobStep(self._logits(temperature))
+        micro_batches = self._micro_batches(batch, self.cfg.trainer.micro_forward_batch_size_per_gpu)
+        with self._mode(training=False):
+            results = run_schedule(step, micro_batches, self.chunks, self.groups, forward_only=True)
+        out = torch.zeros(batch.response_mask.shape, dtype=torch.float32, device=device.device())
+        for micro_batch, logprobs in zip(micro_batches, results, strict=False):  # no results before the last stage
+            out[torch.as_tensor(micro_batch.rows, device=out.device)] = logprobs[: len(micro_batch.rows)]
+        if self.groups.pp.size() > 1:
+            source = dist.get_global_rank(self.groups.pp, self.groups.pp.size() - 1)
+            dist.broadcast(out, src=source, group=self.groups.pp)
+        return out.cpu()
+
+    # ------------------------------------------------------------------ the step
+    def step_totals(self, batch: TrainingBatch, objective: PolicyObjective | None = None) -> StepTotals:
+        """What the loss of the rows of all replicas is a mean over. Collective over dp."""
+        objective = objective or PolicyObjective(self.cfg.trainer.algorithm)
+        mine = objective.totals(
+            batch.loss_mask,
+            old_log_probs=batch.old_logprobs,
+            rollout_log_probs=batch.rollout_logprobs,
+            uids=batch.uids or None,
+        )
+        everybody: list[StepTotals | None] = [None] * self.dp_size
+        dist.all_gather_object(everybody, mine, group=self.groups.dp)
+        return sum((totals for totals in everybody if totals is not None), StepTotals())
+
+    def forward_backward(self, batch: TrainingBatch, *, accumulate: bool = False) -> dict[str, float]:
+        """Add the gradient of the policy objective over the rows of all replicas; returns the step's metrics.
+
+        ``batch``: the rows of this replica, with advantages and the log-probs that the loss reads. Losses are means
+        over the rows of all replicas, however they are cut (``algorithms/reduction.py``). Called several times before
+        :meth:`optim_step`, the gradient is that of the mean over all rows together (with ``prompt_mean`` the rows of a
+        prompt must come in one call; auxiliary losses of the calls are averaged). ``accumulate`` says that more calls
+        follow; it is needed only with ``ddp_config.overlap_grad_reduce``.
+
+        Raises the same error on every rank, with gradients cleared: ValueError for sequences over the token budget,
+        for no trainable token, for inputs that are not finite; whatever a custom loss raises.
+        """
+        started = time.perf_counter()
+        objective = PolicyObjective(self.cfg.trainer.algorithm)
+        with self._all_or_none():
+            raise_together(self._problem(batch, objective))
+            totals = self.step_totals(batch, objective)
+            if totals.tokens == 0:
+                raise ValueError("no trainable token in the mini-batch: the loss mask is 0 everywhere")
+            combined = self._accumulated + totals
+            share = self._weight(totals) / self._weight(combined)
+            if self._accumulated.tokens:
+                for chunk in self.chunks:
+                    chunk.scale_gradients(1.0 - share)
+            self.auxiliary_scale.over(self._count_valid_tokens(batch), share)
+            step = PolicyStep(self._logits(), objective, combined, self._wants_entropy)
+            micro_batches = self._micro_batches(batch, self.cfg.trainer.micro_train_batch_size_per_gpu)
+            with self._mode(training=True), self._local_gradients(accumulate), self._profile("forward_backward"):
+                results = run_schedule(step, micro_batches, self.chunks, self.groups, forward_only=False)
+            raise_together(step.failure)
+            self._accumulated = combined
+        metrics = self._reduce(merge_metrics(*results))
+        return metrics | self._speed(batch, time.perf_counter() - started, len(micro_batches))
+
+    def optim_step(self) -> StepResult:
+        """Reduce the accumulated gradients over dp, clip, and step; clears them.
+
+        A gradient that is not finite anywhere is not applied: weights, moments and schedule stay as they are, the
+        result says so and names the first parameter, and :attr:`skipped_steps` counts it. Raises ValueError when there
+        are no gradients.
+        """
+        if not self._accumulated.tokens:
+            raise ValueError("optim_step() without gradients: call forward_backward() first")
+        finalize_model_grads(self.chunks, None, pg_collection=self.groups.collection)
+        with self._profile("optim_step"):
+            result = step_if_finite(self.optimizer, self.lr_schedule, self.chunks)
+        self.clear_gradients()
+        self.steps += 1
+        self.skipped_steps += result.skipped
+        self.memory.snapshot(f"step_{self.steps}", dist.get_rank())
+        if self.megatron.empty_cuda_cache:
+            device.empty_cache()
+        return result
+
+    def clear_gradients(self) -> None:
+        """Forget the gradients accumulated since the last step."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self._accumulated = StepTotals()
+
+    # ------------------------------------------------------------------ parts of the step
+    def _logits(self, temperature: float | None = None) -> Logits:
+        given = self.cfg.trainer.algorithm.temperature if temperature is None else temperature
+        chunk = self.cfg.trainer.logprobs_chunk_size or 0
+        return Logits(self.model.vocab_size, 1.0 if given is None else given, chunk)
+
+    @property
+    def _wants_entropy(self) -> bool:
+        return self.cfg.trainer.algorithm.use_entropy_loss
+
+    def _weight(self, totals: StepTotals) -> float:
+        """The denominator of the reduction in use."""
+        by_rows = {"sequence_mean": totals.rows, "seq_mean_token_sum_norm": totals.rows}
+        by_rows["prompt_mean"] = len(totals.prompt_tokens)
+        return by_rows.get(self.cfg.trainer.algorithm.loss_reduction, totals.tokens)
+
+    def _micro_batches(self, batch: TrainingBatch, rows: int) -> list[MicroBatch]:
+        """The replica's rows cut, packed and on the device; as many pieces on every replica."""
+        trainer = self.cfg.trainer
+        pieces = plan_micro_batches(
+            batch.lengths,
+            alignment=self.groups.parallel.alignment,
+            max_tokens=trainer.max_tokens_per_microbatch,
+            rows=rows,
+            multiple_of=self.groups.pp.size() if len(self.chunks) > 1 else 1,
+            dp_group=self.groups.dp,
+        )
+        target = device.device()
+        made = []
+        for piece in pieces:
+            part = batch.select(piece) if len(piece) else batch.blank_row()
+            packed = pack(part, self.groups, target, padded=not trainer.use_sample_packing)
+            made.append(MicroBatch(piece, part.to(target), packed))
+        return made
+
+    def _problem(self, batch: TrainingBatch, objective: PolicyObjective) -> Exception | None:
+        """What is wrong with this rank's rows, if anything."""
+        if batch.advantages is None:
+            return ValueError("the batch has no advantages: compute them before the training step")
+        if objective.needs_old_log_probs and batch.old_logprobs is None:
+            return ValueError(f"the policy loss {objective.name!r} reads old log-probs: the batch has none")
+        longest = int(batch.lengths.max(initial=0))
+        positions = self.model.hf.config.get("max_position_embeddings")
+        if positions and longest > positions:
+            return ValueError(f"a sequence of {longest} tokens exceeds the model's {positions} positions")
+        for name in ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs"):
+            values = getattr(batch, name)
+            if values is not None:
+                bad = ~torch.isfinite(values) & (batch.loss_mask > 0)
+                if bad.any():
+                    row, token = (int(i) for i in bad.nonzero()[0])
+                    uid = f" (uid {batch.uids[row]})" if batch.uids else ""
+                    return ValueError(f"{name} is {values[row, token]} at row {row}{uid}, response token {token}")
+        return None
+
+    def _count_valid_tokens(self, batch: TrainingBatch) -> float:
+        """Tokens of all replicas that are not padding: what auxiliary losses are a mean over."""
+        count = torch.tensor([float(batch.lengths.sum())], dtype=torch.float64, device=device.device())
+        dist.all_reduce(count, group=self.groups.dp)
+        return count.item()
+
+    def _reduce(self, metrics: Metrics) -> dict[str, float]:
+        """Metrics of the last stage summed over replicas, on every rank."""
+        values: dict[str, float] = {}
+        if self.groups.is_last_stage:
+            packed = pack_metrics(metrics, device.device())
+            dist.all_reduce(packed.sums, group=self.groups.dp)
+            dist.all_reduce(packed.maxima, op=dist.ReduceOp.MAX, group=self.groups.dp)
+            values = metric_values(packed.unpack())
+        return share_from_last_stage(values, self.groups.pp)
+
+    def _speed(self, batch: TrainingBatch, seconds: float, micro_batches: int) -> dict[str, float]:
+        """Tokens per second and MFU of the training pass, peak memory. This replica's rows stand for all."""
+        ranks = self.groups.parallel.world_size // self.dp_size
+        flops = self.flops.training(batch.lengths)
+        speed = {
+            "tokens_per_second_per_rank": float(batch.lengths.sum()) / seconds / ranks,
+            "flops_per_second_per_rank": flops / seconds / ranks,
+            "peak_memory_bytes": float(device.peak_memory_bytes()),
+            "num_microbatches": float(micro_batches),
+        }
+        peak = peak_flops()
+        return speed if peak is None else speed | {"mfu": speed["flops_per_second_per_rank"] / peak}
+
+    # ------------------------------------------------------------------ contexts
+    @contextlib.contextmanager
+    def _mode(self, *, training: bool) -> Iterator[None]:
+        for chunk in self.chunks:
+            chunk.train(training)
+        yield
+
+    @contextlib.contextmanager
+    def _local_gradients(self, accumulate: bool) -> Iterator[None]:
+        """With overlapped reduction: keep gradients local while more calls follow; the last call reduces."""
+        with contextlib.ExitStack() as stack:
+            if accumulate and self.megatron.ddp_config.overlap_grad_reduce:
+                for chunk in self.chunks:
+                    stack.enter_context(chunk.no_sync())
+            yield
+
+    @contextlib.contextmanager
+    def _all_or_none(self) -> Iterator[None]:
+        """Clear gradients when the step fails: half of a mini-batch must not be stepped on."""
+        try:
+            yield
+        except BaseException:
+            self.clear_gradients()
+            raise
+
+    @contextlib.contextmanager
+    def _profile(self, name: str) -> Iterator[None]:
+        with profiled(self.megatron.torch_profiler_config, f"{name}_{self.steps}", dist.get_rank()):
+            yield

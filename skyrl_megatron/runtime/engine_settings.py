@@ -1,0 +1,80 @@
+"""From the run's configuration to what Megatron's model and gradient buffers are built with, for one role."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+
+from skyrl_megatron import device
+from skyrl_megatron.runtime.hf_model import HfModel, read_hf_model, with_rotary
+
+if TYPE_CHECKING:
+    from skyrl_megatron.config import MegatronConfig, SkyRLTrainConfig
+
+_RECOMPUTE = ("recompute_granularity", "recompute_modules", "recompute_method", "recompute_num_layers")
+
+
+def hf_model(cfg: SkyRLTrainConfig, role: str) -> HfModel:
+    """The role's HF folder with the configuration's changes to its ``config.json`` applied."""
+    settings = getattr(cfg.trainer, role)
+    trust = cfg.trainer.trust_remote_code
+    changes = {**settings.model_config_kwargs, **settings.megatron_config.model_config_kwargs}
+    if cfg.trainer.rope_scaling or cfg.trainer.rope_theta is not None:
+        plain = read_hf_model(settings.model.path, changes=changes, trust_remote_code=trust)
+        changes |= with_rotary(plain.config, cfg.trainer.rope_scaling, cfg.trainer.rope_theta)
+    return read_hf_model(settings.model.path, changes=changes, trust_remote_code=trust)
+
+
+def parameter_dtype(cfg: SkyRLTrainConfig) -> torch.dtype:
+    """bfloat16 where ``trainer.bf16`` asks for it and the device computes in it; float32 on CPU."""
+    return torch.bfloat16 if cfg.trainer.bf16 and device.has_cuda() else torch.float32
+
+
+def transformer_kwargs(cfg: SkyRLTrainConfig, role: str) -> dict[str, Any]:
+    """Fields of Megatron's ``TransformerConfig`` that the configuration sets; ``transformer_config_kwargs`` come last.
+
+    ``trainer.gradient_checkpointing=false`` takes every recompute field out; selective recomputation takes out those
+    of the full one, which Megatron rejects beside it.
+    """
+    megatron: MegatronConfig = getattr(cfg.trainer, role).megatron_config
+    fields: dict[str, Any] = {
+        "moe_token_dispatcher_type": megatron.moe_token_dispatcher_type,
+        "moe_router_load_balancing_type": megatron.moe_router_load_balancing_type,
+        "moe_aux_loss_coeff": megatron.moe_aux_loss_coeff,
+        "moe_z_loss_coeff": megatron.moe_z_loss_coeff,
+        "moe_grouped_gemm": megatron.moe_grouped_gemm,
+        "moe_enable_routing_replay": megatron.moe_enable_routing_replay,
+        "attention_backend": "flash" if cfg.trainer.flash_attn else "unfused",
+    }
+    optional = {
+        "moe_router_dtype": megatron.moe_router_dtype,
+        "moe_router_score_function": megatron.moe_router_score_function,
+        "moe_router_enable_expert_bias": megatron.moe_router_enable_expert_bias,
+    }
+    fields |= {name: value for name, value in optional.items() if value is not None}
+    fields |= megatron.transformer_config_kwargs
+    if not cfg.trainer.gradient_checkpointing or role == "ref":
+        fields = {name: value for name, value in fields.items() if name not in _RECOMPUTE}
+    elif fields.get("recompute_granularity") == "selective":
+        fields |= {"recompute_method": None, "recompute_num_layers": None}
+    return fields
+
+
+def ddp_config(megatron: MegatronConfig) -> tuple[DistributedDataParallelConfig, bool]:
+    """(Megatron's gradient-buffer settings, whether the optimizer is distributed over dp).
+
+    Distributed unless ``optimizer_config_kwargs.use_distributed_optimizer=false``. ``average_in_collective`` has no
+    say: gradients are summed (``loss_scale.py``).
+    """
+    distributed = bool(megatron.optimizer_config_kwargs.get("use_distributed_optimizer", True))
+    buffers = megatron.ddp_config
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=buffers.grad_reduce_in_fp32,
+        overlap_grad_reduce=buffers.overlap_grad_reduce,
+        overlap_param_gather=buffers.overlap_param_gather,
+        use_distributed_optimizer=distributed,
+        average_in_collective=False,
+    )
+    return config, distributed

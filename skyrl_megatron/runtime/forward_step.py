@@ -1,0 +1,123 @@
+"""What happens to one micro-batch: the model's forward, and on the last pipeline stage the loss or the log-probs.
+
+An object of this file is Megatron's ``forward_step_func``: called with an iterator of :class:`MicroBatch` and a model
+chunk, it returns the chunk's output and the closure that the schedule calls with the output of the last stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from skyrl_megatron.algorithms.metrics import Metrics
+from skyrl_megatron.algorithms.objective import PolicyObjective
+from skyrl_megatron.algorithms.reduction import StepTotals
+from skyrl_megatron.runtime.loss_scale import loss_for_schedule
+from skyrl_megatron.runtime.packed_inputs import PackedInputs
+from skyrl_megatron.runtime.vocab_parallel import logprobs_and_entropy
+
+if TYPE_CHECKING:
+    from skyrl_megatron.types import TrainingBatch
+
+Closure = Callable[[Tensor], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Some rows of a replica's mini-batch, packed. One without rows is a sequence of padding that weighs nothing."""
+
+    rows: np.ndarray
+    """[b] int64: rows of the replica's batch."""
+    batch: TrainingBatch
+    """Those rows."""
+    packed: PackedInputs
+
+
+@dataclass(frozen=True, slots=True)
+class Logits:
+    """How logits become log-probs: the real vocabulary, the sampling temperature, tokens handled at once."""
+
+    vocab_size: int
+    temperature: float
+    chunk_size: int
+
+    def logprobs(
+        self, logits: Tensor, packed: PackedInputs, *, with_entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """(log-probs, entropies) of the response tokens, [b, T] each, equal on all tp and cp ranks of the stage.
+
+        ``logits``: [1, p, V_padded / tp]; with padded inputs [b, S, V_padded / tp].
+        """
+        logprobs, entropy = logprobs_and_entropy(
+            logits.flatten(0, -2),
+            packed.targets,
+            packed.groups.tp,
+            vocab_size=self.vocab_size,
+            temperature=self.temperature,
+            chunk_size=self.chunk_size,
+            with_entropy=with_entropy,
+        )
+        return packed.to_responses(logprobs), None if entropy is None else packed.to_responses(entropy)
+
+
+class ForwardStep:
+    """Forward of one micro-batch; subclasses say what the last stage does with its output."""
+
+    def __call__(self, micro_batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Closure]:
+        micro_batch = next(micro_batches)
+        output = model(**micro_batch.packed.model_arguments())
+        return output, partial(self.on_last_stage, micro_batch)
+
+    def on_last_stage(self, micro_batch: MicroBatch, output: Tensor) -> Any:
+        """What the schedule stores for the micro-batch, in the form that Megatron asks for."""
+        raise NotImplementedError
+
+
+class LogprobStep(ForwardStep):
+    """Forward only: the schedule's results are log-probs [b, T] of each micro-batch."""
+
+    def __init__(self, logits: Logits) -> None:
+        self.logits = logits
+
+    def on_last_stage(self, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logprobs, _ = self.logits.logprobs(output, micro_batch.packed)
+        return loss_for_schedule(logprobs.new_zeros(()), logprobs)
+
+
+class PolicyStep(ForwardStep):
+    """Forward and backward of the policy objective: the schedule's results are the metrics of each micro-batch.
+
+    An exception of the loss (a custom one, say) would leave the other ranks waiting in the schedule: it is kept in
+    :attr:`failure`, the micro-batch counts as 0, and the engine raises it on all ranks afterwards.
+    """
+
+    def __init__(self, logits: Logits, objective: PolicyObjective, totals: StepTotals, entropy: bool) -> None:
+        self.logits, self.objective, self.totals, self.entropy = logits, objective, totals, entropy
+        self.failure: Exception | None = None
+
+    def on_last_stage(self, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Metrics]:
+        batch = micro_batch.batch
+        logprobs, entropy = self.logits.logprobs(output, micro_batch.packed, with_entropy=self.entropy)
+        assert batch.advantages is not None
+        try:
+            loss, metrics = self.objective(
+                self.totals,
+                logprobs,
+                batch.advantages,
+                batch.loss_mask,
+                old_log_probs=batch.old_logprobs,
+                rollout_log_probs=batch.rollout_logprobs,
+                ref_log_probs=batch.ref_logprobs,
+                entropy=entropy,
+                uids=batch.uids or None,
+            )
+        except Exception as error:
+            self.failure = self.failure or error
+            loss, metrics = logprobs.sum() * 0.0, {}
+        return loss_for_schedule(loss, metrics)
