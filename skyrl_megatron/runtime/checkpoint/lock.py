@@ -1,0 +1,44 @@
+"""One writer per checkpoint folder: a lock that the kernel gives back when its process ends, however it ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+
+from skyrl_megatron.errors import CheckpointError
+
+_held: set[str] = set()  # a POSIX record lock does not exclude its own process
+
+
+class FolderLock:
+    """An exclusive lock on the file ``.lock`` of a folder, held from construction to :meth:`release`.
+
+    A POSIX record lock: it works over NFS, children made by fork do not inherit it, and after ``kill -9`` it is free
+    at once. Raises CheckpointError, naming the holder, when another process has it.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.path = os.path.join(os.path.realpath(folder), ".lock")
+        if self.path in _held:
+            raise CheckpointError(f"{folder} is being written by this process already; close that store first")
+        try:
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise CheckpointError(f"{folder} cannot be written ({error.strerror}); check trainer.ckpt_path") from error
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.read(self._descriptor, 64).decode(errors="replace").strip() or "another process"
+            os.close(self._descriptor)
+            raise CheckpointError(
+                f"{folder} is being written by {holder}; end that run, or give this one another trainer.ckpt_path"
+            ) from error
+        os.truncate(self._descriptor, 0)
+        os.write(self._descriptor, f"process {os.getpid()} on {os.uname().nodename}\n".encode())
+        _held.add(self.path)
+
+    def release(self) -> None:
+        """Give the lock back; safe to call twice."""
+        if self.path in _held:
+            _held.discard(self.path)
+            os.close(self._descriptor)

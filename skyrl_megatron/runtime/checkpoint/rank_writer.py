@@ -1,0 +1,157 @@
+"""One rank's share of a save: its shard file, its random states, and a note of both for whoever completes the folder.
+
+Nothing here communicates, so a background thread may do it while the ranks train. The note
+(``<role>/parts/<rank>.json``) appears, at once, when everything of this rank is durable.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from skyrl_megatron import device
+from skyrl_megatron.errors import CheckpointError
+from skyrl_megatron.runtime.checkpoint import fault_points, rng
+from skyrl_megatron.runtime.checkpoint.background import Background
+from skyrl_megatron.runtime.checkpoint.host_memory import HostBuffer
+from skyrl_megatron.runtime.checkpoint.local_state import CONTENT, Block, blocks_to_save
+from skyrl_megatron.runtime.checkpoint.manifest import hash_bytes
+from skyrl_megatron.runtime.checkpoint.optimizer_state import step_count
+from skyrl_megatron.runtime.checkpoint.shard_file import ShardFile
+from skyrl_megatron.runtime.checkpoint.storage import Storage, open_storage
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer import MegatronOptimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    from skyrl_megatron.runtime.parallel_state import ProcessGroups
+
+COMMON_STATE = "common_state/shard_0_1"
+PARTS = "parts"
+
+
+@dataclass(slots=True)
+class RankState:
+    """The objects of a rank that a checkpoint saves and a load fills. ``optimizer`` and ``lr_schedule`` may be None
+    (a model without training state). All ranks of the default process group belong to the same role."""
+
+    model_chunks: list[Any]
+    groups: ProcessGroups
+    optimizer: MegatronOptimizer | None = None
+    lr_schedule: OptimizerParamScheduler | None = None
+
+    @property
+    def rank(self) -> int:
+        """This rank among those of the role."""
+        return dist.get_rank()
+
+    def layout(self) -> dict[str, int]:
+        """Degrees of the layout, by their names, and ``world_size``."""
+        parallel = self.groups.parallel
+        degrees = {name: int(getattr(parallel, name)) for name in ("tp", "pp", "vpp", "cp", "ep", "etp")}
+        return degrees | {"dp": self.groups.dp.size(), "world_size": dist.get_world_size()}
+
+
+class RankWriter:
+    """Writes this rank's share, in the foreground or from a copy in the background. One save at a time."""
+
+    def __init__(self) -> None:
+        self._buffer = HostBuffer()
+        self._background = Background("a background write")
+        self.stall_s = 0.0
+        """Seconds that the last save kept the caller."""
+        self.copied_bytes = 0
+        """Bytes of the copy that the last background save was made from."""
+
+    def write(self, folder: str, role: str, step: int, state: RankState, *, background: bool = False) -> None:
+        """Write to ``folder/role`` (an existing folder, or an address of an object store).
+
+        With ``background`` the call returns when a copy of the rank's own state was made; the weights may change
+        from then on. Raises CheckpointError when the disk refuses, or when a background write is still under way.
+        """
+        self._background.check_idle()
+        began = time.perf_counter()
+        note = {"rank": state.rank, "step": step, "layout": state.layout()}
+        blocks = list(blocks_to_save(state.model_chunks, state.optimizer, state.groups))
+        note["optimizer_step"] = step_count(state.optimizer)
+        note["lr_schedule"] = state.lr_schedule.state_dict() if state.lr_schedule is not None else None
+        random_states = rng.capture()
+        if background:
+            copies = self._copy(blocks)
+            shapes = [Block(b.key, b.global_shape, b.offsets, b.sizes, c) for b, c in zip(blocks, copies, strict=True)]
+            del blocks, copies
+            self._background.start(_write_rank, folder, role, note, shapes, random_states)
+        else:
+            _write_rank(folder, role, note, blocks, random_states)
+        self.stall_s = time.perf_counter() - began
+
+    def wait(self, timeout_s: float) -> None:
+        """Until the background write has ended. Raises CheckpointError when it failed or takes longer."""
+        self._background.wait(timeout_s)
+
+    def _copy(self, blocks: list[Block]) -> list[torch.Tensor]:
+        """A real copy of all data, on the host: ``.to("cpu")`` would return the live tensor there."""
+        sizes = [block.data.numel() * block.data.element_size() for block in blocks]
+        padded = [-(-size // 64) * 64 for size in sizes]
+        self.copied_bytes = sum(sizes)
+        memory = self._buffer.reserve(max(1, sum(padded)))
+        copies, begin = [], 0
+        for block, size, room in zip(blocks, sizes, padded, strict=True):
+            copy = memory[begin : begin + size].view(block.data.dtype)
+            copy.copy_(block.data, non_blocking=True)
+            copies.append(copy)
+            begin += room
+        device.synchronize()
+        return copies
+
+
+def _write_rank(folder: str, role: str, note: dict[str, Any], blocks: list[Block], random_states: bytes) -> None:
+    storage = open_storage(folder)
+    target, rank = storage.path(role), note["rank"]
+    try:
+        _write_files(storage, target, note, blocks, random_states)
+    except OSError as error:
+        reason = f"rank {rank} cannot write {error.filename or target} ({error.strerror or error})"
+        _note_failure(storage, target, rank, reason)
+        raise CheckpointError(f"{reason}; make room or check trainer.ckpt_path") from error
+    except BaseException:
+        _note_failure(storage, target, rank, f"rank {rank} failed:\n{traceback.format_exc()}")
+        raise
+
+
+def _write_files(
+    storage: Storage, target: str, note: dict[str, Any], blocks: list[Block], random_states: bytes
+) -> None:
+    rank = note["rank"]
+    fault_points.reached("before data")
+    file = ShardFile(storage, target, f"__{rank}_0.distcp")
+    try:
+        for block in blocks:
+            file.append(block)
+        if rank == 0:
+            common = {"iteration": note["step"], "checkpoint_version": 3.0, "content_metadata": dict(CONTENT)}
+            file.append_object(COMMON_STATE, common)
+        entries = {file.name: file.finish()}
+    finally:
+        file.abandon()
+    random_file = f"rng_{rank:05d}.safetensors"
+    storage.write(f"{target}/{random_file}", random_states)
+    entries[random_file] = hash_bytes(random_states)
+    note["files"] = {name: asdict(entry) for name, entry in entries.items()}
+    note["tensors"] = file.tensors
+    note["chunks"] = [[key, file.name, *rest] for key, *rest in file.chunks]
+    storage.write(f"{target}/{PARTS}/{rank}.json", json.dumps(note).encode())
+
+
+def _note_failure(storage: Storage, target: str, rank: int, reason: str) -> None:
+    """Tell whoever waits for this rank that nothing will come, where the storage still lets us."""
+    try:
+        storage.write(f"{target}/{PARTS}/{rank}.failed", reason.encode())
+    except OSError:
+        pass

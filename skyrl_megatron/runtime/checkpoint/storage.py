@@ -1,0 +1,242 @@
+"""Where checkpoints lie: a folder of a file system, or an address of an object store through fsspec.
+
+Both offer the same few operations. A file system makes every write durable (fsync of the file, then of its folder)
+and can rename a folder, so that a checkpoint appears at once. An object store cannot rename: a folder there is a
+checkpoint once it holds its manifest, which is written last. Addresses such as ``s3://bucket/run`` are kept as text:
+``pathlib`` would turn them into ``s3:/bucket/run``.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import shutil
+from pathlib import Path
+from typing import IO, Protocol, cast
+
+from skyrl_megatron.errors import CheckpointError
+
+
+class Sink(Protocol):
+    """A file being written from front to back."""
+
+    def write(self, *parts: memoryview | bytes) -> None:
+        """Append all parts."""
+
+    def finish(self) -> None:
+        """Make the file durable and close it."""
+
+    def abandon(self) -> None:
+        """Close the file as it is; safe to call twice."""
+
+
+class LocalStorage:
+    """A folder of a (shared) POSIX file system."""
+
+    renames = True
+
+    def __init__(self, root: str) -> None:
+        self.root = os.path.abspath(os.path.expanduser(root))
+
+    def path(self, *parts: str) -> str:
+        """Full path of something under the root."""
+        return os.path.join(self.root, *parts)
+
+    def names(self, path: str) -> list[str]:
+        """Sorted names in a folder; none when it does not exist."""
+        try:
+            return sorted(os.listdir(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def exists(self, path: str) -> bool:
+        """Whether there is a file or folder."""
+        return os.path.exists(path)
+
+    def size(self, path: str) -> int:
+        """Bytes of a file. Raises FileNotFoundError."""
+        return os.stat(path).st_size
+
+    def make_folder(self, path: str) -> None:
+        """Create a folder and its parents."""
+        os.makedirs(path, exist_ok=True)
+
+    def create(self, path: str) -> Sink:
+        """A new file. Raises FileExistsError if there is one."""
+        return _LocalSink(path)
+
+    def open(self, path: str) -> IO[bytes]:
+        """A file for reading, unbuffered. Raises FileNotFoundError."""
+        return cast(IO[bytes], open(path, "rb", buffering=0))
+
+    def read(self, path: str) -> bytes:
+        """All of a small file. Raises FileNotFoundError."""
+        with open(path, "rb") as file:
+            return file.read()
+
+    def write(self, path: str, data: bytes) -> None:
+        """Put a small file in place at once: readers see the old content or the new, never a part."""
+        beside = f"{path}.new"
+        with open(beside, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+        self.sync_folder(os.path.dirname(path))
+
+    def rename(self, old: str, new: str) -> None:
+        """Rename a folder, durably."""
+        os.rename(old, new)
+        self.sync_folder(os.path.dirname(new))
+
+    def remove(self, path: str) -> None:
+        """Remove a file, or a folder and all in it; fine when it is not there."""
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path, ignore_errors=True)
+        elif os.path.lexists(path):
+            os.unlink(path)
+
+    def sync_folder(self, path: str) -> None:
+        """Make the names in a folder durable."""
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def refuse_escape(self, folder: str, path: str) -> None:
+        """Raise CheckpointError when ``path`` leads out of ``folder`` through a symbolic link."""
+        inside = os.path.realpath(folder)
+        target = os.path.realpath(path)
+        if os.path.commonpath([inside, target]) != inside:
+            raise CheckpointError(f"{path} is a link to {target}, outside of the checkpoint: refused; copy the file")
+
+
+class _LocalSink:
+    def __init__(self, path: str) -> None:
+        self._descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+
+    def write(self, *parts: memoryview | bytes) -> None:
+        views = [view for part in parts if len(view := memoryview(part).cast("B"))]
+        while views:
+            written = os.writev(self._descriptor, views)
+            while views and written >= len(views[0]):
+                written -= len(views.pop(0))
+            if written:
+                views[0] = views[0][written:]
+
+    def finish(self) -> None:
+        os.fsync(self._descriptor)
+        self.abandon()
+
+    def abandon(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class ObjectStorage:
+    """An object store (``s3://``, ``gs://``, …) through fsspec."""
+
+    renames = False
+
+    def __init__(self, address: str) -> None:
+        import fsspec
+
+        try:
+            self._files, _ = fsspec.url_to_fs(address)
+        except (ImportError, ValueError) as error:
+            scheme = address.split("://", 1)[0]
+            raise CheckpointError(f"{address}: {error}; install the fsspec package for {scheme}://") from error
+        self._files.use_listings_cache = False
+        self.root = address.rstrip("/")
+
+    def _at(self, path: str) -> str:
+        """The name of an address within its store."""
+        return str(self._files._strip_protocol(path))
+
+    def path(self, *parts: str) -> str:
+        """Full address of something under the root."""
+        return posixpath.join(self.root, *parts)
+
+    def names(self, path: str) -> list[str]:
+        """Sorted names under a prefix; none when nothing is there."""
+        self._files.invalidate_cache(self._at(path))
+        try:
+            return sorted(
+                posixpath.basename(found.rstrip("/")) for found in self._files.ls(self._at(path), detail=False)
+            )
+        except FileNotFoundError:
+            return []
+
+    def exists(self, path: str) -> bool:
+        """Whether there is an object or a prefix."""
+        self._files.invalidate_cache(self._at(path))
+        return bool(self._files.exists(self._at(path)))
+
+    def size(self, path: str) -> int:
+        """Bytes of an object. Raises FileNotFoundError."""
+        return int(self._files.size(self._at(path)))
+
+    def make_folder(self, path: str) -> None:
+        """Prefixes need not be made; a store with real folders makes one."""
+        self._files.makedirs(self._at(path), exist_ok=True)
+
+    def create(self, path: str) -> Sink:
+        """A new object; it exists once finished."""
+        return _ObjectSink(self._files.open(self._at(path), "wb"))
+
+    def open(self, path: str) -> IO[bytes]:
+        """An object for reading by ranges. Raises FileNotFoundError."""
+        return cast(IO[bytes], self._files.open(self._at(path), "rb", cache_type="none"))
+
+    def read(self, path: str) -> bytes:
+        """All of a small object. Raises FileNotFoundError."""
+        return bytes(self._files.cat_file(self._at(path)))
+
+    def write(self, path: str, data: bytes) -> None:
+        """Put a small object in place."""
+        self._files.pipe_file(self._at(path), data)
+
+    def rename(self, old: str, new: str) -> None:
+        """Not offered: an object store would copy every byte."""
+        raise NotImplementedError("object stores do not rename")
+
+    def remove(self, path: str) -> None:
+        """Remove an object, or all under a prefix; fine when nothing is there."""
+        if self._files.exists(self._at(path)):
+            self._files.rm(self._at(path), recursive=True)
+
+    def sync_folder(self, path: str) -> None:
+        """A finished object is durable."""
+
+    def refuse_escape(self, folder: str, path: str) -> None:
+        """Object stores have no links."""
+
+
+class _ObjectSink:
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def write(self, *parts: memoryview | bytes) -> None:
+        for part in parts:
+            self._file.write(part)
+
+    def finish(self) -> None:
+        self._file.close()
+
+    def abandon(self) -> None:
+        discard = getattr(self._file, "discard", None)
+        if discard is not None and not self._file.closed:
+            discard()
+
+
+Storage = LocalStorage | ObjectStorage
+
+
+def open_storage(root: str | Path) -> Storage:
+    """The storage of ``root``: an address with a scheme (``s3://…``) is an object store, all else a folder."""
+    text = os.fspath(root)
+    if not text:
+        raise CheckpointError("trainer.ckpt_path is empty; give a folder or an s3:// or gs:// address")
+    return ObjectStorage(text) if "://" in text else LocalStorage(text)

@@ -1,0 +1,320 @@
+"""The folder of all checkpoints of a run: which are complete, which is the newest, and how one comes and goes.
+
+    <root>/latest_ckpt_global_step.txt           the newest complete step, for people and tools
+    <root>/global_step_<N>/MANIFEST.json         last in the folder: without it, this is not a checkpoint
+    <root>/global_step_<N>/{data,trainer_state}.json
+    <root>/global_step_<N>/{policy,critic}/      torch_dist: .metadata, metadata.json, __<rank>_0.distcp,
+                                                 state.json, rng_<rank>.safetensors
+    <root>/global_step_<N>/<role>/adapter/       LoRA adapters, free of topology (safetensors)
+
+A save goes: shards → manifest → folder renamed from ``global_step_<N>.tmp`` → pointer → older ones pruned. Every step
+is durable before the next begins, so a process may end anywhere. A store may be driven by a process that is no rank.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skyrl_megatron.errors import CheckpointError, SkyRLMegatronWarning
+from skyrl_megatron.runtime.checkpoint import fault_points
+from skyrl_megatron.runtime.checkpoint.lock import FolderLock
+from skyrl_megatron.runtime.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    check_files,
+    check_hashes,
+    hash_bytes,
+    read_manifest,
+    read_verified,
+    versions,
+)
+from skyrl_megatron.runtime.checkpoint.merge import complete_role, wait_for_notes
+from skyrl_megatron.runtime.checkpoint.rank_writer import PARTS
+from skyrl_megatron.runtime.checkpoint.storage import LocalStorage, open_storage
+
+logger = logging.getLogger(__name__)
+
+POINTER = "latest_ckpt_global_step.txt"
+DATA = "data.json"
+TRAINER_STATE = "trainer_state.json"
+_STEP = re.compile(r"global_step_(\d+)")
+_TMP, _REPLACED = ".tmp", ".replaced"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A complete checkpoint: where it is, and its manifest. Contents are hash-checked as they are read."""
+
+    folder: str
+    manifest: Manifest
+
+    @property
+    def step(self) -> int:
+        """Training step after which it was taken."""
+        return self.manifest.step
+
+
+class CheckpointStore:
+    """All checkpoints under ``root``, a folder or an ``s3://``/``gs://`` address.
+
+    Reading needs no lock. The first :meth:`begin` takes the lock of a folder until :meth:`close`; an object store has
+    no locks: there, one writer is the caller's promise. ``keep``: how many checkpoints stay; -1: all.
+    """
+
+    def __init__(self, root: str | Path, *, keep: int = -1) -> None:
+        self.storage = open_storage(root)
+        self.root = self.storage.root
+        self.keep = keep
+        self._lock: FolderLock | None = None
+
+    # ------------------------------------------------------------------------------------------ writing
+    def begin(self, step: int, roles: Mapping[str, int], *, last_step_finite: bool = True) -> str | None:
+        """Make the folder into which the ranks of ``roles`` (role → number of ranks) write step ``step``.
+
+        None, with a warning, after a step whose gradient or loss was not finite. Raises CheckpointError when the
+        folder cannot be written or another run writes it.
+        """
+        if not last_step_finite:
+            warnings.warn(
+                f"step {step} was not finite: no checkpoint is made of it", SkyRLMegatronWarning, stacklevel=2
+            )
+            return None
+        folder = self.storage.path(self._name(step, writing=True))
+        try:
+            self.open_for_writing()
+            self.storage.remove(folder)
+            for role in roles:
+                self.storage.make_folder(f"{folder}/{role}/{PARTS}")
+        except OSError as error:
+            raise CheckpointError(f"{folder} cannot be made ({error.strerror}); check trainer.ckpt_path") from error
+        return folder
+
+    def commit(
+        self,
+        step: int,
+        roles: Mapping[str, int],
+        *,
+        data: Mapping[str, Any] | None = None,
+        trainer_state: Mapping[str, Any] | None = None,
+        timeout_s: float = 1800.0,
+    ) -> str:
+        """Wait for all ranks, complete the folder, and make it the newest checkpoint. Returns its path.
+
+        ``data`` (position of the data loader) and ``trainer_state`` are plain JSON values. On any failure what was
+        written of this step is removed, older checkpoints stay, and CheckpointError is raised.
+        """
+        folder = self.storage.path(self._name(step, writing=True))
+        try:
+            manifest = self._complete(step, folder, roles, data, trainer_state, timeout_s)
+            final = self._publish(step, folder, manifest)
+        except (OSError, CheckpointError) as error:
+            self.discard(step)
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(f"{error.filename or folder} cannot be written ({error.strerror})") from error
+        try:
+            fault_points.reached("before pointer")
+            self.storage.write(self.storage.path(POINTER), f"{step}\n".encode())
+            self._prune(self.keep, sound=step)
+        except OSError as error:
+            raise CheckpointError(f"{self.root}: {error.strerror}; step {step} itself is complete") from error
+        return final
+
+    def discard(self, step: int) -> None:
+        """Remove what was written of an incomplete save."""
+        folder = self.storage.path(self._name(step, writing=True))
+        if self.storage.renames or not self.storage.exists(f"{folder}/{MANIFEST}"):
+            self.storage.remove(folder)
+
+    def open_for_writing(self) -> None:
+        """Take the lock and clear up after a run that was killed: half-written saves go, a checkpoint that was being
+        replaced comes back. Raises CheckpointError when another run writes here."""
+        if self._lock is not None or not isinstance(self.storage, LocalStorage):
+            return
+        self.storage.make_folder(self.root)
+        self._lock = FolderLock(self.root)
+        for name in self.storage.names(self.root):
+            if not _STEP.match(name):
+                continue
+            if name.endswith(_TMP):
+                logger.warning("%s: removing a save that was interrupted", self.storage.path(name))
+                self.storage.remove(self.storage.path(name))
+            elif name.endswith(_REPLACED):
+                whole = self.storage.path(name.removesuffix(_REPLACED))
+                if self.storage.exists(whole):
+                    self.storage.remove(self.storage.path(name))
+                else:
+                    self.storage.rename(self.storage.path(name), whole)
+
+    def close(self) -> None:
+        """Give the lock back."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _name(self, step: int, *, writing: bool = False) -> str:
+        return f"global_step_{step}" + (_TMP if writing and self.storage.renames else "")
+
+    def _complete(
+        self,
+        step: int,
+        folder: str,
+        roles: Mapping[str, int],
+        data: Mapping[str, Any] | None,
+        trainer_state: Mapping[str, Any] | None,
+        timeout_s: float,
+    ) -> Manifest:
+        manifest = Manifest(step, {}, {}, versions())
+        for name, value in {DATA: data, TRAINER_STATE: trainer_state}.items():
+            content = _json(value or {}, name)
+            self.storage.write(f"{folder}/{name}", content)
+            manifest.files[name] = hash_bytes(content)
+        for role, world_size in roles.items():
+            notes = wait_for_notes(self.storage, folder, role, world_size, timeout_s)
+            manifest.layouts[role] = notes[0]["layout"]
+            manifest.files |= complete_role(self.storage, folder, role, notes)
+        return manifest
+
+    def _publish(self, step: int, folder: str, manifest: Manifest) -> str:
+        fault_points.reached("before manifest")
+        self.storage.write(f"{folder}/{MANIFEST}", manifest.to_bytes())
+        if not self.storage.renames:
+            return folder
+        fault_points.reached("before rename")
+        final = self.storage.path(self._name(step))
+        aside = final + _REPLACED
+        if self.storage.exists(final):  # a step saved anew, after an older one was resumed
+            self.storage.rename(final, aside)
+        self.storage.rename(folder, final)
+        self.storage.remove(aside)
+        return final
+
+    # ------------------------------------------------------------------------------------------ reading
+    def steps(self) -> list[int]:
+        """Steps that have a folder, newest first; some may be incomplete."""
+        names = (_STEP.fullmatch(name) for name in self.storage.names(self.root))
+        return sorted((int(match[1]) for match in names if match), reverse=True)
+
+    def open(self, step: int) -> Checkpoint:
+        """Checkpoint of a step: manifest sound, all files there with the right sizes. Raises CheckpointError."""
+        return self._open(self.storage.path(self._name(step)), step)
+
+    def _open(self, folder: str, step: int | None = None) -> Checkpoint:
+        manifest = read_manifest(self.storage, folder)
+        if step is not None and manifest.step != step:
+            raise CheckpointError(f"{folder}/{MANIFEST} is of step {manifest.step}")
+        check_files(self.storage, folder, manifest)
+        return Checkpoint(folder, manifest)
+
+    def verify(self, folder: str) -> Checkpoint:
+        """Read every byte of a checkpoint and compare every hash. Raises CheckpointError, naming the file."""
+        found = self._open(folder)
+        check_hashes(self.storage, folder, found.manifest)
+        return found
+
+    def candidates(self) -> Iterator[Checkpoint]:
+        """Checkpoints to resume from, newest first. Each one that is incomplete or damaged is passed with a warning.
+
+        The folders count, not the pointer: a run that was killed between the two has lost nothing.
+        """
+        steps = self.steps()
+        self._compare_pointer(steps)
+        for step in steps:
+            try:
+                yield self.open(step)
+            except CheckpointError as error:
+                warnings.warn(f"{error}: skipped, trying the one before", SkyRLMegatronWarning, stacklevel=2)
+
+    def latest(self, *, deep: bool = False) -> Checkpoint | None:
+        """The newest complete checkpoint, None when there is none. ``deep`` also compares every hash; without it,
+        hashes are compared as the checkpoint is loaded."""
+        for found in self.candidates():
+            try:
+                if deep:
+                    check_hashes(self.storage, found.folder, found.manifest)
+                return found
+            except CheckpointError as error:
+                warnings.warn(f"{error}: skipped, trying the one before", SkyRLMegatronWarning, stacklevel=2)
+        return None
+
+    def pointer(self) -> int | None:
+        """The step that the pointer file names; None when it is missing or not a number."""
+        try:
+            return int(self.storage.read(self.storage.path(POINTER)))
+        except (OSError, ValueError):
+            return None
+
+    def _compare_pointer(self, steps: list[int]) -> None:
+        named = self.pointer()
+        if named is None and self.storage.exists(self.storage.path(POINTER)):
+            warnings.warn(
+                f"{self.storage.path(POINTER)} does not hold a step: the folders are used instead",
+                SkyRLMegatronWarning,
+                stacklevel=3,
+            )
+        elif named is not None and named not in steps:
+            warnings.warn(
+                f"{self.storage.path(POINTER)} names step {named}, which has no folder: the newest folder is used",
+                SkyRLMegatronWarning,
+                stacklevel=3,
+            )
+
+    def read_json(self, checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+        """``data.json`` or ``trainer_state.json`` of a checkpoint, after its hash was checked."""
+        return dict(json.loads(read_verified(self.storage, checkpoint.folder, checkpoint.manifest, name)))
+
+    # ------------------------------------------------------------------------------------------ retention
+    def prune(self, keep: int | None = None) -> list[int]:
+        """Remove all but the newest ``keep`` complete checkpoints; returns the removed steps.
+
+        Incomplete ones do not count. Before anything is removed, hashes are compared until one checkpoint is found
+        to be sound, and that one stays.
+        """
+        return self._prune(self.keep if keep is None else keep, sound=None)
+
+    def _prune(self, keep: int, sound: int | None) -> list[int]:
+        """``sound``: a step whose hashes were taken from what was just written."""
+        if keep < 0:
+            return []
+        self.open_for_writing()
+        complete = [step for step in self.steps() if self._is_complete(step)]
+        surplus = complete[max(keep, 1) :]
+        if not surplus:
+            return []
+        if sound not in complete:
+            sound = next((step for step in complete if self._is_sound(step)), None)
+        removed = [step for step in surplus if step != sound and sound is not None]
+        for step in removed:
+            folder = self.storage.path(self._name(step))
+            self.storage.remove(f"{folder}/{MANIFEST}")  # from here on it is not a checkpoint
+            fault_points.reached("during prune")
+            self.storage.remove(folder)
+        return removed
+
+    def _is_complete(self, step: int) -> bool:
+        try:
+            self.open(step)
+        except CheckpointError:
+            return False
+        return True
+
+    def _is_sound(self, step: int) -> bool:
+        try:
+            self.verify(self.storage.path(self._name(step)))
+        except CheckpointError:
+            return False
+        return True
+
+
+def _json(value: Mapping[str, Any], name: str) -> bytes:
+    try:
+        return json.dumps(dict(value), indent=1).encode()
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{name} can hold plain JSON values only: {error}") from error
