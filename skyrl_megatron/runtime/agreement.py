@@ -1,4 +1,4 @@
-"""Failing together: one rank's problem becomes the same error on every rank, so that none waits for one that gave up."""
+"""Failing together: one rank's problem becomes the same error on every rank, and none waits for one that gave up."""
 
 from __future__ import annotations
 

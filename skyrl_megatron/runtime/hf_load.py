@@ -6,7 +6,6 @@ import dataclasses
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from bridges.conversions import Conversion, DeinterleaveGateUp, InterleaveQkv, InterleaveRope, Transpose
@@ -15,6 +14,7 @@ from bridges.rules import Entry
 from bridges.shard import check_divisible, shard
 from bridges.source import Source, open_hf
 from skyrl_megatron.errors import ModelLoadError
+from skyrl_megatron.runtime.agreement import raise_together
 from skyrl_megatron.runtime.local_weights import local_weights
 from skyrl_megatron.runtime.model_build import ModelChunks
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
@@ -33,7 +33,7 @@ def load_hf(model: ModelChunks, folder: str | Path, groups: ProcessGroups) -> No
         _load(model, open_hf(Path(folder).expanduser()), groups)
     except (BridgeError, OSError) as error:
         problem = f"{folder}: {error}" if str(folder) not in str(error) else str(error)
-    _raise_together(problem)
+    raise_together(ModelLoadError, problem)
 
 
 def _load(model: ModelChunks, source: Source, groups: ProcessGroups) -> None:
@@ -76,17 +76,7 @@ def _share_of(conversion: Conversion, split: int, size: int) -> Conversion | Non
     if split == 0 and isinstance(conversion, InterleaveQkv):
         return dataclasses.replace(conversion, groups=conversion.groups // size)
     if split == 0 and isinstance(conversion, InterleaveRope):
-        return (
-            dataclasses.replace(conversion, heads=conversion.heads // size) if conversion.heads % size == 0 else None
-        )
+        if conversion.heads % size:
+            return None
+        return dataclasses.replace(conversion, heads=conversion.heads // size)
     return conversion
-
-
-def _raise_together(problem: str | None) -> None:
-    """Raise on every rank when any rank has a problem, so that none waits for one that gave up."""
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    found = [(rank, text) for rank, text in enumerate(problems) if text]
-    if found:
-        rank, text = found[0]
-        raise ModelLoadError(text if len(found) == len(problems) else f"rank {rank}: {text}")

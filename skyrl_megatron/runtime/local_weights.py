@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from bridges.names import canonical
@@ -13,8 +14,7 @@ from skyrl_megatron.runtime.model_build import ModelChunks
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
 _STACKED = "mlp.experts.linear_fc"
-TIED_COPY = "output_layer.weight"
-"""On the last of several stages, a model with tied embeddings holds a second copy of them under this name."""
+_OUTPUT = "output_layer.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,18 @@ class LocalWeight:
     entry: Entry
     """The row of the family's table: HF names, global shape, how it is split."""
 
+    @property
+    def is_copy(self) -> bool:
+        """Whether this is the last stage's second copy of tied embeddings."""
+        return self.name != self.entry.name
 
-def local_weights(model: ModelChunks, groups: ProcessGroups) -> Iterator[LocalWeight]:
+
+def local_weights(
+    model: ModelChunks, groups: ProcessGroups, of: Callable[[Tensor], Tensor] = lambda parameter: parameter.data
+) -> Iterator[LocalWeight]:
     """Every weight that this rank holds, chunk by chunk, in module order.
 
+    ``of`` picks what is listed of each parameter: its data, its gradient. Buffers are listed as they are.
     The last stage's copy of tied embeddings comes with the embedding's entry and its own name. A critic's value head
     is no row of any table and is left out. Raises KeyError for a parameter that the table does not know.
     """
@@ -39,11 +47,11 @@ def local_weights(model: ModelChunks, groups: ProcessGroups) -> Iterator[LocalWe
     entries = model.hf.plan.by_name
     for index, chunk in enumerate(model.chunks):
         layer_offset = model.layers(groups.pp.rank(), index).start
-        for name, tensor in _tensors(chunk):
-            if name == TIED_COPY and model.head == "value":
+        for name, tensor in _tensors(chunk, of):
+            if name == _OUTPUT and model.head == "value":
                 continue
-            if name == TIED_COPY and model.hf.tied:
-                yield LocalWeight(TIED_COPY, tensor, entries["embedding.word_embeddings.weight"])
+            if name == _OUTPUT and model.hf.tied:
+                yield LocalWeight(_OUTPUT, tensor, entries["embedding.word_embeddings.weight"])
                 continue
             if _STACKED in name and not name[-1].isdigit():
                 for number, expert in enumerate(tensor):
@@ -54,10 +62,10 @@ def local_weights(model: ModelChunks, groups: ProcessGroups) -> Iterator[LocalWe
             yield LocalWeight(full, tensor, entries[full])
 
 
-def _tensors(chunk: object) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers, without the wrappers' prefixes; derived buffers are left out."""
+def _tensors(chunk: torch.nn.Module, of: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, and the buffers that are weights: others are derived."""
     for name, parameter in chunk.named_parameters():
-        yield name, parameter.data
+        yield name, of(parameter)
     for name, buffer in chunk.named_buffers():
         if name.endswith(".expert_bias"):
             yield name, buffer

@@ -6,7 +6,6 @@ The only file that calls ``megatron.core.parallel_state.get_*``. Megatron's own 
 
 from __future__ import annotations
 
-import datetime
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -59,15 +58,18 @@ class ProcessGroups:
         """Whether this rank holds the output layer."""
         return self.pp.rank() == self.pp.size() - 1
 
+    @property
+    def is_collection_rank(self) -> bool:
+        """The one rank of a replica whose per-token results are collected: last stage, tp 0, cp 0."""
+        return self.is_last_stage and self.tp.rank() == 0 and self.cp.rank() == 0
 
-def initialize(
-    parallel: ParallelConfig, timeout: datetime.timedelta = datetime.timedelta(minutes=10), *, seed: int = 1234
-) -> ProcessGroups:
+
+def initialize(parallel: ParallelConfig, *, timeout_s: float = 600.0, seed: int = 1234) -> ProcessGroups:
     """Make all groups of a layout and seed Megatron's random states. Every rank calls it.
 
-    ``torch.distributed`` must be initialised; ``timeout`` limits every collective. Redirects Megatron to the CPU where
-    there is no CUDA. Raises ConfigError for an impossible layout before any group exists, DistributedError when the
-    number of processes is not ``parallel.world_size``.
+    ``torch.distributed`` must be initialised; ``timeout_s`` limits every collective. Redirects Megatron to the CPU
+    where there is no CUDA. Raises ConfigError for an impossible layout before any group exists, DistributedError when
+    the number of processes is not ``parallel.world_size``.
     """
     problems = layout_problems(parallel)
     if problems:
@@ -84,7 +86,7 @@ def initialize(
         context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.etp,
-        distributed_timeout_minutes=timeout.total_seconds() / 60,
+        distributed_timeout_minutes=timeout_s / 60,
         create_gloo_process_groups=False,
     )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
