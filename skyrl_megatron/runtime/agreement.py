@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 
-from skyrl_megatron.errors import SkyRLMegatronError
+from skyrl_megatron import device
 
 
-def raise_together(error: type[SkyRLMegatronError], problem: str | None) -> None:
-    """Raise ``error`` on every rank when any rank has a ``problem``; collective over all ranks.
+def raise_together(error: Exception | None) -> None:
+    """Raise on every rank when any rank has an ``error``; collective over all ranks.
 
-    The message is that of the lowest rank with a problem, preceded by its number unless all ranks have one.
+    The message is that of the lowest rank with an error, preceded by its number unless all ranks have one. Without an
+    error it costs one all-reduce of a flag.
     """
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    found = [(rank, text) for rank, text in enumerate(problems) if text]
-    if found:
-        rank, text = found[0]
-        raise error(text if len(found) == len(problems) else f"rank {rank}: {text}")
+    failed = torch.tensor([float(error is not None)], device=device.device())
+    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+    if not failed.item():
+        return
+    found: list[Exception | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, _portable(error))
+    errors = [(rank, each) for rank, each in enumerate(found) if each is not None]
+    rank, first = errors[0]
+    raise first if len(errors) == len(found) else type(first)(f"rank {rank}: {first}")
+
+
+def _portable(error: Exception | None) -> Exception | None:
+    """An error that travels between processes: types whose constructor takes more than a message become ValueError."""
+    if error is None:
+        return None
+    try:
+        return type(error)(str(error))
+    except TypeError:
+        return ValueError(f"{type(error).__name__}: {error}")

@@ -106,9 +106,9 @@ def save_hf(
                 stack.callback(writer.close)
             except (BridgeError, OSError) as error:
                 problem = str(error)
-        raise_together(CheckpointError, problem)
+        raise_together(_error(problem))
         places = _from_rank_0((writer.folder, writer.places) if writer else None)
-        raise_together(CheckpointError, _write_pieces(stream_hf(model, groups), *places))
+        raise_together(_error(_write_pieces(stream_hf(model, groups), *places)))
         if writer is not None:
             try:
                 for name, source in carried.items():
@@ -118,7 +118,11 @@ def save_hf(
                 stack.close()
             except (BridgeError, OSError) as error:
                 problem = str(error)
-        raise_together(CheckpointError, problem)
+        raise_together(_error(problem))
+
+
+def _error(problem: str | None) -> CheckpointError | None:
+    return CheckpointError(problem) if problem else None
 
 
 def _write_pieces(pieces: Iterator[HfPiece], folder: Path, places: Mapping[str, TensorInfo]) -> str | None:

@@ -33,7 +33,7 @@ def load_hf(model: ModelChunks, folder: str | Path, groups: ProcessGroups) -> No
         _load(model, open_hf(Path(folder).expanduser()), groups)
     except (BridgeError, OSError) as error:
         problem = f"{folder}: {error}" if str(folder) not in str(error) else str(error)
-    raise_together(ModelLoadError, problem)
+    raise_together(ModelLoadError(problem) if problem else None)
 
 
 def _load(model: ModelChunks, source: Source, groups: ProcessGroups) -> None:
