@@ -156,12 +156,12 @@ class AlgorithmConfig(BaseConfig):
     policy_loss_type: str = "regular"
     """`regular` (PPO clip), `dual_clip`, `gspo`, `cispo`, `sapo`, `clip_cov`, `kl_cov`, `cross_entropy`,
     `importance_sampling`, `rollout_is`, `dppo`, or a name registered with `register_policy_loss`."""
-    loss_reduction: Annotated[
-        str, OneOf("token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean", "token_mean_legacy")
-    ] = "token_mean"
+    loss_reduction: Annotated[str, OneOf("token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean")] = (
+        "token_mean"
+    )
     """How token losses become one number: mean over the tokens of the optimizer step; mean over sequences of their
     mean; mean over sequences of their sum divided by `max_seq_len` (Dr. GRPO); mean over prompts of their token
-    mean. `token_mean_legacy` of older scripts is refused."""
+    mean. None of them depends on how the batch is cut."""
     grpo_norm_by_std: bool = True
     """GRPO divides by the standard deviation of the group's rewards."""
     zero_variance_filter: bool = False

@@ -154,10 +154,8 @@ def _fill(cfg: SkyRLTrainConfig, key: str, value: Any) -> None:
     section, name = owner_of(cfg, key)
     current = getattr(section, name)
     filled = _filled(cfg)
-    if key in filled:
-        if current != filled[key]:
-            return
-    elif section.is_set(name) and current is not None:
+    changed = current != filled[key] if key in filled else section.is_set(name)
+    if changed and current is not None:
         return
     setattr(section, name, copy.deepcopy(value))
     filled[key] = copy.deepcopy(value)

@@ -42,8 +42,8 @@ class Assignment:
         return dataclasses.replace(self, key=key)
 
     def with_value(self, value: Any) -> Assignment:
-        """The same with its interpolations resolved."""
-        return dataclasses.replace(self, value=value, text=None)
+        """The same with its interpolations resolved. A number taken from another key may stand for a string."""
+        return dataclasses.replace(self, value=value, text=str(value) if isinstance(value, int | float) else None)
 
 
 def read_mapping(mapping: Mapping[str, Any], source: str, text: bool = False) -> list[Assignment]:
@@ -130,4 +130,6 @@ def _yaml_value(text: str) -> Any:
         raise ValueError(f"not readable as YAML: {reason}") from None
     plain = OmegaConf.to_container(node, resolve=False)
     assert isinstance(plain, dict)
-    return plain["value"]
+    value = plain["value"]
+    is_block = isinstance(value, dict | list) and text.lstrip()[:1] not in ("{", "[")
+    return text if is_block else value  # "a: b" is a string, not YAML's block mapping

@@ -1,0 +1,94 @@
+"""The classes against the recorded contract: names, types and defaults of every field."""
+
+import copy
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import types
+import typing
+
+import pytest
+
+from skyrl_megatron import config
+from skyrl_megatron.config import base, document, get_config_as_dict
+
+ON_PURPOSE = {("TrainerConfig", "strategy"): "megatron"}
+"""Defaults that differ from the contract."""
+
+
+def contract(data_dir):
+    return json.loads((data_dir / "config_fields.json").read_text())
+
+
+def names(**extra):
+    return vars(typing) | vars(config) | {"os": os, "copy": copy} | extra
+
+
+def normal(kind):
+    """A type with ``List``/``list``, ``Optional``/``|`` and bare ``dict`` made alike."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return frozenset(normal(arg) for arg in args)
+    if origin is list:
+        return ("list", *map(normal, args))
+    if kind is dict or origin is dict:
+        return ("dict", *map(normal, args or (str, typing.Any)))
+    return kind
+
+
+def test_contract_is_whole(data_dir):
+    recorded = contract(data_dir)
+    assert len(recorded) == 32 and sum(map(len, recorded.values())) == 249
+
+
+def test_every_recorded_field_has_its_type_and_default(data_dir):
+    for class_name, fields in contract(data_dir).items():
+        cls = getattr(config, class_name)
+        hints = typing.get_type_hints(cls)
+        ours = list(base.field_types(cls))
+        assert ours[: len(fields)] == list(fields), f"{class_name}: order of fields"
+        for name, field in fields.items():
+            assert normal(hints[name]) == normal(eval(field["type"], names())), f"{class_name}.{name}"
+            expected = ON_PURPOSE.get((class_name, name), eval(field["default"], names()))
+            default = base.default_of(cls, name)
+            assert default == expected and type(default) is type(expected), f"{class_name}.{name}"
+
+
+def test_defaults_obey_their_own_rules():
+    """Each default, given as a value, is accepted and unchanged."""
+    for cls in {owner for _, owner, _ in base.leaves(config.SkyRLTrainConfig)}:
+        values = {n: base.default_of(cls, n) for n in base.field_types(cls) if n not in base.sections_of(cls)}
+        made = cls.from_dict_config(values)
+        assert get_config_as_dict(made).items() >= values.items(), cls
+        for name, value in values.items():
+            assert type(getattr(made, name)) is type(value), f"{cls.__name__}.{name}"
+
+
+def test_every_field_is_explained_and_config_md_is_fresh():
+    for _, cls, name in base.leaves(config.SkyRLTrainConfig):
+        assert document.field_docstrings(cls).get(name), f"{cls.__name__}.{name} has no docstring"
+    stale = "CONFIG.md is stale: run python -m skyrl_megatron.config.document"
+    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+    with open(os.path.join(root, "CONFIG.md")) as file:
+        assert file.read() == document.document(), stale
+
+
+def test_import_loads_neither_torch_nor_ray():
+    heavy = ("torch", "ray", "transformers", "megatron", "vllm", "numpy", "omegaconf")
+    code = f"import sys, skyrl_megatron.config.validate; print([m for m in {heavy} if m in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_kwargs_defaults_are_not_shared():
+    one, other = config.MegatronConfig(), config.MegatronConfig()
+    one.transformer_config_kwargs["recompute_modules"].append("moe")
+    assert other.transformer_config_kwargs == config.DEFAULT_TRANSFORMER_CONFIG_KWARGS
+    assert config.DEFAULT_TRANSFORMER_CONFIG_KWARGS["recompute_modules"] == ["core_attn"]
+
+
+@pytest.mark.parametrize("name", ["BaseConfig", "Text2SQLEnvConfig", "SearchEnvConfig", "DPPOConfig"])
+def test_classes_beyond_the_contract_exist(name):
+    assert dataclasses.is_dataclass(getattr(config, name)) or name == "BaseConfig"
