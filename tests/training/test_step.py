@@ -61,7 +61,7 @@ def logprobs_and_step(folder, batch, layout, overrides):
 def folder(tmp_path_factory):
     from tests.bridges.tiny_models import save_tiny
 
-    return save_tiny("qwen3_moe", tmp_path_factory.mktemp("qwen3_moe"), num_hidden_layers=4)
+    return save_tiny("qwen3_moe", tmp_path_factory.mktemp("qwen3_moe"), num_hidden_layers=4, num_key_value_heads=2)
 
 
 @pytest.fixture(scope="module")
