@@ -89,7 +89,7 @@ class Link:
         self.known = RegistryVersion("", 0)
         self.remembered: dict[tuple[str, str], Change] = {}
         self.untold: list[Change] = []
-        self.session = ""
+        self.session = ("", "")
         self.actor: Any = None
 
     def note(self, change: Change) -> None:
@@ -133,7 +133,8 @@ class Link:
         ray = connected_ray()
         if ray is None:
             raise AlgorithmError("Ray is not initialised: call ray.init() before the registries are synchronised")
-        session = ray.get_runtime_context().get_worker_id()  # another one after each ray.init
+        context = ray.get_runtime_context()
+        session = (context.get_node_id(), context.get_job_id())  # another pair after each ray.init
         for attempt in (1, 2):
             if self.actor is None or session != self.session:
                 actor_class = ray.remote(num_cpus=0)(RegistryActor)

@@ -1,0 +1,27 @@
+"""Train with an advantage estimator of one's own: the reward of a response minus the mean reward of the batch.
+
+    python launch/examples/custom_advantage_estimator.py [key=value …]
+
+takes the keys of ``skyrl_megatron.entrypoints.main_base``.
+"""
+
+import sys
+
+import torch
+
+from skyrl_megatron.utils.ppo_utils import register_advantage_estimator
+
+
+@register_advantage_estimator("batch_baseline")
+def batch_baseline(token_level_rewards, response_mask, index, **kwargs):
+    """Advantages and returns [B, T]. ``index`` [B] tells the prompts apart; this estimator does not ask."""
+    with torch.no_grad():
+        scores = (token_level_rewards * response_mask).sum(dim=-1, keepdim=True)
+        advantages = (scores - scores.mean()) * response_mask
+    return advantages, advantages.clone()
+
+
+if __name__ == "__main__":
+    from skyrl_megatron.entrypoints.main_base import main
+
+    main(["trainer.algorithm.advantage_estimator=batch_baseline", *sys.argv[1:]])

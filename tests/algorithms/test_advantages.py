@@ -1,0 +1,264 @@
+"""Estimators against recorded outputs of the reference, step-by-step recurrences, and each other."""
+
+import numpy as np
+import pytest
+
+from tests.algorithms.vectors import algorithm_config, cases, tensor
+
+# The reference casts the group's scores to float32 on the way to mean and std.
+TOLERANCE = {"grpo": 5e-6}
+
+
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("estimator", ["grpo", "grpo:no_std", "rloo", "reinforce++", "gae", "maxrl"])
+def test_equals_the_reference(estimator, number):
+    from skyrl_megatron.algorithms.advantages import compute_advantages_and_returns
+
+    case = cases("advantage")[number]
+    name, _, option = estimator.partition(":")
+    advantages, returns = compute_advantages_and_returns(
+        tensor(case["token_level_rewards"]),
+        tensor(case["response_mask"]),
+        case["uid"],
+        name,
+        algorithm_config(),
+        values=tensor(case["values"]),
+        grpo_norm_by_std=option != "no_std",
+        gamma=case["gamma"],
+        lambd=case["lambd"],
+    )
+    limit = TOLERANCE.get(estimator, 1e-9)
+    assert (advantages - tensor(case["expected"][estimator]["advantages"])).abs().max() <= limit
+    assert (returns - tensor(case["expected"][estimator]["returns"])).abs().max() <= limit
+
+
+def random_case(rows, length, seed=0):
+    """Rewards and values at every token, responses of random length; row 0 empty, row 1 full, row 2 with a gap."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, length + 1, (rows,), generator=generator)
+    lengths[0], lengths[1] = 0, length
+    mask = (torch.arange(length) >= length - lengths[:, None]).double()
+    mask[2, length // 2] = 0
+    rewards = torch.randn(rows, length, generator=generator, dtype=torch.float64)
+    values = torch.randn(rows, length, generator=generator, dtype=torch.float64)
+    return rewards, mask, values
+
+
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 1025, 2100])
+@pytest.mark.parametrize("factor", [0.0, 0.3, 0.95, 1.0])
+def test_suffix_sum_equals_the_recurrence(length, factor):
+    import torch
+
+    from skyrl_megatron.algorithms.advantages import discounted_suffix_sum
+
+    x = torch.randn(3, length, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    running, expected = torch.zeros(3, dtype=torch.float64), torch.empty_like(x)
+    for t in reversed(range(length)):
+        running = x[:, t] + factor * running
+        expected[:, t] = running
+    torch.testing.assert_close(discounted_suffix_sum(x, factor), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("gamma,lambd", [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0)])
+def test_gae_equals_the_recurrence(gamma, lambd):
+    import torch
+
+    from skyrl_megatron.algorithms.advantages.temporal import gae
+    from skyrl_megatron.algorithms.masked import masked_whiten
+
+    rewards, mask, values = random_case(7, 77)
+    running, expected = torch.zeros(7, dtype=torch.float64), torch.empty_like(values)
+    for t in reversed(range(77)):
+        following = values[:, t + 1] if t < 76 else 0.0
+        running = rewards[:, t] + gamma * following - values[:, t] + gamma * lambd * running
+        expected[:, t] = running
+    advantages, returns = gae(rewards, mask, values, gamma, lambd)
+    torch.testing.assert_close(returns, expected + values, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(advantages, masked_whiten(expected, mask), rtol=1e-11, atol=1e-11)
+    valid = advantages[mask > 0]
+    torch.testing.assert_close(valid.mean().item(), 0.0, rtol=0, atol=1e-12)
+    torch.testing.assert_close(valid.var().item(), 1.0, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.97, 0.0])
+def test_reinforce_plus_plus_stops_at_gaps(gamma):
+    import torch
+
+    from skyrl_megatron.algorithms.advantages.temporal import reinforce_plus_plus
+
+    rewards, mask, _ = random_case(7, 77)
+    running, expected = torch.zeros(7, dtype=torch.float64), torch.empty_like(rewards)
+    for t in reversed(range(77)):
+        running = rewards[:, t] + gamma * running
+        expected[:, t] = running
+        running = running * mask[:, t]
+    advantages, returns = reinforce_plus_plus(rewards, mask, gamma)
+    torch.testing.assert_close(returns, expected, rtol=1e-12, atol=1e-12)
+    assert (advantages[mask == 0] == 0).all()
+
+
+def test_group_estimators_by_hand():
+    import torch
+
+    from skyrl_megatron.algorithms.advantages import grpo_scores, maxrl_scores, rloo_scores
+
+    scores = torch.tensor([1.0, 5.0, 3.0, 7.0, 2.0], dtype=torch.float64)
+    index = np.array(["a", "b", "a", "c", "a"])  # groups (1, 3, 2), (5), (7)
+    assert grpo_scores(scores, index, norm_by_std=False).tolist() == [-1, 5, 1, 7, 0]
+    normed = grpo_scores(scores, index)
+    torch.testing.assert_close(normed, torch.tensor([-1, 5, 1, 7, 0], dtype=torch.float64) / (1 + 1e-6))
+    assert rloo_scores(scores, index).tolist() == [-1.5, 0, 1.5, 0, 0]
+    torch.testing.assert_close(
+        maxrl_scores(scores, index), torch.tensor([-0.5, 5, 0.5, 7, 0], dtype=torch.float64), rtol=1e-6, atol=0
+    )
+    equal = torch.full((4,), 0.1)
+    assert grpo_scores(equal, ["a"] * 4).abs().max() < 1e-6, "equal rewards teach nothing"
+    as_numbers = grpo_scores(scores, torch.tensor([7, 9, 7, 1, 7]))
+    assert torch.equal(as_numbers, normed), "any hashable uid will do"
+
+
+def test_outcome_estimators_write_one_tensor():
+    from skyrl_megatron.algorithms.advantages import AdvantageEstimatorRegistry
+
+    rewards, mask, _ = random_case(6, 9)
+    for name in ("grpo", "rloo", "maxrl"):
+        advantages, returns = AdvantageEstimatorRegistry.get(name)(rewards, mask, ["a", "a", "b", "b", "b", "c"])
+        assert advantages is returns and advantages.dtype == rewards.dtype
+
+
+@pytest.mark.parametrize("padding", [0, 3, 9])
+def test_batch_normalisation_ignores_padding(padding):
+    import torch
+
+    from skyrl_megatron.algorithms.advantages import normalize_advantages
+
+    advantages = torch.tensor([[0.0, 0.0, 1.0], [2.0, 2.0, 2.0]], dtype=torch.float64)
+    mask = torch.tensor([[0.0, 0.0, 1.0], [1.0, 1.0, 1.0]], dtype=torch.float64)
+    padded = torch.nn.functional.pad(advantages, (padding, 0), value=float("nan"))
+    normal = normalize_advantages(padded, torch.nn.functional.pad(mask, (padding, 0)))
+    # Four tokens, values 1 2 2 2: mean 7/4, biased variance 3/16.
+    low, high = -(3**0.5), 1 / 3**0.5
+    expected = torch.tensor([[0, 0, low], [high, high, high]], dtype=torch.float64)
+    torch.testing.assert_close(normal[:, padding:], expected, rtol=1e-12, atol=1e-12)
+    assert (normal[:, :padding] == 0).all()
+
+
+def test_stepwise_trajectories_share_the_last_advantage():
+    import torch
+
+    from skyrl_megatron.algorithms.advantages import compute_advantages_and_returns
+
+    # Trajectories of 2, 1 and 3 steps; the first two answer the same prompt. Rewards of earlier steps do not count.
+    last = torch.tensor([False, True, True, False, False, True])
+    rewards = torch.zeros(6, 4, dtype=torch.float64)
+    rewards[:, -1] = torch.tensor([9.0, 1.0, 3.0, 9.0, 9.0, 5.0])
+    mask = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 1], [0, 0, 0, 0]]).double()
+    config, uids = algorithm_config(), ["p", "p", "p", "q", "q", "q"]
+    arguments = {"is_last_step": last, "grpo_norm_by_std": False}
+    advantages, returns = compute_advantages_and_returns(rewards, mask, uids, "grpo", config, **arguments)
+    expected = torch.tensor([-1.0, -1.0, 1.0, 5.0, 5.0, 5.0], dtype=torch.float64)[:, None] * mask
+    assert torch.equal(advantages, expected) and torch.equal(returns, expected)
+    with pytest.raises(ValueError, match="gae carries reward through time"):
+        compute_advantages_and_returns(rewards, mask, uids, "gae", config, values=rewards, is_last_step=last)
+    with pytest.raises(ValueError, match=r"is_last_step must be \[B\] = \[6\]"):
+        compute_advantages_and_returns(rewards, mask, uids, "grpo", config, is_last_step=~last)
+
+
+def test_zero_variance_filter():
+    import torch
+
+    from skyrl_megatron.algorithms.advantages import varied_rows
+
+    scores = torch.tensor([1.0, 1.0, 0.0, 1.0, 3.0, 2.0, 2.0 + 1e-7, 5.0])
+    uids = ["equal", "equal", "varied", "varied", "one", "near", "near", "one more"]
+    assert varied_rows(scores, uids).tolist() == [False, False, True, True, True, False, False, True]
+    mask = torch.ones(8, 2)
+    mask[2] = 0  # the response that made the difference is not trained on: one is left, which decides nothing
+    assert varied_rows(scores, uids, mask).tolist() == [False, False, True, True, True, False, False, True]
+    three = torch.tensor([0.0, 1.0, 1.0])
+    assert varied_rows(three, ["a"] * 3).all()
+    assert not varied_rows(three, ["a"] * 3, torch.tensor([[0.0], [1.0], [1.0]])).any()
+
+
+def test_samples_that_are_not_finite():
+    import torch
+
+    from skyrl_megatron.algorithms.advantages import compute_advantages_and_returns
+    from skyrl_megatron.algorithms.checks import finite_rows
+
+    rewards = torch.zeros(5, 3)
+    rewards[:, -1] = torch.tensor([1.0, 2.0, float("nan"), 4.0, float("inf")])
+    mask, uids = torch.ones(5, 3), ["a", "a", "a", "b", "b"]
+    message = r"token_level_rewards of row 2 \(uid 'a'\) is nan at token 2; 2 of 5 rows are not finite"
+    with pytest.raises(ValueError, match=message):
+        compute_advantages_and_returns(rewards, mask, uids, "rloo", algorithm_config())
+    config = algorithm_config(nonfinite="skip")
+    advantages, returns = compute_advantages_and_returns(rewards, mask, uids, "rloo", config)
+    assert advantages[:, 0].tolist() == [-1, 1, 0, 0, 0], "the others are compared among themselves"
+    assert returns.shape == rewards.shape
+    assert finite_rows("rewards", rewards, nonfinite="skip").tolist() == [True, True, False, True, False]
+    masked = mask.clone()
+    masked[2, 2] = masked[4, 2] = 0
+    assert finite_rows("log_probs", rewards, masked).all(), "what is masked may hold anything"
+    huge = torch.full((2, 4), 3e38)
+    assert finite_rows("log_probs", huge).all(), "a sum that overflows is no proof"
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"response_mask": (4, 3)}, r"response_mask has shape \(4, 3\), token_level_rewards has \(4, 2\)"),
+        ({"response_mask": 2.0}, "response_mask must hold 0 and 1 only, found 2 in row 0, token 0"),
+        ({"token_level_rewards": "int64"}, "token_level_rewards has dtype torch.int64"),
+        ({"index": ["a", "b"]}, "index names 2 sequences, token_level_rewards has 4 rows"),
+        ({"adv_estimator": "grpoo"}, "'grpoo' is not registered. Registered: gae, grpo, maxrl, reinforce\\+\\+, rloo"),
+        ({"adv_estimator": "gae"}, "the estimator gae needs values"),
+    ],
+)
+def test_bad_input(change, message):
+    import torch
+
+    from skyrl_megatron.algorithms.advantages import compute_advantages_and_returns
+
+    arguments = {
+        "token_level_rewards": torch.randn(4, 2),
+        "response_mask": torch.ones(4, 2),
+        "index": ["a", "a", "b", "b"],
+        "adv_estimator": "grpo",
+        "config": algorithm_config(),
+    }
+    for key, value in change.items():
+        match value:
+            case tuple():
+                value = torch.ones(value)
+            case float():
+                value = torch.full((4, 2), value)
+            case "int64":
+                value = torch.ones(4, 2, dtype=torch.int64)
+        arguments[key] = value
+    with pytest.raises(ValueError, match=message):
+        compute_advantages_and_returns(**arguments)
+
+
+@pytest.mark.parametrize(
+    "result,message",
+    [
+        (lambda rewards: rewards, "got Tensor"),
+        (lambda rewards: (rewards,), "got 1 values"),
+        (lambda rewards: (rewards, rewards[:, :1]), r"returns is torch.float32 \[4, 1\]"),
+        (lambda rewards: (None, rewards), "advantages is NoneType"),
+    ],
+)
+def test_wrong_return_of_a_custom_estimator(result, message):
+    import torch
+
+    from skyrl_megatron.algorithms.advantages import AdvantageEstimatorRegistry, compute_advantages_and_returns
+
+    AdvantageEstimatorRegistry.register("wrong", lambda token_level_rewards, **_: result(token_level_rewards))
+    try:
+        with pytest.raises(ValueError, match=rf"'wrong' must return .* both floating \[4, 2\]; .*{message}"):
+            compute_advantages_and_returns(torch.randn(4, 2), torch.ones(4, 2), [0] * 4, "wrong", algorithm_config())
+    finally:
+        AdvantageEstimatorRegistry.unregister("wrong")

@@ -1,0 +1,253 @@
+"""Registries: names, duplicates, and agreement of all processes of a Ray cluster."""
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture
+def losses():
+    """The registry of policy losses, as it was afterwards."""
+    from skyrl_megatron.algorithms.losses import PolicyLossRegistry
+
+    yield PolicyLossRegistry
+    PolicyLossRegistry.repopulate()
+
+
+def test_names_without_ray(losses):
+    from skyrl_megatron.algorithms.losses import PolicyLossType, register_policy_loss, regular
+
+    assert losses.get("regular") is losses.get(PolicyLossType.REGULAR) is regular
+    assert sorted(losses.list_available()) == sorted(PolicyLossType)
+
+    @register_policy_loss("mine")
+    def mine():
+        pass
+
+    assert losses.get("mine") is mine and "mine" in losses.list_available()
+    with pytest.raises(ValueError, match=r"policy loss 'mine' is already registered\. Registered: cispo, .*mine"):
+        losses.register("mine", mine)
+    with pytest.raises(ValueError, match="'regular' is already registered"):
+        losses.register(PolicyLossType.REGULAR, mine)
+    with pytest.raises(ValueError, match=r"policy loss 'nine' is not registered\. Registered: cispo, .*mine"):
+        losses.get("nine")
+    with pytest.raises(ValueError, match="'nine' is not registered"):
+        losses.unregister("nine")
+    with pytest.raises(ValueError, match="'text' must be callable, got str"):
+        losses.register("text", "mine")
+    losses.unregister("mine")
+    with pytest.raises(ValueError, match="not registered"):
+        losses.get("mine")
+
+
+def test_built_in_names_can_be_replaced_and_come_back(losses):
+    from skyrl_megatron.algorithms.losses import regular
+    from skyrl_megatron.algorithms.registry import repopulate_all_registries
+
+    losses.unregister("regular")
+    losses.register("regular", len)
+    losses.register("mine", max)
+    repopulate_all_registries()
+    assert losses.get("regular") is len, "what is there stays"
+    losses.reset()
+    assert losses.list_available() == []
+    losses.repopulate_registry()
+    assert losses.get("regular") is regular and "mine" not in losses.list_available()
+    losses.register("mine", max)
+    losses.repopulate()
+    assert losses.get("regular") is regular and "mine" not in losses.list_available()
+
+
+def test_registries_are_apart(losses):
+    from skyrl_megatron.algorithms.registry import BaseFunctionRegistry
+
+    class OtherRegistry(BaseFunctionRegistry):
+        _function_type = "other"
+
+    OtherRegistry.register("regular", len)
+    assert OtherRegistry.get("regular") is len and losses.get("regular") is not len
+    assert OtherRegistry.list_available() == ["regular"]
+    OtherRegistry.reset()
+
+
+def test_without_ray_there_is_nothing_to_sync():
+    import ray
+
+    from skyrl_megatron.algorithms.registry import ensure_registry_version, registry_version, sync_registries
+
+    if ray.is_initialized():
+        pytest.skip("another module holds a Ray session")
+    ensure_registry_version(registry_version())
+    with pytest.raises(ValueError, match="Ray is not initialised"):
+        sync_registries()
+
+
+# With Ray ------------------------------------------------------------------------------------------------------------
+
+
+def start_ray():
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=2,
+        object_store_memory=80 * 2**20,
+        include_dashboard=False,
+        log_to_driver=False,
+        _node_ip_address="127.0.0.1",
+    )
+    return ray
+
+
+@pytest.fixture(scope="module")
+def registered_before() -> Iterator[None]:
+    """Functions that are there when Ray starts: a lambda, and one that lives in ``__main__``."""
+    from skyrl_megatron.algorithms.losses import PolicyLossRegistry
+
+    main = sys.modules["__main__"].__dict__
+    exec("def of_main(*args):\n    return offset_of_main + 1\noffset_of_main = 41", main)
+    PolicyLossRegistry.register("lambda", lambda: "a lambda")
+    PolicyLossRegistry.register("of main", main["of_main"])
+    assert main["of_main"].__module__ == "__main__"
+    yield
+    PolicyLossRegistry.repopulate()
+
+
+@pytest.fixture(scope="module")
+def ray(registered_before):
+    ray = start_ray()
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def workers(ray):
+    """Two live actors."""
+
+    class Worker:
+        def call(self, name, version=None):
+            from skyrl_megatron.algorithms.losses import PolicyLossRegistry
+            from skyrl_megatron.algorithms.registry import ensure_registry_version
+
+            if version is not None:
+                ensure_registry_version(version)
+            return PolicyLossRegistry.get(name)()
+
+        def register(self, name, result):
+            from skyrl_megatron.algorithms.losses import PolicyLossRegistry
+
+            PolicyLossRegistry.register(name, lambda: result)
+
+        def names(self):
+            from skyrl_megatron.algorithms.losses import PolicyLossRegistry
+
+            return PolicyLossRegistry.list_available()
+
+    actor = ray.remote(num_cpus=0)(Worker)
+    return [actor.remote(), actor.remote()]
+
+
+def test_functions_reach_every_actor(ray, workers, losses):
+    from skyrl_megatron.algorithms.registry import registry_version, sync_registries
+
+    sync_registries()
+    for worker in workers:  # registered before Ray started, without and with a version that travels
+        assert ray.get(worker.call.remote("lambda")) == "a lambda"
+        assert ray.get(worker.call.remote("of main", registry_version())) == 42
+    losses.register("later", lambda: "later")
+    assert ray.get([worker.call.remote("later") for worker in workers]) == ["later"] * 2
+    ray.get(workers[0].register.remote("of a worker", "worker 0"))
+    assert losses.get("of a worker")() == "worker 0"
+    assert ray.get(workers[1].call.remote("of a worker")) == "worker 0"
+    assert ray.available_resources()["CPU"] == 2, "the registry takes no CPU"
+
+
+def test_a_name_registered_anew_is_seen_at_the_next_call(ray, workers, losses):
+    from skyrl_megatron.algorithms.registry import registry_version
+
+    losses.register("changing", lambda: "first")
+    version = registry_version()
+    assert ray.get([worker.call.remote("changing", version) for worker in workers]) == ["first"] * 2
+    losses.unregister("changing")
+    losses.register("changing", lambda: "second")
+    assert ray.get([worker.call.remote("changing", version) for worker in workers]) == ["first"] * 2, "none asked"
+    version = registry_version()
+    assert ray.get([worker.call.remote("changing", version) for worker in workers]) == ["second"] * 2
+    losses.unregister("changing")
+    for worker in workers:
+        with pytest.raises(ValueError, match="'changing' is not registered"):
+            ray.get(worker.call.remote("changing", registry_version()))
+    # Changed by a worker, dispatched by the driver, run by another worker.
+    ray.get(workers[0].register.remote("changing", "third"))
+    assert ray.get(workers[1].call.remote("changing", registry_version())) == "third"
+
+
+def test_built_in_names_change_everywhere(ray, workers, losses):
+    from skyrl_megatron.algorithms.registry import registry_version
+
+    losses.unregister("regular")
+    losses.register("regular", lambda: "mine")
+    assert ray.get([worker.call.remote("regular", registry_version()) for worker in workers]) == ["mine"] * 2
+    losses.repopulate()
+    with pytest.raises(TypeError, match="regular|loss"):  # the built-in one, called without arguments
+        ray.get(workers[0].call.remote("regular", registry_version()))
+
+
+def test_two_processes_cannot_share_a_name(ray, workers, losses):
+    ray.get(workers[0].register.remote("taken", "by worker 0"))
+    with pytest.raises(ValueError, match="already registered with another function by another process: .*'taken'"):
+        losses.register("taken", lambda: "by the driver")
+    assert losses.get("taken")() == "by worker 0"
+    with pytest.raises(ValueError, match="'nowhere' is not registered. Registered: .*taken"):
+        ray.get(workers[0].call.remote("nowhere"))
+
+
+def test_a_known_name_sends_no_message(ray, losses, monkeypatch):
+    from skyrl_megatron.algorithms.registry_sync import Link
+
+    losses.register("known", len)
+
+    def refuse(*arguments):
+        raise AssertionError("asked the actor")
+
+    monkeypatch.setattr(Link, "_ask", refuse)
+    assert losses.get("known") is len
+    with pytest.raises(AssertionError, match="asked the actor"):
+        losses.get("unknown")
+    monkeypatch.undo()
+
+
+def test_a_lost_registry_is_replaced(ray, workers, losses):
+    from skyrl_megatron.algorithms.registry import registry_version
+    from skyrl_megatron.algorithms.registry_sync import ACTOR_NAME
+
+    losses.register("survivor", lambda: "alive")
+    before = registry_version()
+    ray.kill(ray.get_actor(ACTOR_NAME))
+    after = registry_version()
+    assert after.actor != before.actor
+    assert ray.get([worker.call.remote("survivor", after) for worker in workers]) == ["alive"] * 2
+
+
+def test_ray_restarted_in_the_same_process(ray, losses):
+    """Last in this module: ends the session of the fixture and starts another, whose registry is told what is known."""
+    from skyrl_megatron.algorithms.registry import registry_version
+
+    losses.register("across", lambda: "both sessions")
+    before = registry_version()
+    ray.shutdown()
+    losses.register("between", lambda: "sessions")
+    start_ray()
+
+    @ray.remote(num_cpus=0)
+    def call(names, version):
+        from skyrl_megatron.algorithms.losses import PolicyLossRegistry
+        from skyrl_megatron.algorithms.registry import ensure_registry_version
+
+        ensure_registry_version(version)
+        return [PolicyLossRegistry.get(name)() for name in names]
+
+    after = registry_version()
+    assert after.actor != before.actor
+    assert ray.get(call.remote(["across", "between"], after)) == ["both sessions", "sessions"]
