@@ -3,8 +3,8 @@
     python benchmarks/convert.py [--sizes 1 4] [--rounds 5] [--dir DIR]
 
 One round runs, one after the other: ``cp --reflink=never -r`` + ``sync``, import, export, and ``from_pretrained`` +
-``save_pretrained`` of transformers; each ends with ``sync``. The rounds alternate, medians are compared. Python start and
-imports are outside the timed part of all Python rivals. Memory is the peak of RssAnon + RssShmem of the process,
+``save_pretrained`` of transformers; each ends with ``sync``. The rounds alternate, medians are compared. Python start
+and imports are outside the timed part of all Python rivals. Memory is the peak of RssAnon + RssShmem of the process,
 sampled every 10 ms.
 """
 

@@ -181,16 +181,25 @@ class HfFolder:
         """The tensor as a view of the mapped file (do not write to it), or its slice ``[index]``."""
         info = self.tensors[name]
         if info.file not in self._maps:
-            with (self.path / info.file).open("rb") as file:
-                # A private map is writable in name only, which keeps torch from warning; nothing writes to it.
-                self._maps[info.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        count = math.prod(info.shape)
-        if not count:
-            return torch.empty(info.shape, dtype=info.dtype)
-        if info.start % info.dtype.itemsize:
-            raw = torch.frombuffer(self._maps[info.file], dtype=torch.uint8, count=info.nbytes, offset=info.start)
-            flat = raw.clone().view(info.dtype)
-        else:
-            flat = torch.frombuffer(self._maps[info.file], dtype=info.dtype, count=count, offset=info.start)
-        tensor = flat.view(info.shape)
+            self._maps[info.file] = map_file(self.path / info.file)
+        tensor = view_of(self._maps[info.file], info.start, info.dtype, info.shape)
         return tensor if index is None else tensor[index]
+
+
+def map_file(path: Path) -> mmap.mmap:
+    """A file as memory, whatever its size. Nothing writes to it: it is writable, and private, only because torch warns
+    about memory that is not. MAP_NORESERVE keeps the kernel from refusing a private map larger than its memory."""
+    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def view_of(data: mmap.mmap, start: int, dtype: torch.dtype, shape: Shape) -> Tensor:
+    """The tensor at byte ``start`` of a mapped file: a view, or a copy where the data is not aligned to its dtype."""
+    count = math.prod(shape)
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    if start % dtype.itemsize:
+        raw = torch.frombuffer(data, dtype=torch.uint8, count=count * dtype.itemsize, offset=start)
+        return raw.clone().view(dtype).view(shape)
+    return torch.frombuffer(data, dtype=dtype, count=count, offset=start).view(shape)

@@ -38,11 +38,13 @@ from torch.distributed.checkpoint.metadata import (
 
 from bridges.archive import frame
 from bridges.errors import BridgeError
+from bridges.hf_io import map_file, view_of
 from bridges.metadata import read_metadata
 from bridges.rows import Shape
 from bridges.staging import byte_blocks, write_all, write_file
 
 FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+ALIGNMENT = 64  # of chunks in a file, so that their data can be used where it lies
 COMMON_STATE = "common_state/shard_0_1"
 
 
@@ -169,15 +171,14 @@ class Checkpoint:
 
     def _load(self, chunk: Chunk, dtype: torch.dtype) -> Tensor:
         if chunk.file not in self._maps:
-            with (self.path / chunk.file).open("rb") as file:
-                self._maps[chunk.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            self._maps[chunk.file] = map_file(self.path / chunk.file)
         data = self._maps[chunk.file]
         before, after = frame(chunk.shape, dtype)
         count = math.prod(chunk.shape)
         end = chunk.start + len(before)
         known = chunk.length == len(before) + count * dtype.itemsize + len(after) and data[chunk.start : end] == before
-        if known and count and end % dtype.itemsize == 0:
-            return torch.frombuffer(data, dtype=dtype, count=count, offset=end).view(chunk.shape)
+        if known and count:
+            return view_of(data, end, dtype, chunk.shape)
         archive = io.BytesIO(data[chunk.start : chunk.start + chunk.length])  # another torch wrote it, or it is empty
         try:
             tensor = torch.load(archive, weights_only=True, map_location="cpu")
@@ -205,7 +206,7 @@ class ChunkFile:
     def append(self, key: str, offsets: Shape, lead: int, tensor: Tensor, dtype: torch.dtype) -> int:
         """Appends ``tensor`` with ``lead`` axes of length 1 put before it. Returns the bytes of data."""
         shape = (1,) * lead + tuple(tensor.shape)
-        start = self._end
+        start = -(-self._end // ALIGNMENT) * ALIGNMENT
         before, after = frame(shape, dtype)
         end = write_all(self._descriptor, memoryview(before), start)
         for block in byte_blocks(tensor, dtype):

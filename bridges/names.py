@@ -18,6 +18,7 @@ expressions: a name costs about a microsecond.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from bridges.rows import ModelShape, Shape
 from bridges.rules import Entry
@@ -41,28 +42,29 @@ def canonical(name: str, *, layer_offset: int = 0, expert_offset: int = 0) -> st
 
     ``layer_offset``: number of the chunk's first layer; ``expert_offset``: number of the rank's first expert.
     """
-    while name.startswith(_WRAPPERS):
-        name = name.partition(".")[2]
     if not name.startswith(LAYERS):
-        return name
+        while name.startswith(_WRAPPERS):
+            name = name.partition(".")[2]
+        if not name.startswith(LAYERS):
+            return name
     layer, _, tail = name[len(LAYERS) :].partition(".")
     if layer_offset:
         layer = str(int(layer) + layer_offset)
-    if tail.startswith(EXPERTS):
-        tail = _expert_tail(tail[len(EXPERTS) :], expert_offset)
-    else:
-        tail = _ALIASES.get(tail, tail)
-    return f"{LAYERS}{layer}.{tail}"
+    return f"{LAYERS}{layer}.{_canonical_tail(tail, expert_offset)}"
 
 
-def _expert_tail(tail: str, offset: int) -> str:
+@lru_cache(maxsize=8192)  # the same few names per layer and expert come again in every layer
+def _canonical_tail(tail: str, expert_offset: int) -> str:
     """``local_experts.3.linear_fc1.weight``, ``linear_fc1.weight3`` or ``3.linear_fc1.weight`` → canonical."""
+    if not tail.startswith(EXPERTS):
+        return _ALIASES.get(tail, tail)
+    tail = tail[len(EXPERTS) :]
     if tail[-1].isdigit():
         leaf = tail.rstrip("0123456789")
         number = tail[len(leaf) :]
     else:
         number, _, leaf = tail.removeprefix("local_experts.").partition(".")
-    return f"{EXPERTS}{int(number) + offset}.{leaf}"
+    return f"{EXPERTS}{int(number) + expert_offset}.{leaf}"
 
 
 def module_name(entry: Entry, spec: str, *, layer_offset: int = 0, expert_offset: int = 0) -> str:

@@ -49,7 +49,7 @@ def test_folders_round_trip_bitwise(model_type, tmp_path):
     assert (back / "tokenizer.json").exists() and (back / "generation_config.json").exists()
     assert not list(megatron.rglob("*.safetensors")), "a Megatron folder holds no copy of the HF tensors"
     stored = sum(path.stat().st_size for path in megatron.glob("*.distcp"))
-    assert stored < result.bytes + 3000 * result.tensors
+    assert stored < 1.3 * result.bytes
 
 
 def test_exported_folder_opens_in_transformers(tmp_path):
@@ -164,6 +164,22 @@ def test_mxfp4_is_dequantised_as_transformers_does(tmp_path):
     got = tensors_of(tmp_path / "megatron")
     assert got.keys() == expected.keys()
     assert all(torch.equal(got[name], expected[name]) for name in got)
+
+
+def test_files_larger_than_memory_are_mapped(tmp_path):
+    """A sparse file of 4 TB: private maps of that size are refused by the kernel unless they reserve nothing."""
+    from bridges.hf_io import HfFolder
+
+    size = 4 * 10**12
+    header = {"big": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]},
+              "small": {"dtype": "F32", "shape": [2], "data_offsets": [size, size + 8]}}  # fmt: skip
+    text = json.dumps(header).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + size + 8)
+    (tmp_path / "config.json").write_text("{}")
+    folder = HfFolder(tmp_path)
+    assert folder.read("small").tolist() == [0.0, 0.0] and folder.read("big")[-1] == 0
 
 
 def test_large_tensors_are_cast_in_blocks(monkeypatch):
