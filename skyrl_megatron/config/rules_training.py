@@ -86,8 +86,8 @@ def longest_sequence(cfg: SkyRLTrainConfig) -> int:
 def _algorithm(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     algorithm, generator = cfg.trainer.algorithm, cfg.generator
     estimator, loss = algorithm.advantage_estimator, algorithm.policy_loss_type
-    estimators = registered("AdvantageEstimatorRegistry", ESTIMATORS)
-    losses = registered("PolicyLossRegistry", LOSSES)
+    estimators = registered("advantages", "AdvantageEstimatorRegistry", ESTIMATORS)
+    losses = registered("losses", "PolicyLossRegistry", LOSSES)
     if estimator not in estimators:
         fix = f"not registered; known: {', '.join(estimators)}"
         yield Problem(f"{_A}advantage_estimator", estimator, fix)
@@ -106,16 +106,16 @@ def _algorithm(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
         fix = "every prompt has zero variance with generator.n_samples_per_prompt=1: sample more"
         yield Problem(f"{_A}dynamic_sampling.type", sampling, fix)
     if generator.sampling_params.temperature == 0:
-        fix = "training needs more than 0: greedy samples explore nothing and have no log-probabilities"
+        fix = "training needs more than 0: greedy samples all alike teach nothing"
         yield Problem("generator.sampling_params.temperature", 0.0, fix)
     elif algorithm.temperature is not None and algorithm.temperature <= 0:
         yield Problem(f"{_A}temperature", algorithm.temperature, "must be above 0")
 
 
-def registered(registry: str, built_in: tuple[str, ...]) -> tuple[str, ...]:
-    """Names known to a registry. A name can be registered only where the registry was imported, so nothing is here."""
-    module = sys.modules.get("skyrl_megatron.algorithms.registry")
-    if module is None or not hasattr(module, registry):
+def registered(module_name: str, registry: str, built_in: tuple[str, ...]) -> tuple[str, ...]:
+    """Names known to a registry. Only where the registry was imported can a name have been added to it."""
+    module = sys.modules.get(f"skyrl_megatron.algorithms.{module_name}")
+    if module is None:
         return built_in
     return tuple(dict.fromkeys([*built_in, *getattr(module, registry).list_available()]))
 

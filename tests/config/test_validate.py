@@ -1,0 +1,468 @@
+"""Validation: each rule with its key, all problems at once, and what only warns."""
+
+import json
+
+import pytest
+
+from skyrl_megatron.config import SkyRLTrainConfig, rules_training
+from skyrl_megatron.config.hardware import Hardware
+from skyrl_megatron.config.hf_model import model_shape, read_hf_config
+from skyrl_megatron.config.rules_files import file_problems
+from skyrl_megatron.config.validate import WITHOUT_EFFECT, find_problems, validate_cfg
+from skyrl_megatron.errors import ConfigError, SkyRLMegatronWarning
+
+GPUS = Hardware(8, 1)
+E = "generator.inference_engine."
+A = "trainer.algorithm."
+M = "trainer.policy.megatron_config."
+K = M + "transformer_config_kwargs."
+
+
+def problems(*args, hardware=GPUS):
+    cfg = SkyRLTrainConfig.from_cli_overrides(["trainer.logger=console", *args])
+    return find_problems(cfg, hardware)
+
+
+def test_the_default_is_valid_on_gpus_and_on_cpu():
+    assert problems() == [] and problems(hardware=Hardware(0)) == []
+
+
+# Arguments → key of the one problem, words of its fix.
+RULES = {
+    # batch sizes
+    "mini > train": (["trainer.train_batch_size=128"], "trainer.policy_mini_batch_size", "at most"),
+    "mini does not divide": (["trainer.policy_mini_batch_size=96"], "trainer.policy_mini_batch_size", "divide"),
+    "mini·n against dp": (
+        ["trainer.placement.policy_num_gpus_per_node=3", f"{E}num_engines=3", "generator.n_samples_per_prompt=1"],
+        "trainer.policy_mini_batch_size",
+        "multiple of the policy's dp=3",
+    ),
+    "micro does not divide": (
+        ["trainer.micro_train_batch_size_per_gpu=7"],
+        "trainer.micro_train_batch_size_per_gpu",
+        "1280 sequences",
+    ),
+    "train·n below dp": (
+        [
+            "trainer.train_batch_size=1",
+            "trainer.policy_mini_batch_size=1",
+            "generator.n_samples_per_prompt=2",
+            "trainer.placement.colocate_policy_ref=false",
+            "trainer.placement.colocate_all=false",
+            "trainer.placement.ref_num_gpus_per_node=4",
+        ],
+        "trainer.train_batch_size",
+        "at least 4",
+    ),
+    "token budget below a sequence": (
+        ["trainer.max_tokens_per_microbatch=1535"],
+        "trainer.max_tokens_per_microbatch",
+        "1536 tokens",
+    ),
+    # algorithm
+    "unknown estimator": ([f"{A}advantage_estimator=grop"], f"{A}advantage_estimator", "known: grpo"),
+    "unknown loss": ([f"{A}policy_loss_type=ppo"], f"{A}policy_loss_type", "known: regular"),
+    "gae without critic": ([f"{A}advantage_estimator=gae"], "trainer.critic.model.path", "needs a critic"),
+    "KL twice": ([f"{A}use_kl_in_reward=true"], f"{A}use_kl_in_reward", "excludes use_kl_loss"),
+    "step-wise gae": (
+        [
+            f"{A}advantage_estimator=reinforce++",
+            "generator.step_wise_trajectories=true",
+        ],
+        f"{A}advantage_estimator",
+        "step_wise_trajectories",
+    ),
+    "dynamic sampling of one": (
+        ["generator.n_samples_per_prompt=1", f"{A}dynamic_sampling.type=filter"],
+        f"{A}dynamic_sampling.type",
+        "zero variance",
+    ),
+    "greedy training": (
+        ["generator.sampling_params.temperature=0"],
+        "generator.sampling_params.temperature",
+        "than 0",
+    ),
+    "tis without cap": ([f"{A}use_tis=true"], f"{A}tis_imp_ratio_cap", "above 0"),
+    "correction with clip_cov": (
+        [f"{A}policy_loss_type=clip_cov", f"{A}off_policy_correction.tis_ratio_type=token"],
+        f"{A}policy_loss_type",
+        "no off-policy correction",
+    ),
+    "two corrections": (
+        [f"{A}policy_loss_type=cispo", f"{A}cispo.anchor=rollout", f"{A}off_policy_correction.tis_ratio_type=token"],
+        f"{A}off_policy_correction.tis_ratio_type",
+        "already",
+    ),
+    "loss without rollout log-probs": (
+        [f"{A}policy_loss_type=dppo", "generator.sampling_params.logprobs=null"],
+        "generator.sampling_params.logprobs",
+        "dppo",
+    ),
+    "limits upside down": (
+        [f"{A}off_policy_correction.geo_mask_low=2"],
+        f"{A}off_policy_correction.geo_mask_low",
+        "below geo_mask_high",
+    ),
+    "covariance upside down": ([f"{A}clip_cov.clip_cov_lb=9"], f"{A}clip_cov.clip_cov_lb", "clip_cov_ub"),
+    # optimizer and checkpoints
+    "one beta": (
+        ["trainer.policy.optimizer_config.adam_betas=[0.9]"],
+        "trainer.policy.optimizer_config.adam_betas",
+        "two numbers",
+    ),
+    "min_lr above lr": (["trainer.policy.optimizer_config.min_lr=1"], "trainer.policy.optimizer_config.min_lr", "lr="),
+    "decay inside warm-up": (
+        ["trainer.policy.optimizer_config.num_decay_steps=3", "trainer.policy.optimizer_config.num_warmup_steps=3"],
+        "trainer.policy.optimizer_config.num_decay_steps",
+        "exceed",
+    ),
+    "resume without path": (["trainer.resume_mode=from_path"], "trainer.resume_path", "needs"),
+    "path without resume": (["trainer.resume_path=/x"], "trainer.resume_path", "from_path"),
+    "run name leaves the folder": (["trainer.run_name=../x"], "trainer.run_name", "folder"),
+    # generation
+    "single turn from elsewhere": (["generator.max_input_length=600"], "generator.max_input_length", "single turn"),
+    "context below prompt": (
+        ["generator.max_turns=2", "generator.max_input_length=100"],
+        "generator.max_input_length",
+        "at least",
+    ),
+    "batched turns": (["generator.batched=true", "generator.max_turns=2"], "generator.batched", "max_turns=2"),
+    "batched template": (
+        ["generator.batched=true", "generator.chat_template_kwargs.a=1"],
+        "generator.batched",
+        "chat_template_kwargs",
+    ),
+    "engine ep": (
+        [f"{E}tensor_parallel_size=2", f"{E}expert_parallel_size=4", "trainer.placement.policy_num_gpus_per_node=2"],
+        f"{E}expert_parallel_size",
+        "= 2",
+    ),
+    "engine too short": (
+        [f"{E}engine_init_kwargs.max_model_len=1000", "generator.eval_sampling_params.max_generate_length=1"],
+        f"{E}engine_init_kwargs.max_model_len",
+        "1536 tokens",
+    ),
+    "no chunked prefill": (
+        [f"{E}enable_chunked_prefill=false", f"{E}max_num_batched_tokens=1000"],
+        f"{E}max_num_batched_tokens",
+        "1536",
+    ),
+    "no engine anywhere": (
+        [f"{E}run_engines_locally=false", "trainer.placement.colocate_all=false"],
+        f"{E}run_engines_locally",
+        "remote_urls",
+    ),
+    "external and colocated": (
+        [f"{E}external_server_urls=['http://a:1']"],
+        "trainer.placement.colocate_all",
+        "elsewhere",
+    ),
+    "adapter alone and merged": (
+        ["trainer.policy.model.lora.sync_mode=memory", f"{M}lora_config.merge_lora=true"],
+        "trainer.policy.model.lora.sync_mode",
+        "merge_lora=false",
+    ),
+    # layout and devices
+    "world not divisible": (
+        [f"{M}tensor_model_parallel_size=2"],
+        f"{M}tensor_model_parallel_size",
+        "must divide the 1 ranks",
+    ),
+    "experts not divisible": (
+        [f"{M}expert_model_parallel_size=3", "trainer.placement.policy_num_gpus_per_node=4", f"{E}num_engines=4"],
+        f"{M}expert_model_parallel_size",
+        "must divide the 4 ranks",
+    ),
+    "cp without packing": (
+        [
+            f"{M}context_parallel_size=2",
+            "trainer.placement.policy_num_gpus_per_node=2",
+            f"{E}num_engines=2",
+            "trainer.use_sample_packing=false",
+        ],
+        f"{M}context_parallel_size",
+        "use_sample_packing",
+    ),
+    "replay without routes": (
+        [f"{M}moe_enable_routing_replay=true"],
+        f"{M}moe_enable_routing_replay",
+        "enable_return_routed_experts",
+    ),
+    "replay with fused router": (
+        [f"{M}moe_enable_routing_replay=true", f"{E}enable_return_routed_experts=true", f"{K}moe_router_fusion=true"],
+        f"{K}moe_router_fusion",
+        "cannot replay",
+    ),
+    "aux loss off": ([f"{M}moe_aux_loss_coeff=0.1"], f"{M}moe_aux_loss_coeff", "aux_loss"),
+    "gather without reduce": (
+        [f"{M}ddp_config.overlap_param_gather=true"],
+        f"{M}ddp_config.overlap_param_gather",
+        "overlap_grad_reduce=true",
+    ),
+    "fp8 parameters": ([f"{K}fp8_param=true"], f"{K}fp8_param", "leave it out"),
+    "profiled rank": ([f"{M}torch_profiler_config.ranks=[1]"], f"{M}torch_profiler_config.ranks", "0 to 0"),
+    "recompute half set": ([f"{K}recompute_num_layers=null"], f"{K}recompute_num_layers", "full needs it"),
+    "unknown recompute": (
+        [f"{M}transformer_config_kwargs={{recompute_granularity: some}}"],
+        f"{K}recompute_granularity",
+        "selective",
+    ),
+    "adapter on the reference": (["trainer.ref.model.lora.rank=2"], "trainer.ref.model.lora.rank", "never trained"),
+    "FSDP option": (
+        ["trainer.policy.fsdp_config.cpu_offload=true"],
+        "trainer.policy.fsdp_config.cpu_offload",
+        "optimizer_cpu_offload",
+    ),
+    "FSDP mix": (
+        ["trainer.ref.fsdp_config.mixed_precision.param_dtype=fp16"],
+        "trainer.ref.fsdp_config.mixed_precision",
+        "trainer.bf16",
+    ),
+    "engines against policy": ([f"{E}num_engines=2"], f"{E}num_engines", "make both equal"),
+    "reference elsewhere": (
+        ["trainer.placement.ref_num_gpus_per_node=2"],
+        "trainer.placement.ref_num_gpus_per_node",
+        "policy_num_gpus_per_node=1",
+    ),
+    "more GPUs than a node has": (
+        ["trainer.placement.ref_num_gpus_per_node=9", "trainer.placement.colocate_policy_ref=false"],
+        "trainer.placement.ref_num_gpus_per_node",
+        "",
+    ),
+    "more GPUs than there are": (
+        ["trainer.placement.colocate_all=false", "trainer.placement.policy_num_gpus_per_node=8"],
+        "trainer.placement.policy_num_gpus_per_node",
+        "8 (policy) + 1 (engines) = 9 GPUs, and there are 8",
+    ),
+    "no model": (["trainer.policy.model.path=/no/such"], "trainer.policy.model.path", "no such folder"),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rule(rule):
+    args, key, words = RULES[rule]
+    found = problems(*args)
+    assert [p for p in found if p.key == key and words in p.fix], found
+    assert len(found) == 1 or rule in SEVERAL, found
+
+
+SEVERAL = {"more GPUs than a node has", "no model"}
+"""Rules whose breach breaks another one as well."""
+
+
+def test_selective_recompute_names_what_to_undo():
+    found = problems(f"{K}recompute_granularity=selective")
+    assert [p.key for p in found] == [f"{K}recompute_method", f"{K}recompute_num_layers"]
+    undo = [f"{p.key}=null" for p in found]
+    assert problems(f"{K}recompute_granularity=selective", *undo) == []
+    assert problems(f"{M}transformer_config_kwargs={{recompute_granularity: selective}}") == []
+
+
+def test_options_of_gpus_are_refused_on_cpu():
+    args = [f"{M}ddp_config.overlap_grad_reduce=true", f"{M}moe_token_dispatcher_type=flex"]
+    found = problems(*args, hardware=Hardware(0))
+    assert [p.key.rpartition(".")[2] for p in found] == ["moe_token_dispatcher_type", "overlap_grad_reduce"]
+    assert all("GPU" in p.fix for p in found)
+
+
+# What the reference forbids and this trainer does not.
+VALID = {
+    "critic and gae": [f"{A}advantage_estimator=gae", "trainer.critic.model.path=some/model"],
+    "replay with vpp": [
+        f"{M}moe_enable_routing_replay=true",
+        f"{E}enable_return_routed_experts=true",
+        f"{M}pipeline_model_parallel_size=2",
+        f"{M}virtual_pipeline_model_parallel_size=2",
+        "trainer.placement.policy_num_gpus_per_node=2",
+        f"{E}num_engines=2",
+        f"{E}distributed_executor_backend=ray",
+    ],
+    "engines by URL": [
+        f"{E}remote_urls=['h:1']",
+        f"{E}run_engines_locally=false",
+        "trainer.placement.colocate_all=false",
+    ],
+    "endpoint": [f"{E}enable_http_endpoint=true"],
+    "adapter through memory": ["trainer.policy.model.lora.rank=8", "trainer.policy.model.lora.sync_mode=memory"],
+    "neither KL": [f"{A}use_kl_loss=false"],
+    "token budget instead of micro-batches": [
+        "trainer.max_tokens_per_microbatch=4096",
+        "trainer.micro_train_batch_size_per_gpu=7",
+    ],
+}
+
+
+@pytest.mark.parametrize("case", VALID)
+def test_stays_valid(case):
+    assert problems(*VALID[case]) == []
+
+
+def test_registered_names_are_known():
+    from skyrl_megatron.algorithms.losses import PolicyLossRegistry
+
+    name = "loss_of_this_test"
+    PolicyLossRegistry.register(name, lambda *args, **kwargs: None)
+    try:
+        assert problems(f"{A}policy_loss_type={name}") == []
+    finally:
+        PolicyLossRegistry.unregister(name)
+    assert [p.value for p in problems(f"{A}policy_loss_type={name}")] == [name]
+
+
+def test_built_in_names_are_those_of_the_registries():
+    from skyrl_megatron.algorithms.advantages import AdvantageEstimatorRegistry
+    from skyrl_megatron.algorithms.losses import PolicyLossRegistry
+
+    assert set(rules_training.ESTIMATORS) <= set(AdvantageEstimatorRegistry.list_available())
+    assert set(rules_training.LOSSES) <= set(PolicyLossRegistry.list_available())
+
+
+# --- the model's config.json ---------------------------------------------------------------------------------------
+
+MOE = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "num_experts": 8,
+    "moe_intermediate_size": 32,
+    "intermediate_size": 100,
+    "max_position_embeddings": 2048,
+}
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MOE))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("args", "key", "words"),
+    [
+        ([f"{M}tensor_model_parallel_size=2"], f"{M}tensor_model_parallel_size", "3 KV groups"),
+        ([f"{M}pipeline_model_parallel_size=4"], f"{M}pipeline_model_parallel_size", "6 layers"),
+        ([f"{M}expert_tensor_parallel_size=3"], f"{M}expert_tensor_parallel_size", "32 rows"),
+        ([f"{E}tensor_parallel_size=4", f"{E}num_engines=3"], f"{E}tensor_parallel_size", "6 attention heads"),
+        (["generator.sampling_params.max_generate_length=2000"], "generator.max_input_length", "2048 positions"),
+    ],
+)
+def test_rules_that_need_the_model(model, args, key, words):
+    base = [
+        f"trainer.policy.model.path={model}",
+        "trainer.placement.policy_num_gpus_per_node=12",
+        f"{E}num_engines=12",
+    ]
+    found = problems(*base, *args, hardware=Hardware(16))
+    assert [p for p in found if p.key == key and words in p.fix], found
+
+
+def test_sizes_of_the_families():
+    shape = model_shape(MOE)
+    assert (shape.ffn_hidden_size, shape.moe_ffn_hidden_size, shape.num_experts) == (0, 32, 8)
+    deepseek = {
+        "num_hidden_layers": 4,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+        "n_routed_experts": 16,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 24,
+        "intermediate_size": 200,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 30,
+        "qk_rope_head_dim": 10,
+        "q_lora_rank": None,
+    }
+    shape = model_shape(deepseek)
+    assert (shape.ffn_hidden_size, shape.shared_expert_size, shape.latent_rows) == (200, 48, (40,))
+    mixtral = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_local_experts": 4, "intermediate_size": 50}
+    shape = model_shape(mixtral)
+    assert (shape.ffn_hidden_size, shape.moe_ffn_hidden_size, shape.num_query_groups) == (0, 50, 4)
+    assert model_shape({"model_type": "x"}) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(None, "no config.json"), ('{"a": 1,\n]', "line 2"), ("[1]", "no mapping"), (b"\xff\xfe", "cannot be read")],
+)
+def test_broken_model_folder(tmp_path, content, words):
+    if isinstance(content, bytes):
+        (tmp_path / "config.json").write_bytes(content)
+    elif content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=words) as caught:
+        read_hf_config(str(tmp_path))
+    assert caught.value.problems[0].key == "trainer.policy.model.path"
+
+
+def test_hub_model_that_is_not_here():
+    assert read_hf_config("nobody/nothing-of-this-name") is None
+
+
+# --- files, warnings -----------------------------------------------------------------------------------------------
+
+
+def test_missing_files(tmp_path):
+    data = tmp_path / "a.parquet"
+    data.touch()
+    cfg = SkyRLTrainConfig.from_cli_overrides(
+        {
+            "data.train_data": [str(data), "/no/b.parquet", "s3://bucket/c.parquet", "some/dataset:train"],
+            "data.val_data": ["./no.jsonl"],
+            "generator.chat_template.source": "file",
+            "trainer.resume_mode": "from_path",
+            "trainer.resume_path": str(tmp_path / "global_step_9"),
+        }
+    )
+    found = [(p.key, p.value) for p in file_problems(cfg)]
+    assert found == [
+        ("data.train_data", "/no/b.parquet"),
+        ("data.val_data", "./no.jsonl"),
+        ("generator.chat_template.name_or_path", None),
+        ("trainer.resume_path", str(tmp_path / "global_step_9")),
+    ]
+    assert "data.train_data" not in {p.key for p in file_problems(cfg, training=False)}
+
+
+@pytest.mark.parametrize("key", WITHOUT_EFFECT)
+def test_settings_without_effect_warn_when_set(key):
+    other = {
+        "sequence_parallel_backend": "ring",
+        "sequence_parallel_size": 2,
+        "gradient_checkpointing_use_reentrant": True,
+        "lora_sync_path": "/x",
+        "override_existing_update_group": "enable",
+    }
+    value = other.get(key.rpartition(".")[2], False)
+    cfg = SkyRLTrainConfig.from_cli_overrides({key: value, "trainer.logger": "console"})
+    with pytest.warns(SkyRLMegatronWarning, match=f"(?s)without effect.*{key}="):
+        validate_cfg(cfg, GPUS)
+
+
+def test_warnings_that_do_not_stop_a_run(monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    with pytest.warns(SkyRLMegatronWarning, match="WANDB_API_KEY"):
+        validate_cfg(SkyRLTrainConfig(), GPUS)
+    monkeypatch.setenv("WANDB_API_KEY", "x")
+    validate_cfg(SkyRLTrainConfig(), GPUS)
+    args = ["generator.max_turns=2", "generator.sampling_params.stop=['x']"]
+    args += ["generator.append_eos_token_after_stop_str_in_multi_turn=false"]
+    with pytest.warns(SkyRLMegatronWarning, match="end-of-sequence"):
+        validate_cfg(SkyRLTrainConfig.from_cli_overrides(args), GPUS)
+
+
+def test_all_problems_at_once():
+    cfg = SkyRLTrainConfig.from_cli_overrides(
+        [
+            "trainer.logger=console",
+            f"{A}use_kl_in_reward=true",
+            f"{M}tensor_model_parallel_size=3",
+            f"{E}num_engines=4",
+        ]
+    )
+    with pytest.raises(ConfigError) as caught:
+        validate_cfg(cfg, GPUS)
+    keys = {problem.key for problem in caught.value.problems}
+    assert {f"{A}use_kl_in_reward", f"{M}tensor_model_parallel_size", f"{E}num_engines"} <= keys
+    assert caught.value.exit_code == 2 and all(problem.fix for problem in caught.value.problems)
