@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 from skyrl_megatron import device
@@ -83,10 +82,8 @@ class RankWriter:
         note["lr_schedule"] = state.lr_schedule.state_dict() if state.lr_schedule is not None else None
         random_states = rng.capture()
         if background:
-            copies = self._copy(blocks)
-            shapes = [Block(b.key, b.global_shape, b.offsets, b.sizes, c) for b, c in zip(blocks, copies, strict=True)]
-            del blocks, copies
-            self._background.start(_write_rank, folder, role, note, shapes, random_states)
+            blocks = self.copy(blocks)
+            self._background.start(_write_rank, folder, role, note, blocks, random_states)
         else:
             _write_rank(folder, role, note, blocks, random_states)
         self.stall_s = time.perf_counter() - began
@@ -95,17 +92,20 @@ class RankWriter:
         """Until the background write has ended. Raises CheckpointError when it failed or takes longer."""
         self._background.wait(timeout_s)
 
-    def _copy(self, blocks: list[Block]) -> list[torch.Tensor]:
-        """A real copy of all data, on the host: ``.to("cpu")`` would return the live tensor there."""
+    def copy(self, blocks: list[Block]) -> list[Block]:
+        """The same blocks with a real copy of all data, on the host: ``.to("cpu")`` would return live tensors there.
+
+        The copy is valid until the next one is made.
+        """
         sizes = [block.data.numel() * block.data.element_size() for block in blocks]
         padded = [-(-size // 64) * 64 for size in sizes]
         self.copied_bytes = sum(sizes)
         memory = self._buffer.reserve(max(1, sum(padded)))
         copies, begin = [], 0
         for block, size, room in zip(blocks, sizes, padded, strict=True):
-            copy = memory[begin : begin + size].view(block.data.dtype)
-            copy.copy_(block.data, non_blocking=True)
-            copies.append(copy)
+            data = memory[begin : begin + size].view(block.data.dtype)
+            data.copy_(block.data, non_blocking=True)
+            copies.append(replace(block, data=data))
             begin += room
         device.synchronize()
         return copies

@@ -34,9 +34,9 @@ class ShardFile:
         self._hasher = BlockHasher()
         self._sink = storage.create(f"{folder}/{name}")
 
-    def append(self, block: Block, data: torch.Tensor | None = None) -> None:
-        """Write a block; ``data`` replaces ``block.data`` (a copy of it made before)."""
-        tensor = block.data if data is None else data
+    def append(self, block: Block) -> None:
+        """Write a block."""
+        tensor = block.data
         before, after = frame(block.sizes, tensor.dtype)
         self._record(block.key, block.offsets, block.sizes, before, as_bytes(tensor), after)
         self.tensors[block.key] = (str(tensor.dtype).removeprefix("torch."), block.global_shape)

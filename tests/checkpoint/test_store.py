@@ -1,0 +1,246 @@
+"""The folder of all checkpoints: what stays, what goes, where it may lie. Bytes are real, models are not needed."""
+
+import json
+import shutil
+
+import pytest
+
+from skyrl_megatron.errors import CheckpointError, SkyRLMegatronWarning
+
+
+def write(store, step, *, ranks=1, role="policy", more_roles=(), **extras):
+    """A checkpoint of plain blocks, written as ranks write theirs."""
+    from skyrl_megatron.runtime.checkpoint.rank_writer import _write_rank
+    from tests.checkpoint.blocks import plain_blocks
+
+    roles = {name: ranks for name in (role, *more_roles)}
+    folder = store.begin(step, roles)
+    for name in roles:
+        for rank in range(ranks):
+            layout = {"tp": 1, "dp": ranks, "world_size": ranks}
+            note = {"rank": rank, "step": step, "layout": layout, "optimizer_step": step, "lr_schedule": None}
+            _write_rank(folder, name, note, plain_blocks(2, 1, rank, ranks, seed=step), b"")
+    return store.commit(step, roles, timeout_s=10, **extras)
+
+
+def read(store, checkpoint, role="policy"):
+    """All tensors of a role, by key."""
+    import torch
+
+    from skyrl_megatron.runtime.checkpoint.local_state import Block
+    from skyrl_megatron.runtime.checkpoint.reader import RoleReader
+
+    reader = RoleReader(store.storage, checkpoint.folder, checkpoint.manifest, role)
+    blocks = [
+        Block(key, stored.shape, (0,) * len(stored.shape), stored.shape, torch.empty(stored.shape).view(-1))
+        for key, stored in reader.tensors.items()
+    ]
+    reader.load(blocks)
+    return {block.key: block.data.view(block.sizes) for block in blocks}
+
+
+def expected(step, ranks=1):
+    import torch
+
+    from tests.checkpoint.blocks import plain_blocks
+
+    parts = [plain_blocks(2, 1, rank, ranks, seed=step) for rank in range(ranks)]
+    return {each[0].key: torch.cat([part.data.view(part.sizes) for part in each]) for each in zip(*parts, strict=True)}
+
+
+def same(a, b):
+    import torch
+
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def test_two_ranks_two_roles_one_checkpoint(tmp_path):
+    """A critic lies beside the policy; the checkpoint is complete when both are."""
+    from skyrl_megatron.runtime.checkpoint.store import CheckpointStore
+
+    store = CheckpointStore(tmp_path)
+    write(store, 4, ranks=2, more_roles=("critic",), data={"cursor": 12}, trainer_state={"kl_coef": 0.5})
+    found = store.latest(deep=True)
+    assert found.step == 4 and found.manifest.roles() == ["critic", "policy"]
+    for role in ("policy", "critic"):
+        assert same(read(store, found, role), expected(4, ranks=2))
+    assert store.read_json(found, "data.json") == {"cursor": 12}
+    assert store.read_json(found, "trainer_state.json") == {"kl_coef": 0.5}
+    assert (tmp_path / "latest_ckpt_global_step.txt").read_text() == "4\n"
+    with pytest.raises(CheckpointError, match="holds critic, policy, not reward"):
+        read(store, found, "reward")
+    store.close()
+
+
+def test_retention_keeps_what_is_sound(tmp_path):
+    from skyrl_megatron.runtime.checkpoint.store import CheckpointStore
+
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (1, 2, 3):
+        write(store, step)
+    assert store.steps() == [3, 2]
+    # 3 loses a file: it does not count, and pruning to one keeps 2.
+    (tmp_path / "global_step_3" / "policy" / "__0_0.distcp").unlink()
+    assert store.prune(1) == [] and store.steps() == [3, 2]
+    # 5 is flipped: all sizes are right, so only its hashes tell. The newest verified one, 4, stays beside it.
+    write(store, 4)
+    write(store, 5)
+    shard = tmp_path / "global_step_5" / "policy" / "__0_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[1000] ^= 1
+    shard.write_bytes(data)
+    assert store.prune(1) == []
+    assert set(store.steps()) >= {5, 4}
+    with pytest.warns(SkyRLMegatronWarning, match="global_step_5.*damaged.*trying the one before"):
+        assert store.latest(deep=True).step == 4
+    # When nothing is sound nothing is removed.
+    shard = tmp_path / "global_step_4" / "policy" / "__0_0.distcp"
+    shard.write_bytes(bytes(len(shard.read_bytes())))
+    assert store.prune(1) == []
+    assert store.steps()[:2] == [5, 4]
+    store.close()
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    from skyrl_megatron.runtime.checkpoint.store import CheckpointStore
+
+    store = CheckpointStore(tmp_path)
+    write(store, 1)
+    write(store, 1, trainer_state={"again": True})
+    assert store.read_json(store.latest(deep=True), "trainer_state.json") == {"again": True}
+    store.close()
+    # Killed between the two renames: the old one comes back.
+    (tmp_path / "global_step_1").rename(tmp_path / "global_step_1.replaced")
+    store = CheckpointStore(tmp_path)
+    store.open_for_writing()
+    assert store.latest(deep=True).step == 1
+    store.close()
+
+
+def test_no_checkpoint_of_a_step_that_was_not_finite(tmp_path):
+    from skyrl_megatron.runtime.checkpoint.store import CheckpointStore
+
+    store = CheckpointStore(tmp_path)
+    with pytest.warns(SkyRLMegatronWarning, match="step 3 was not finite: no checkpoint"):
+        assert store.begin(3, {"policy": 1}, last_step_finite=False) is None
+    assert store.steps() == []
+
+
+def test_failed_and_late_ranks_are_named(tmp_path):
+    from skyrl_megatron.runtime.checkpoint.rank_writer import _note_failure
+    from skyrl_megatron.runtime.checkpoint.store import CheckpointStore
+
+    store = CheckpointStore(tmp_path)
+    write(store, 1)
+    store.begin(2, {"policy": 2})
+    with pytest.raises(CheckpointError, match=r"policy ranks \[0, 1\] have not written within"):
+        store.commit(2, {"policy": 2}, timeout_s=0.2)
+    folder = store.begin(2, {"policy": 2})
+    _note_failure(store.storage, f"{folder}/policy", 1, "rank 1 cannot write")
+    with pytest.raises(CheckpointError, match="rank 1 cannot write"):
+        store.commit(2, {"policy": 2}, timeout_s=60)
+    with pytest.raises(CheckpointError, match=r"data.json can hold plain JSON values only"):
+        store.begin(2, {"policy": 1})
+        store.commit(2, {"policy": 1}, data={"cursor": object()})
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["global_step_1"]
+    store.close()
+
+
+def test_a_gap_or_an_overlap_is_refused(tmp_path):
+    """The blocks of all ranks must cover every tensor exactly once."""
+    from dataclasses import replace
+
+    from skyrl_megatron.runtime.checkpoint.rank_writer import _write_rank
+    from skyrl_megatron.runtime.checkpoint.store import CheckpointStore
+    from tests.checkpoint.blocks import plain_blocks
+
+    note = {"rank": 0, "step": 1, "layout": {}, "optimizer_step": 1, "lr_schedule": None}
+    store = CheckpointStore(tmp_path)
+    for shape, message in {(1024, 1024): "the ranks wrote 262144", (256, 1024): "was written by two ranks"}.items():
+        blocks = [replace(block, global_shape=shape) for block in plain_blocks(2, 1)]
+        blocks += blocks if shape[0] == 256 else []
+        folder = store.begin(1, {"policy": 1})
+        _write_rank(folder, "policy", dict(note), blocks, b"")
+        with pytest.raises(CheckpointError, match=message):
+            store.commit(1, {"policy": 1}, timeout_s=10)
+    assert store.latest() is None
+    store.close()
+
+
+@pytest.mark.parametrize("scheme", ["memory", "file"])
+def test_object_store(tmp_path, scheme):
+    """No renames there: a prefix is a checkpoint once it has its manifest. Addresses are never taken for paths."""
+    import fsspec
+
+    from skyrl_megatron.runtime.checkpoint.resume import choose
+    from skyrl_megatron.runtime.checkpoint.store import CheckpointStore
+
+    root = f"memory://bucket{tmp_path}" if scheme == "memory" else f"file://{tmp_path}/run"
+    store = CheckpointStore(root, keep=2)
+    for step in (1, 2, 3):
+        folder = write(store, step)
+    assert folder == f"{root}/global_step_3"
+    assert store.steps() == [3, 2] and store.pointer() == 3
+    assert same(read(store, store.latest(deep=True)), expected(3))
+    files = fsspec.filesystem(scheme)
+    place = files._strip_protocol(f"{root}/global_step_3")
+    assert not [name for name in files.ls(place, detail=False) if ".tmp" in name]
+    files.rm(f"{place}/MANIFEST.json")
+    with pytest.warns(SkyRLMegatronWarning, match=r"global_step_3 has no MANIFEST.json.*skipped"):
+        assert store.latest().step == 2
+    found = next(choose(store, "from_path", f"{root}/global_step_2"))
+    assert found.folder == f"{root}/global_step_2" and same(read(store, found), expected(2))
+
+
+def test_addresses_stay_whole():
+    from skyrl_megatron.runtime.checkpoint.storage import open_storage
+
+    with pytest.raises(CheckpointError, match=r"s3://bucket/run: .*install"):
+        open_storage("s3://bucket/run")
+    with pytest.raises(CheckpointError, match=r"trainer.ckpt_path is empty"):
+        open_storage("")
+
+
+def test_archive_of_another_torch(tmp_path):
+    """The bytes around the data may differ: data is found by the zip's own directory, without unpickling."""
+    import io
+
+    import torch
+
+    from skyrl_megatron.runtime.checkpoint.reader import _Chunk, _tensor
+
+    tensor = torch.randn(3, 5)
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer, pickle_protocol=4)
+    archive = memoryview(bytearray(buffer.getvalue()))
+    chunk = _Chunk((0, 0), (3, 5), "file", 0, len(archive))
+    assert torch.equal(_tensor(archive, chunk, torch.float32, "folder"), tensor)
+    with pytest.raises(CheckpointError, match="60 bytes of data instead of 64"):
+        _tensor(archive, _Chunk((0, 0), (4, 4), "file", 0, len(archive)), torch.float32, "folder")
+
+
+def test_manifest_refuses_damage_and_other_formats():
+    from skyrl_megatron.runtime.checkpoint.manifest import FileEntry, Manifest, _self_hash
+
+    data = Manifest(3, {"a": FileEntry(1, ["0"])}, {"policy": {"tp": 2}}).to_bytes()
+    assert Manifest.from_bytes(data, "m").step == 3
+    for bad in (b"", b"[]", b"{}", data[:-3], data.replace(b'"step": 3', b'"step": 4')):
+        with pytest.raises(CheckpointError, match="m is damaged"):
+            Manifest.from_bytes(bad, "m")
+    body = json.loads(data)
+    del body["self"]
+    body["format"] = 99
+    with pytest.raises(CheckpointError, match="has format 99"):
+        Manifest.from_bytes(json.dumps(body | {"self": _self_hash(body)}).encode(), "m")
+
+
+def test_export_schedule(tmp_path):
+    from skyrl_megatron.runtime.checkpoint.export import export_due, prepare_export
+
+    assert [step for step in range(1, 8) if export_due(step, 3, is_last=step == 7)] == [3, 6, 7]
+    assert not any(export_due(step, never, is_last=step == 7) for step in range(1, 8) for never in (0, -1))
+    target = prepare_export(tmp_path, 6)
+    assert target == tmp_path / "global_step_6" / "policy"
+    target.mkdir(parents=True)
+    assert prepare_export(tmp_path, 6) == target and not target.exists()
+    shutil.rmtree(tmp_path)
