@@ -66,6 +66,9 @@ def _write_tokenizer(folder: Path) -> None:
 def _write_weights(folder: Path, seed: int) -> None:
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
     config = Qwen3MoeConfig(
         vocab_size=VOCAB_SIZE,

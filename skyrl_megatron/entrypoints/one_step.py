@@ -1,0 +1,262 @@
+"""One step of everything, on real parts: ``python -m skyrl_megatron.entrypoints.one_step [--seed N] [--dir DIR]``
+
+A tiny seeded Qwen3-MoE, local Ray, one vLLM engine and two Megatron ranks (experts split over them). It generates,
+scores, takes one GRPO step inside Megatron's schedule, sends the weights to the engine, and shows that engine and
+trainer agree on the log-probs of the same tokens before the step and after the sync, and that they did not in between.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skyrl_megatron.entrypoints.command import run_command
+from skyrl_megatron.errors import WeightSyncError
+
+RANKS, PROMPTS, SAMPLES = 2, 8, 4
+AGREE = 1e-4
+"""Largest difference of two fp32 log-probs of the same token, nats."""
+START_TIMEOUT_S, CALL_TIMEOUT_S = 600.0, 300.0
+NEEDED_GIB = 6.0
+
+
+@dataclass(frozen=True, slots=True)
+class Gaps:
+    """Largest |trainer − engine| over the log-probs of all sampled tokens, nats."""
+
+    before: float
+    """Same weights on both sides."""
+    unsynced: float
+    """After the step, the engine still on the old weights."""
+    synced: float
+    """After the step and the weight sync."""
+
+    @property
+    def as_expected(self) -> bool:
+        """Both agree whenever they hold the same weights, and only then."""
+        return self.before <= AGREE and self.synced <= AGREE < self.unsynced
+
+
+def run(folder: Path, seed: int = 0) -> Gaps:
+    """The whole step; prints a line per phase. Raises LaunchError, EngineError, WeightSyncError."""
+    from skyrl_megatron.entrypoints.embedded_model import write_embedded_model
+    from skyrl_megatron.workers.ports import require_memory
+    from skyrl_megatron.workers.ray_setup import local_ray
+
+    require_memory(NEEDED_GIB, "one step of the embedded model")
+    phases = _Phases()
+    model = write_embedded_model(folder / "model", seed)
+    phases.done(f"model: {model}")
+    with local_ray(slots=RANKS + 1 + 4):
+        phases.done("ray: local, loopback, token")
+        step = _Step(model, seed)
+        try:
+            step.start()
+            phases.done(f"started: 1 vLLM engine, {RANKS} Megatron ranks (ep={RANKS})")
+            batch = step.rollout()
+            phases.done(f"rollout: {len(batch)} samples, {int(batch.response_mask.sum())} tokens")
+            before = step.gap(batch, batch.rollout_logprobs)
+            phases.done(f"log-probs before the step: largest gap {before:.1e}")
+            metrics = step.train(batch)
+            numbers = ", ".join(f"{name} {metrics[name]:.4f}" for name in ("policy_loss", "grad_norm", "lr"))
+            phases.done(f"GRPO step: {numbers}")
+            unsynced = step.gap(batch, step.engine_logprobs(batch))
+            phases.done(f"log-probs without a sync: largest gap {unsynced:.1e}")
+            megabytes, seconds = step.sync("1")
+            phases.done(f"weight sync: {megabytes:.1f} MB in {seconds * 1e3:.0f} ms, checksums equal, version 1")
+            synced = step.gap(batch, step.engine_logprobs(batch))
+            phases.done(f"log-probs after the sync: largest gap {synced:.1e}")
+        finally:
+            step.stop()
+    return Gaps(before, unsynced, synced)
+
+
+class _Phases:
+    """One line per phase with its time."""
+
+    def __init__(self) -> None:
+        self.last = time.perf_counter()
+
+    def done(self, text: str) -> None:
+        now = time.perf_counter()
+        print(f"{text:<74}{now - self.last:6.1f} s", flush=True)
+        self.last = now
+
+
+class _Step:
+    """The actors and what is asked of them."""
+
+    def __init__(self, model: Path, seed: int) -> None:
+        from transformers import AutoTokenizer
+
+        from skyrl_megatron.config import SkyRLTrainConfig
+        from skyrl_megatron.inference.vllm_engine import EngineSettings
+        from skyrl_megatron.workers.engine_actor import EngineActor
+        from skyrl_megatron.workers.policy import RankWorker
+
+        self.seed = seed
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
+        self.cfg = SkyRLTrainConfig.from_cli_overrides(
+            {
+                "trainer.policy.model.path": str(model),
+                "trainer.seed": seed,
+                "trainer.placement.policy_num_gpus_per_node": RANKS,
+                "trainer.policy.megatron_config.expert_model_parallel_size": RANKS,
+                "trainer.policy.optimizer_config.lr": 1e-2,
+                "trainer.algorithm.use_kl_loss": False,
+                "trainer.max_tokens_per_microbatch": 512,
+                "trainer.phase_timeout_s": CALL_TIMEOUT_S,
+            }
+        )
+        settings = EngineSettings(
+            str(model), dtype="float32", max_model_len=256, max_num_seqs=64, kv_cache_bytes=64 << 20, seed=seed
+        )
+        self.engine = EngineActor.remote(settings)
+        self.ranks = [RankWorker.remote(rank, RANKS) for rank in range(RANKS)]
+
+    def start(self) -> None:
+        from skyrl_megatron.workers.ports import LOOPBACK, free_port
+
+        address = _get(self.ranks[0].rendezvous.remote())
+        building = [rank.build.remote(self.cfg, "policy", address) for rank in self.ranks]
+        _get([self.engine.start.remote(), *building], START_TIMEOUT_S)
+        self.metadata = _get([rank.weight_metadata.remote() for rank in self.ranks])
+        ports = [free_port() for _ in self.ranks]
+        connecting = [rank.connect_weights.remote(port, 1) for rank, port in zip(self.ranks, ports, strict=True)]
+        _get([self.engine.connect_weights.remote([(LOOPBACK, port) for port in ports], 1, 2), *connecting])
+
+    def rollout(self) -> Any:
+        """Additions as prompts; the trivial reward is the share of digits in a response."""
+        from skyrl_megatron.algorithms.advantages import compute_advantages_and_returns
+        from skyrl_megatron.data.batch import collate
+
+        prompts, uids, requests = [], [], []
+        for prompt in range(PROMPTS):
+            message = [{"role": "user", "content": f"{11 + 7 * prompt}+{23 + 5 * prompt}=?"}]
+            ids = self.tokenizer.apply_chat_template(message, add_generation_prompt=True)["input_ids"]
+            for sample in range(SAMPLES):
+                sampling = {
+                    "temperature": 1.0,
+                    "max_tokens": 8 + 4 * sample,
+                    "seed": self.seed + 100 * prompt + sample,
+                }
+                prompts.append(ids)
+                uids.append(f"prompt-{prompt}")
+                requests.append(self.engine.generate.remote(f"{prompt}-{sample}", ids, sampling))
+        samples = _get(requests)
+        texts = [self.tokenizer.decode(sample.token_ids) for sample in samples]
+        rewards = [sum(c.isdigit() for c in text) / max(len(text), 1) for text in texts]
+        batch = collate(
+            prompts,
+            [sample.token_ids for sample in samples],
+            uids=uids,
+            rewards=rewards,
+            rollout_logprobs=[sample.logprobs for sample in samples],
+        )
+        batch.advantages, batch.returns = compute_advantages_and_returns(
+            token_level_rewards=batch.rewards,
+            response_mask=batch.response_mask,
+            index=uids,
+            adv_estimator="grpo",
+            config=self.cfg.trainer.algorithm,
+        )
+        return batch
+
+    def trainer_logprobs(self, batch: Any) -> Any:
+        """[B, T] under the trainer's weights."""
+        import torch
+
+        out = torch.zeros_like(batch.response_mask)
+        for result in _get([rank.compute_logprobs.remote(batch) for rank in self.ranks]):
+            if result is not None:
+                rows, logprobs = result
+                out[rows] = logprobs
+        return out
+
+    def engine_logprobs(self, batch: Any) -> Any:
+        """[B, T] under the engine's weights."""
+        import torch
+
+        rows = [batch.sequences[row, -length:].tolist() for row, length in enumerate(batch.lengths)]
+        out = torch.zeros_like(batch.response_mask)
+        for row, scores in enumerate(_get([self.engine.score.remote(ids) for ids in rows])):
+            tokens = int(batch.response_mask[row].sum())
+            out[row, -tokens:] = torch.tensor(scores[-tokens:])
+        return out
+
+    def gap(self, batch: Any, engine: Any) -> float:
+        """Largest difference of trainer and engine over the response tokens."""
+        difference = (self.trainer_logprobs(batch) - engine).abs() * batch.response_mask
+        return float(difference.max())
+
+    def train(self, batch: Any) -> dict[str, float]:
+        """One optimizer step with the trainer's own log-probs as the old ones."""
+        batch.old_logprobs = self.trainer_logprobs(batch)
+        return _get([rank.step.remote(batch) for rank in self.ranks])[0]
+
+    def sync(self, version: str) -> tuple[float, float]:
+        """(megabytes, seconds). Raises WeightSyncError when what arrived is not what was sent."""
+        from skyrl_megatron.weight_sync.bucket import TensorMeta
+
+        started = time.perf_counter()
+        _get(self.engine.pause.remote())
+        updating = self.engine.update_weights.remote(self.metadata, version)
+        sent = _get([rank.send_weights.remote() for rank in self.ranks])
+        _get(updating)
+        for worker, received in enumerate(_get(self.engine.weight_checksums.remote())):
+            if received != sent:
+                raise WeightSyncError(f"engine worker {worker}: checksums {received} are not those sent, {sent}")
+        _get(self.engine.resume.remote())
+        nbytes = sum(TensorMeta(*meta).nbytes for sender in self.metadata for meta in sender)
+        return nbytes / 1e6, time.perf_counter() - started
+
+    def stop(self) -> None:
+        """End the engine's own processes; Ray ends the actors."""
+        import ray
+
+        try:
+            ray.get(self.engine.shutdown.remote(), timeout=30)
+        except Exception as error:
+            print(f"the engine did not shut down by itself: {error}", file=sys.stderr)
+
+
+def _get(references: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+    """Results of actor calls; the cause of a failed one, without the actor's traceback around it."""
+    import ray
+
+    from skyrl_megatron.errors import DistributedError
+
+    try:
+        return ray.get(references, timeout=timeout_s)
+    except ray.exceptions.GetTimeoutError as error:
+        raise DistributedError(
+            f"no answer within {timeout_s:.0f} s: a worker hangs or the machine is overloaded"
+        ) from error
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from error
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0 when the log-probs agree where they must and differ where they must."""
+    parser = argparse.ArgumentParser(prog="one_step", description=__doc__.splitlines()[2])
+    parser.add_argument("--seed", type=int, default=0, help="of the model and of sampling (default 0)")
+    parser.add_argument("--dir", type=Path, help="where the model is written (default: a temporary folder)")
+    args = parser.parse_args(argv)
+
+    def one_step() -> int:
+        with tempfile.TemporaryDirectory(prefix="skyrl-megatron-") as temporary:
+            gaps = run(args.dir or Path(temporary), args.seed)
+        print("OK: equal weights agree, skipped syncs show" if gaps.as_expected else f"FAILED: {gaps}")
+        return 0 if gaps.as_expected else 1
+
+    return run_command(one_step)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
