@@ -31,9 +31,7 @@ DAMAGE = {
     "shard flipped": lambda f: flip(first_shard(f)),
     "shard deleted": lambda f: first_shard(f).unlink(),
     "manifest truncated": lambda f: truncate(f / "MANIFEST.json"),
-    "manifest flipped": lambda f: flip(
-        f / "MANIFEST.json", at=(f / "MANIFEST.json").read_bytes().index(b"world") + 13
-    ),
+    "manifest flipped": lambda f: flip(f / "MANIFEST.json", at=b"world_size"),
     "manifest deleted": lambda f: (f / "MANIFEST.json").unlink(),
     "metadata flipped": lambda f: flip(f / "policy" / ".metadata"),
     "metadata emptied": lambda f: (f / "policy" / ".metadata").write_bytes(b""),

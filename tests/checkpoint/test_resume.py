@@ -97,9 +97,10 @@ def _put_back(engine, loaded):
     states = [value for key, value in loaded.items() if key.startswith("optimizer ")]
     assert len(parts) == len(states)
     for part, state in zip(parts, states, strict=True):
-        for entry in state.values():
-            entry["step"] = None
-        part.load_parameter_state_from_fully_reshardable(state)
+        steps = [(moments, moments.pop("step")) for moments in part.optimizer.state.values()]
+        part.load_parameter_state_from_fully_reshardable(state)  # would look for "step" among the loaded tensors
+        for moments, step in steps:
+            moments["step"] = step
     return len(states)
 
 

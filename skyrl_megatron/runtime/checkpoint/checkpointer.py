@@ -76,29 +76,42 @@ class Checkpointer:
         if self._skip_when_busy and agree(lambda: self._commit.busy)[0]:
             logger.warning("step %d is not saved: the save before it is still being written", step)
             return False
-        self.finish()
         roles = {self._role: dist.get_world_size()}
-        extras = agree(lambda: _snapshot(data, trainer_state))[0]
-        folder = agree(
-            lambda: self._on_first(lambda: self.store.begin(step, roles, last_step_finite=last_step_finite))
-        )
-        if folder[0] is None:
+
+        def prepare() -> tuple[str | None, list[dict[str, Any]]]:
+            self._settle()
+            extras = _snapshot(data, trainer_state)
+            folder = self.store.begin(step, roles, last_step_finite=last_step_finite) if dist.get_rank() == 0 else None
+            return folder, extras
+
+        folder, (position, progress) = agree(prepare)[0]
+        if folder is None:
             return False
-        commit = {"data": extras[0], "trainer_state": extras[1], "timeout_s": self._timeout_s}
         try:
-            agree(lambda: self.writer.write(folder[0], self._role, step, state, background=self._asynchronous))
+            agree(lambda: self.writer.write(folder, self._role, step, state, background=self._asynchronous))
         except CheckpointError:
             self._on_first(lambda: self.store.discard(step))
             raise
-        if self._asynchronous:
-            self._on_first(lambda: self._commit.start(lambda: self.store.commit(step, roles, **commit)))
-        else:
-            agree(lambda: self._on_first(lambda: self.store.commit(step, roles, **commit)))
+
+        def commit() -> None:
+            self.store.commit(step, roles, data=position, trainer_state=progress, timeout_s=self._timeout_s)
+
+        if not self._asynchronous:
+            self._on_first(commit)
+        elif dist.get_rank() == 0:
+            self._commit.start(commit)
         return True
 
     def finish(self) -> None:
         """Until no save is under way. Raises CheckpointError on every rank when the last one failed."""
-        agree(lambda: (self.writer.wait(self._timeout_s), self._commit.wait(self._timeout_s))[0])
+        agree(self._settle)
+
+    def _settle(self) -> None:
+        """Wait for this rank's background work, all of it, then tell of the first failure."""
+        try:
+            self.writer.wait(self._timeout_s)
+        finally:
+            self._commit.wait(self._timeout_s)
 
     def resume(self, mode: str | None, path: str | None, state: RankState, *, seed: int) -> Resumed | None:
         """Fill ``state`` from the checkpoint that ``mode`` and ``path`` name (``trainer.resume_mode``, ``_path``).

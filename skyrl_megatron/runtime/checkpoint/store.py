@@ -45,7 +45,7 @@ POINTER = "latest_ckpt_global_step.txt"
 DATA = "data.json"
 TRAINER_STATE = "trainer_state.json"
 _STEP = re.compile(r"global_step_(\d+)")
-_TMP, _REPLACED = ".tmp", ".replaced"
+_TMP, _REPLACED, _REMOVED = ".tmp", ".replaced", ".removed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +143,8 @@ class CheckpointStore:
         for name in self.storage.names(self.root):
             if not _STEP.match(name):
                 continue
-            if name.endswith(_TMP):
-                logger.warning("%s: removing a save that was interrupted", self.storage.path(name))
+            if name.endswith((_TMP, _REMOVED)):
+                logger.warning("%s: clearing up after a run that was interrupted", self.storage.path(name))
                 self.storage.remove(self.storage.path(name))
             elif name.endswith(_REPLACED):
                 whole = self.storage.path(name.removesuffix(_REPLACED))
@@ -293,8 +293,12 @@ class CheckpointStore:
         removed = [step for step in surplus if step != sound and sound is not None]
         for step in removed:
             folder = self.storage.path(self._name(step))
-            self.storage.remove(f"{folder}/{MANIFEST}")  # from here on it is not a checkpoint
-            fault_points.reached("during prune")
+            if self.storage.renames:
+                self.storage.rename(folder, folder + _REMOVED)
+                folder += _REMOVED
+            else:
+                self.storage.remove(f"{folder}/{MANIFEST}")
+            fault_points.reached("during prune")  # from here on it is not a checkpoint
             self.storage.remove(folder)
         return removed
 

@@ -1,0 +1,205 @@
+"""Saving and loading a checkpoint against plain sequential files; the stall of an asynchronous save against memcpy.
+
+    python benchmarks/checkpoint.py [--gigabytes 2] [--rounds 5] [--folder /tmp/…]
+
+Two ranks hold a Qwen3-MoE in bfloat16 with a distributed fp32 Adam (dp2·ep2), about 2 GB of state. Each round does,
+one after the other: every rank writes as many bytes as its share to one file and syncs it; the checkpoint is saved;
+the plain files are read from a cold cache; the checkpoint is loaded from a cold cache, every byte verified; the state
+is copied within memory; an asynchronous save is started. Ratios are medians over the rounds.
+"""
+
+import argparse
+import gc
+import os
+import shutil
+import statistics
+import sys
+import time
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+RANKS, BLOCK = 2, 8 * 2**20
+
+
+def build(gigabytes):
+    """A model and an optimizer with random moments; nothing is read from disk."""
+    import types
+
+    import torch
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from transformers import Qwen3MoeConfig
+
+    from skyrl_megatron.config.layout import ParallelConfig
+    from skyrl_megatron.runtime import cpu_seam, parallel_state
+    from skyrl_megatron.runtime.checkpoint.optimizer_state import owned_ranges, set_step_count
+    from skyrl_megatron.runtime.checkpoint.rank_writer import RankState
+    from skyrl_megatron.runtime.model_build import build_model
+    from skyrl_megatron.runtime.optimizer import build_lr_schedule, build_optimizer
+
+    cpu_seam.install()
+    groups = parallel_state.initialize(ParallelConfig(world_size=RANKS, ep=2))
+    layers = max(1, round(8 * gigabytes / 2))
+    config = Qwen3MoeConfig(
+        vocab_size=1024, hidden_size=1024, num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=2,
+        head_dim=128, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=640,
+    ).to_dict()  # fmt: skip
+    model = build_model(config, groups, dtype=torch.bfloat16)
+    buffers = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    chunks = [
+        DistributedDataParallel(model.config, buffers, chunk, pg_collection=groups.collection)
+        for chunk in model.chunks
+    ]
+    settings = types.SimpleNamespace(
+        lr=1e-3, min_lr=0.0, weight_decay=0.0, adam_betas=(0.9, 0.95), max_grad_norm=1.0, scheduler="constant",
+        num_warmup_steps=0, num_decay_steps=None,
+    )  # fmt: skip
+    optimizer = build_optimizer(
+        chunks, settings, {}, groups, params_dtype=torch.bfloat16, use_distributed_optimizer=True,
+        overlap_param_gather=False,
+    )  # fmt: skip
+    for each in owned_ranges(optimizer):
+        for name, tensor in each.tensors.items():
+            if name != "param":
+                tensor.uniform_()
+    set_step_count(optimizer, 3)
+    return RankState(chunks, groups, optimizer, build_lr_schedule(optimizer, settings, None))
+
+
+def drop_cache(path):
+    """Take a file, or all files of a folder, out of the page cache."""
+    files = [path] if os.path.isfile(path) else [os.path.join(f, n) for f, _, names in os.walk(path) for n in names]
+    for name in files:
+        descriptor = os.open(name, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def raw_write(path, count, buffer):
+    descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+    while count:
+        count -= os.write(descriptor, buffer[: min(count, len(buffer))])
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def raw_read(path, buffer):
+    with open(path, "rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass
+
+
+def timed(work):
+    """Seconds of the slowest rank, all starting together."""
+    import torch
+    import torch.distributed as dist
+
+    gc.collect()
+    dist.barrier()
+    began = time.perf_counter()
+    work()
+    seconds = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return seconds.item()
+
+
+def measure(gigabytes, rounds, folder):
+    import torch
+    import torch.distributed as dist
+
+    from skyrl_megatron.runtime.checkpoint.checkpointer import Checkpointer
+    from skyrl_megatron.runtime.checkpoint.local_state import blocks_to_save
+
+    rank, state = dist.get_rank(), build(gigabytes)
+    blocks = list(blocks_to_save(state.model_chunks, state.optimizer, state.groups))
+    mine = sum(block.data.numel() * block.data.element_size() for block in blocks)
+    buffer = memoryview(bytearray(os.urandom(BLOCK)))
+    plain = os.path.join(folder, f"plain_{rank}")
+    target = torch.empty(mine, dtype=torch.uint8)
+    rows = []
+    asynchronous = Checkpointer(os.path.join(folder, "async"), asynchronous=True, keep=1)
+    saved = Checkpointer(os.path.join(folder, "sync"))
+    for index in range(rounds + 1):  # the first warms up: frames of archives, staging memory
+        row = {"raw write": timed(lambda: raw_write(plain, mine, buffer))}
+        row["save"] = timed(lambda i=index: saved.save(i, state))
+        drop_cache(plain)
+        drop_cache(os.path.join(folder, "sync", f"global_step_{index}"))
+        row["raw read"] = timed(lambda: raw_read(plain, buffer))
+        row["load"] = timed(lambda i=index: resumed(saved, f"{folder}/sync/global_step_{i}", state))
+        row["memcpy"] = timed(lambda: copy(blocks, target))
+        row["stall"] = timed(lambda i=index: asynchronous.save(i, state))
+        row["rank stall"] = asynchronous.writer.stall_s
+        asynchronous.finish()
+        dist.barrier()
+        os.unlink(plain)
+        if rank == 0:
+            shutil.rmtree(os.path.join(folder, "sync", f"global_step_{index}"))
+        dist.barrier()
+        if index:
+            rows.append(row)
+    saved.close()
+    asynchronous.close()
+    total = torch.tensor([float(mine)], dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.item(), rows
+
+
+def resumed(checkpointer, path, state):
+    assert checkpointer.resume("from_path", path, state, seed=0) is not None
+
+
+def copy(blocks, target):
+    """One copy of the state into memory that exists already."""
+    import torch
+
+    begin = 0
+    for block in blocks:
+        count = block.data.numel() * block.data.element_size()
+        target[begin : begin + count].copy_(block.data.view(torch.uint8))
+        begin += count
+
+
+def report(total, rows):
+    def median(name):
+        return statistics.median(row[name] for row in rows)
+
+    def ratio(of, to):
+        return statistics.median(row[of] / row[to] for row in rows)
+
+    size = total / 1e9
+    print(f"{size:.2f} GB of state, {RANKS} ranks, {len(rows)} rounds (seconds: median, and each round)")
+    for name in rows[0]:
+        print(f"  {name:11s} {median(name):7.3f}   {' '.join(f'{row[name]:.3f}' for row in rows)}")
+    print(f"save: {size / median('save'):.3f} GB/s, {100 * ratio('raw write', 'save'):.0f} % of raw (goal 60)")
+    print(
+        f"load, verified: {size / median('load'):.3f} GB/s, {100 * ratio('raw read', 'load'):.0f} % of raw (goal 60)"
+    )
+    print(f"async stall: {ratio('stall', 'memcpy'):.2f}x memcpy (goal at most 1.2)")
+
+
+def main():
+    from tests.support.rank_pool import RankPool
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=2.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", default="/tmp/checkpoint-benchmark")
+    arguments = parser.parse_args()
+    os.makedirs(arguments.folder)
+    pool = RankPool()
+    try:
+        from benchmarks import checkpoint  # the ranks find the function under its module's name
+
+        results = pool(
+            RANKS, checkpoint.measure, arguments.gigabytes, arguments.rounds, arguments.folder, timeout_s=1500
+        )
+        report(*results[0])
+    finally:
+        pool.close()
+        shutil.rmtree(arguments.folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
