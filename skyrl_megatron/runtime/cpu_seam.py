@@ -16,6 +16,7 @@ What is redirected, and for which file below ``megatron/core/``:
 - random state: tensor_parallel/random.py
 - ``Tensor.type() == "torch.cuda.FloatTensor"``: optimizer/{clip_grads,optimizer,distrib_optimizer}.py
 - split sizes left on the device: transformer/moe/token_dispatcher.py
+- gathering and scattering unequal shares, which gloo cannot: tensor_parallel/mappings.py (etp > 1 with ep > 1)
 - ``torch.compile`` of small functions: fusions/*.py, activations.py, transformer/moe/router.py (needs no C++ compiler)
 """
 
@@ -30,6 +31,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.jit._builtins import _find_builtin, _register_builtin
 from torch.utils._device import _device_constructors
@@ -55,6 +57,7 @@ def install() -> None:
     # Imported first, with torch as it is: torch.compile, which they use, keeps tables of torch's functions.
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
     # torch.device("meta") as a context looks these functions up by identity: let it see the originals.
     _device_constructors()
     for name in _MAKERS:
@@ -72,6 +75,8 @@ def install() -> None:
     _replace(random, "_get_cuda_rng_state", _get_rng_state)
     _replace(random, "_set_cuda_rng_state", _set_rng_state)
     _replace(dispatcher, "maybe_move_tensor_to_cpu", _split_sizes)
+    _replace(mappings, "_gather_along_first_dim", _gather_shares(mappings._gather_along_first_dim))
+    _replace(mappings, "_reduce_scatter_along_first_dim", _sum_shares(mappings._reduce_scatter_along_first_dim))
     logging.getLogger(random.__name__).addFilter(_expected_rng_change)
     torch.compiler.set_stance("force_eager")
 
@@ -214,6 +219,39 @@ def _set_rng_state(new_state: Tensor, device: object = -1, graph_safe: bool = Fa
 def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """What ``maybe_move_tensor_to_cpu`` returns on CUDA: gloo, too, wants numbers as split sizes, not a tensor."""
     return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
+
+
+def _gather_shares(gather: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Unequal shares are gathered padded to the longest, and cut to size."""
+
+    def gather_shares(
+        mine: Tensor, group: dist.ProcessGroup, output_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(mine, group, output_split_sizes, use_global_buffer)
+        sizes = [int(size) for size in output_split_sizes]
+        padded = mine.new_zeros(max(sizes), *mine.shape[1:])
+        padded[: len(mine)] = mine
+        shares = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(shares, padded, group=group)
+        return torch.cat([share[:size] for share, size in zip(shares, sizes, strict=True)])
+
+    return gather_shares
+
+
+def _sum_shares(reduce_scatter: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Unequal shares are summed whole, and this rank's cut out."""
+
+    def sum_shares(
+        whole: Tensor, group: dist.ProcessGroup, input_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return reduce_scatter(whole, group, input_split_sizes, use_global_buffer)
+        total = whole.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total.split([int(size) for size in input_split_sizes])[group.rank()].clone()
+
+    return sum_shares
 
 
 def _expected_rng_change(record: logging.LogRecord) -> bool:
