@@ -10,6 +10,9 @@ from torch import Tensor
 
 from skyrl_megatron.algorithms.masked import keep_masked
 from skyrl_megatron.errors import AlgorithmError
+from skyrl_megatron.types import TrainingBatch
+
+BLOCK = 1 << 20
 
 
 def check_token_tensors(shape_of: str, /, **tensors: Tensor | None) -> None:
@@ -36,7 +39,10 @@ def check_token_tensors(shape_of: str, /, **tensors: Tensor | None) -> None:
 
 def check_mask(name: str, mask: Tensor) -> None:
     """A mask holds 0 and 1 only. Raises AlgorithmError with the first other value and its place."""
-    if mask.dtype == torch.bool or torch.equal(mask, (mask != 0).to(mask.dtype)):
+    if mask.dtype == torch.bool or not mask.numel():
+        return
+    # Only 0, 1 and infinity are their own squares. In blocks, so that no second mask has to be written to memory.
+    if mask.max() <= 1 and all(torch.equal(part * part, part) for part in torch.split(mask.flatten(), BLOCK)):
         return
     row, token = ((mask != 0) & (mask != 1)).nonzero()[0].tolist()
     raise AlgorithmError(
@@ -75,3 +81,18 @@ def finite_rows(
         + f"; {int((~keep).sum())} of {rows} rows are not finite. Mend what computes them, or set"
         " trainer.algorithm.nonfinite=skip to leave such samples out and count them"
     )
+
+
+def finite_samples(batch: TrainingBatch, nonfinite: str = "error") -> Tensor:
+    """[B] bool: the rows of a batch whose rewards, values and log-probs are finite, log-probs where trained on.
+
+    Raises, or returns the rows to keep, as :func:`finite_rows` does. Rows to skip leave the step by
+    ``batch.loss_mask *= keep[:, None]``, and before advantages are computed, so that they sway no group.
+    """
+    keep = torch.ones(len(batch), dtype=torch.bool, device=batch.loss_mask.device)
+    for name in ("rewards", "values", "rollout_logprobs", "old_logprobs", "ref_logprobs"):
+        values = getattr(batch, name)
+        if values is not None:
+            mask = batch.loss_mask if name.endswith("logprobs") else None
+            keep &= finite_rows(name, values, mask, nonfinite=nonfinite, uids=batch.uids or None)
+    return keep

@@ -1,11 +1,18 @@
-"""Means and variances over the valid tokens of a padded tensor. Masks are [B, T] (or any shape), 1 where valid."""
+"""Means and variances over the valid tokens of a padded tensor. Masks are [B, T] (or any shape), 1 where valid.
+
+What stands outside a mask has weight 0, but must be finite; :func:`keep_masked` clears what is not.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from skyrl_megatron.errors import AlgorithmError
+
+BLOCK = 1 << 18
 
 
 def keep_masked(values: Tensor, mask: Tensor | None) -> Tensor:
@@ -13,13 +20,19 @@ def keep_masked(values: Tensor, mask: Tensor | None) -> Tensor:
     return values if mask is None else torch.where(mask > 0, values, 0.0)
 
 
+def masked_sum(values: Tensor, mask: Tensor, map: Callable[[Tensor], Tensor] = lambda part: part) -> Tensor:
+    """Σ map(values)·mask, scalar. In blocks: a second tensor of this size costs more to allocate than to compute."""
+    blocks = zip(torch.split(values.flatten(), BLOCK), torch.split(mask.flatten(), BLOCK), strict=True)
+    return torch.stack([(map(part) * valid).sum() for part, valid in blocks]).sum()
+
+
 def masked_mean(values: Tensor, mask: Tensor | None, dim: int | None = None) -> Tensor:
     """Mean over the valid entries, of everything or along ``dim``; 0 where nothing is valid."""
     if mask is None:
         return values.mean() if dim is None else values.mean(dim)
-    kept = keep_masked(values, mask)
-    total, count = (kept.sum(), mask.sum()) if dim is None else (kept.sum(dim), mask.sum(dim))
-    return total / count.clamp(min=1)
+    if dim is None:
+        return masked_sum(values, mask) / mask.sum().clamp(min=1)
+    return (values * mask).sum(dim) / mask.sum(dim).clamp(min=1)
 
 
 def masked_token_mean(loss: Tensor, mask: Tensor | None) -> Tensor:
@@ -38,7 +51,8 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
     count = mask.sum()
     if unbiased and count < 2:
         raise AlgorithmError(f"the variance needs at least 2 valid tokens, the mask has {int(count)}")
-    squares = keep_masked((values - masked_mean(values, mask)) ** 2, mask).sum()
+    mean = masked_mean(values, mask)
+    squares = masked_sum(values, mask, lambda part: (part - mean).square())
     return squares / (count - 1 if unbiased else count.clamp(min=1))
 
 

@@ -206,6 +206,27 @@ def test_samples_that_are_not_finite():
     assert finite_rows("log_probs", huge).all(), "a sum that overflows is no proof"
 
 
+def test_log_probs_that_are_not_finite():
+    import torch
+
+    from skyrl_megatron.algorithms.checks import finite_samples
+    from skyrl_megatron.types import TrainingBatch
+
+    mask = torch.tensor([[0.0, 1.0], [1.0, 1.0], [1.0, 1.0]])
+    old, rollout = torch.zeros(3, 2), torch.zeros(3, 2)
+    old[0, 0] = float("nan")  # on padding: nobody looks
+    rollout[1, 1] = float("-inf")
+    shape = {"sequences": torch.zeros(3, 4, dtype=torch.int64), "attention_mask": torch.ones(3, 4, dtype=torch.bool)}
+    batch = TrainingBatch(**shape, response_mask=mask, loss_mask=mask, uids=["a", "b", "c"])
+    assert finite_samples(batch).all()
+    batch.old_logprobs, batch.rollout_logprobs = old, rollout
+    with pytest.raises(ValueError, match=r"rollout_logprobs of row 1 \(uid 'b'\) is -inf at token 1; 1 of 3 rows"):
+        finite_samples(batch)
+    assert finite_samples(batch, "skip").tolist() == [True, False, True]
+    batch.rewards = torch.tensor([[0.0, 0.0], [0.0, 0.0], [float("nan"), 0.0]])
+    assert finite_samples(batch, "skip").tolist() == [True, False, False]
+
+
 @pytest.mark.parametrize(
     "change,message",
     [

@@ -53,9 +53,9 @@ def test_controllers():
     assert adaptive.value == pytest.approx(0.05 * 1.05 * 1.1)
     adaptive.update(current=0.0, n_steps=1000)
     assert adaptive.value == pytest.approx(0.05 * 1.05 * 1.1 * 0.8)
-    with pytest.raises(ValueError, match="kl_ctrl.horizon=0"):
+    with pytest.raises(ValueError, match=r"kl_ctrl\.horizon=0"):
         get_kl_controller(algorithm_config(kl_ctrl__type="adaptive", kl_ctrl__horizon=0))
-    with pytest.raises(ValueError, match="kl_ctrl.type='pid'"):
+    with pytest.raises(ValueError, match=r"kl_ctrl\.type='pid'"):
         get_kl_controller(algorithm_config(kl_ctrl__type="pid"))
     with pytest.raises(ValueError, match="kl_estimator_type='k4'"):
         from skyrl_megatron.algorithms.kl import compute_approx_kl

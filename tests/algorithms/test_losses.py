@@ -30,8 +30,8 @@ def mean(metric) -> float:
 def test_equals_the_reference(name):
     """Sum of the per-token loss, its gradient, and the clip ratio, with each off-policy correction.
 
-    Known differences: the reference computes PPO ratios and truncated weights in float32 (hence 5e-6 there); it returns
-    the masked sum where ours is per token; its ``importance_sampling`` reports no clip ratio.
+    Known differences: the reference computes PPO ratios and truncated weights in float32 (hence 5e-6 there); it
+    returns the masked sum where ours is per token; its ``importance_sampling`` reports no clip ratio.
     """
     from skyrl_megatron.algorithms.losses import PolicyLossRegistry
 
@@ -286,7 +286,7 @@ def test_bad_input():
         loss(x, x, torch.zeros(2, 4), config, x)
     with pytest.raises(ValueError, match=r"log_probs must be \[B, T\], got shape \(6,\)"):
         loss(x.flatten(), x, x, config, x)
-    with pytest.raises(ValueError, match="old_log_probs has dtype torch.int64"):
+    with pytest.raises(ValueError, match=r"old_log_probs has dtype torch\.int64"):
         loss(x, x.long(), x, config, x)
     with pytest.raises(ValueError, match="regular needs old_log_probs"):
         loss(x, None, x, config, x)

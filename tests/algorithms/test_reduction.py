@@ -184,7 +184,7 @@ def definition(values, mask, uids, reduction, max_seq_len=7):
 def test_the_whole_is_the_mean_that_its_name_says(reduction, seed):
     """Policy loss, KL and entropy against the definitions, with coefficients and signs.
 
-    Tokens that the correction drops (ratio above 1.05) count neither above nor below the line; tokens that PPO clips do.
+    Tokens that the correction drops (ratio above 1.05) count neither above nor below the line; what PPO clips does.
     """
     from skyrl_megatron.algorithms.kl import compute_approx_kl
     from skyrl_megatron.algorithms.losses import PolicyLossRegistry
@@ -207,6 +207,28 @@ def test_the_whole_is_the_mean_that_its_name_says(reduction, seed):
     assert loss == pytest.approx(policy + 0.3 * kl - 0.2 * entropy, rel=1e-12)
     assert metrics["policy_loss"] == pytest.approx(policy) and metrics["policy_kl"] == pytest.approx(kl)
     assert metrics["policy_entropy"] == pytest.approx(entropy) and metrics["final_loss"] == pytest.approx(loss)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_gradient_of_the_whole_objective(reduction):
+    """Policy loss + KL - entropy by finite differences, with respect to log-probs and entropy."""
+    import torch
+
+    from skyrl_megatron.algorithms.objective import PolicyObjective
+
+    config = algorithm_config(
+        loss_reduction=reduction, max_seq_len=7, kl_loss_coef=0.3, use_entropy_loss=True, entropy_loss_coef=0.2
+    )
+    batch = make_batch(2, 6)
+    objective = PolicyObjective(config)
+    totals = objective.totals(batch["loss_mask"], uids=batch["uids"])
+    assert totals.rows >= 3
+
+    def loss(log_probs, entropy):
+        return objective(totals, **(batch | {"log_probs": log_probs, "entropy": entropy}))[0]
+
+    leaves = [batch[key].clone().requires_grad_() for key in ("log_probs", "entropy")]
+    assert torch.autograd.gradcheck(loss, leaves, eps=1e-7, atol=1e-6)
 
 
 def test_a_step_without_a_token():
@@ -299,7 +321,7 @@ def test_bad_configuration(change, message):
 def test_bad_masks_and_uids():
     from skyrl_megatron.algorithms.reduction import step_totals
 
-    with pytest.raises(ValueError, match="loss_mask must hold 0 and 1 only, found 0.5 in row 0, token 1"):
+    with pytest.raises(ValueError, match=r"loss_mask must hold 0 and 1 only, found 0\.5 in row 0, token 1"):
         step_totals(tensor([[1.0, 0.5]]))
     with pytest.raises(ValueError, match="prompt_mean needs the uid of each of the 1 rows, got none"):
         step_totals(tensor([[1.0, 1.0]]), "prompt_mean")

@@ -1,9 +1,13 @@
 """Registries: names, duplicates, and agreement of all processes of a Ray cluster."""
 
+import os
 import sys
 from collections.abc import Iterator
 
 import pytest
+
+# Ray replaces a loopback address by the machine's own, unless told when it is imported that it is alone.
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 
 
 @pytest.fixture
@@ -95,8 +99,8 @@ def start_ray():
         object_store_memory=80 * 2**20,
         include_dashboard=False,
         log_to_driver=False,
-        _node_ip_address="127.0.0.1",
     )
+    assert ray.util.get_node_ip_address() == "127.0.0.1"
     return ray
 
 
@@ -190,16 +194,18 @@ def test_built_in_names_change_everywhere(ray, workers, losses):
     losses.register("regular", lambda: "mine")
     assert ray.get([worker.call.remote("regular", registry_version()) for worker in workers]) == ["mine"] * 2
     losses.repopulate()
-    with pytest.raises(TypeError, match="regular|loss"):  # the built-in one, called without arguments
+    with pytest.raises(
+        TypeError, match="missing 4 required positional arguments"
+    ):  # the built-in one, called without arguments
         ray.get(workers[0].call.remote("regular", registry_version()))
 
 
 def test_two_processes_cannot_share_a_name(ray, workers, losses):
     ray.get(workers[0].register.remote("taken", "by worker 0"))
-    with pytest.raises(ValueError, match="already registered with another function by another process: .*'taken'"):
+    with pytest.raises(ValueError, match=r"already registered with another function by another process: .*'taken'"):
         losses.register("taken", lambda: "by the driver")
     assert losses.get("taken")() == "by worker 0"
-    with pytest.raises(ValueError, match="'nowhere' is not registered. Registered: .*taken"):
+    with pytest.raises(ValueError, match=r"'nowhere' is not registered\. Registered: .*taken"):
         ray.get(workers[0].call.remote("nowhere"))
 
 
@@ -231,7 +237,7 @@ def test_a_lost_registry_is_replaced(ray, workers, losses):
 
 
 def test_ray_restarted_in_the_same_process(ray, losses):
-    """Last in this module: ends the session of the fixture and starts another, whose registry is told what is known."""
+    """Last in this module: ends the session of the fixture and starts another, which is told what is known."""
     from skyrl_megatron.algorithms.registry import registry_version
 
     losses.register("across", lambda: "both sessions")

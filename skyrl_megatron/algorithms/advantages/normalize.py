@@ -15,6 +15,7 @@ def normalize_advantages(advantages: Tensor, mask: Tensor) -> Tensor:
     ``algorithm.advantage_batch_normalize``. Padding has no say, so the result does not depend on how far a batch is
     padded. The variance is the biased one and at least 1e-8; a mask without a token gives zeros.
     """
+    advantages = keep_masked(advantages, mask)
     centred = advantages - masked_mean(advantages, mask)
     variance = masked_mean(centred * centred, mask).clamp(min=1e-8)
     return keep_masked(centred * variance.rsqrt(), mask)

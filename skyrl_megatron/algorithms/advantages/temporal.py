@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skyrl_megatron.algorithms.masked import masked_whiten
+from skyrl_megatron.algorithms.masked import masked_mean, masked_var, masked_whiten
 from skyrl_megatron.errors import AlgorithmError
 
 BLOCK = 32
@@ -59,8 +59,9 @@ def gae(
     deltas = token_level_rewards - values
     deltas[:, :-1].add_(values[:, 1:], alpha=gamma)
     advantages = discounted_suffix_sum(deltas, gamma * lambd)
-    returns = advantages + values
-    return masked_whiten(advantages, response_mask), returns
+    returns = torch.add(advantages, values, out=deltas)
+    scale = torch.rsqrt(masked_var(advantages, response_mask) + 1e-8)
+    return advantages.sub_(masked_mean(advantages, response_mask)).mul_(scale), returns
 
 
 @torch.no_grad()
