@@ -1,0 +1,123 @@
+"""Tiny seeded HF folders that every part of the system opens: transformers, the bridges, Megatron, vLLM.
+
+Sizes fit the engine's CPU kernels (hidden a multiple of 32; MLA with its real latent of 512 + 64) and tensor
+parallelism of 2. Nothing is trivial: norm weights are not one, biases and expert corrections not zero, and logits are
+far from flat. Two seeds give two models that no comparison mistakes for one another.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+VOCAB_SIZE = 512
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_SIZES: dict[str, Any] = dict(
+    vocab_size=VOCAB_SIZE,
+    hidden_size=128,
+    intermediate_size=128,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=1024,
+    tie_word_embeddings=False,
+    pad_token_id=SPECIAL_TOKENS.index("<|endoftext|>"),
+    eos_token_id=SPECIAL_TOKENS.index("<|im_end|>"),
+    bos_token_id=None,
+)
+_EXPERTS: dict[str, Any] = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64)
+TINY: dict[str, dict[str, Any]] = {
+    "llama": dict(head_dim=32),
+    "qwen2": dict(),
+    "qwen3": dict(head_dim=32),
+    "qwen2_moe": dict(**_EXPERTS, shared_expert_intermediate_size=64, decoder_sparse_step=1),
+    "qwen3_moe": dict(**_EXPERTS, head_dim=32, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[]),
+    "mixtral": dict(num_local_experts=8, num_experts_per_tok=2, head_dim=32, sliding_window=None),
+    "olmoe": dict(num_experts=8, num_experts_per_tok=2, intermediate_size=64),
+    "deepseek_v3": dict(
+        num_key_value_heads=4,
+        moe_intermediate_size=64,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        kv_lora_rank=512,
+        q_lora_rank=96,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        n_group=2,
+        topk_group=1,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        topk_method="noaux_tc",  # vLLM loads the correction biases only when the config says so
+        scoring_func="sigmoid",
+    ),
+    "gpt_oss": dict(head_dim=32, num_local_experts=8, num_experts_per_tok=2, sliding_window=128),
+}
+
+
+def tiny_model(model_type: str, seed: int = 0, **overrides: Any):
+    """The tiny model of a family in fp32 (transformers), every parameter and buffer drawn from ``seed``.
+
+    ``overrides`` are config arguments.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(model_type, **{**_SIZES, **TINY[model_type], **overrides})
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if "norm" in name and name.endswith("weight"):
+                tensor.uniform_(0.6, 1.4)
+            elif name.endswith(("bias", "sinks")):
+                tensor.normal_(std=0.1)
+            elif tensor.dim() >= 2 and name.endswith(("weight", "_proj")):
+                tensor.normal_(std=0.08)
+    model.generation_config.eos_token_id = config.eos_token_id
+    model.generation_config.pad_token_id = config.pad_token_id
+    return model
+
+
+def write_tiny_model(model_type: str, folder: Path, seed: int = 0, dtype: str = "float32", **overrides: Any) -> Path:
+    """Write the tiny model as a HF folder with tokenizer and chat template; returns ``folder``."""
+    import torch
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    tiny_model(model_type, seed, **overrides).to(getattr(torch, dtype)).save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a byte-level BPE tokenizer of at most :data:`VOCAB_SIZE` tokens, trained on additions."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(
+        (f"What is {a} + {b}? It is {a + b}." for a in range(60) for b in range(60)), trainer
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)
