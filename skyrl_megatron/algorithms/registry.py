@@ -68,7 +68,7 @@ class BaseFunctionRegistry:
         super().__init_subclass__(**options)
         cls._builtin, cls._functions, cls._unloadable = {}, {}, {}
         REGISTRIES[cls._function_type] = cls
-        for change in _link.remembered.values():  # learnt before this class was there
+        for _, change in _link.remembered.values():  # learnt before this class was there
             if change.registry == cls._function_type:
                 cls._take_over(change)
 
@@ -122,8 +122,7 @@ class BaseFunctionRegistry:
         """Forget every function in this process, and every custom one in all of them (for tests)."""
         if connected_ray() is not None:
             _link.sync()
-        custom = [change.name for change in _link.remembered.values() if change.registry == cls._function_type]
-        for name in custom:
+        for name in _link.changed(cls._function_type):
             _link.note(Change(cls._function_type, name, None, BUILT_IN if name in cls._builtin else GONE))
         cls._functions.clear()
         cls._unloadable.clear()
@@ -140,7 +139,7 @@ class BaseFunctionRegistry:
         for name, func in cls._builtin.items():
             if name not in cls._functions:
                 cls._functions[name] = func
-                if (cls._function_type, name) in _link.remembered:
+                if name in _link.changed(cls._function_type):
                     _link.note(Change(cls._function_type, name, None, BUILT_IN))
 
     @classmethod
@@ -152,7 +151,7 @@ class BaseFunctionRegistry:
     def add_builtin(cls, name: str, func: Callable[..., Any]) -> None:
         """A function that every process has by importing this package, and that therefore never travels."""
         cls._builtin[str(name)] = func
-        if (cls._function_type, str(name)) not in _link.remembered:
+        if str(name) not in _link.changed(cls._function_type):
             cls._functions[str(name)] = func
 
     @classmethod

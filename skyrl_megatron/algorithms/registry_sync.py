@@ -42,39 +42,58 @@ class Change(NamedTuple):
 GONE, BUILT_IN = "gone", "built-in"
 
 
+class Recorded(NamedTuple):
+    """A change and its age, a number that grows from change to change and outlives an actor: the newer one holds."""
+
+    age: int
+    change: Change
+
+
 class RegistryActor:
     """The list of changes. A plain class, made a Ray actor at the first sync."""
 
     def __init__(self) -> None:
         self.id = uuid.uuid4().hex
         self.count = 0
-        self.held: dict[tuple[str, str], tuple[int, Change]] = {}
+        self.held: dict[tuple[str, str], tuple[int, Recorded]] = {}
 
     def version(self) -> RegistryVersion:
         """The latest change."""
         return RegistryVersion(self.id, self.count)
 
+    def introduce(self, remembered: list[Recorded]) -> RegistryVersion:
+        """A process that knew another actor, or none, says what it remembers. Returns the version to ask news from."""
+        for recorded in remembered:
+            _, held = self.held.get(recorded.change[:2], (0, None))
+            if held is None or held.age < recorded.age:
+                self._hold(recorded)
+        return RegistryVersion(self.id, 0)
+
     def exchange(
-        self, known: RegistryVersion, changes: list[Change], only_missing: bool = False
-    ) -> tuple[RegistryVersion, list[Change], list[Change]]:
+        self, known: RegistryVersion, changes: list[Change]
+    ) -> tuple[RegistryVersion, list[Recorded], list[Recorded]] | None:
         """Record ``changes``; returns the version, what is new since ``known``, and who holds a refused name.
 
         A name is refused when it belongs to another function. The same function again, as from each process that
-        imports its module, is no change. ``only_missing``: a process tells a new actor what it remembers of the old.
+        imports its module, is no change. None for a process that must introduce itself first.
         """
+        if known.actor != self.id:
+            return None
         refused = []
         for change in changes:
             _, held = self.held.get(change[:2], (0, None))
-            if held is not None and (only_missing or held.identity == change.identity):
+            if held is not None and held.change.identity == change.identity:
                 continue
-            if held is not None and held.function and change.function:
+            if held is not None and held.change.function and change.function:
                 refused.append(held)
-                continue
-            self.count += 1
-            self.held[change[:2]] = (self.count, change)
-        after = known.changes if known.actor == self.id else 0
-        news = sorted((number, change) for number, change in self.held.values() if number > after)
-        return self.version(), [change for _, change in news], refused
+            else:
+                self._hold(Recorded(1 + max((recorded.age for _, recorded in self.held.values()), default=0), change))
+        news = sorted((number, recorded) for number, recorded in self.held.values() if number > known.changes)
+        return self.version(), [recorded for _, recorded in news], refused
+
+    def _hold(self, recorded: Recorded) -> None:
+        self.count += 1
+        self.held[recorded.change[:2]] = (self.count, recorded)
 
 
 class Link:
@@ -87,15 +106,19 @@ class Link:
         self.take_over = take_over
         self.lock = threading.RLock()
         self.known = RegistryVersion("", 0)
-        self.remembered: dict[tuple[str, str], Change] = {}
+        self.remembered: dict[tuple[str, str], Recorded] = {}
         self.untold: list[Change] = []
         self.session = ("", "")
         self.actor: Any = None
 
+    def changed(self, registry: str) -> set[str]:
+        """Names of a registry that were changed at any time, by any process that we heard of."""
+        changes = [*self.untold, *(recorded.change for recorded in self.remembered.values())]
+        return {change.name for change in changes if change.registry == registry}
+
     def note(self, change: Change) -> None:
         """A change made in this process; told at once when Ray is up, else at the first sync."""
         with self.lock:
-            self.remembered[change[:2]] = change
             self.untold.append(change)
             if connected_ray() is not None:
                 self.sync()
@@ -106,27 +129,27 @@ class Link:
         Raises AlgorithmError when a name registered here belongs to another function of another process.
         """
         with self.lock:
-            version, news, refused = self._ask("exchange", self.known, self.untold)
-            if version.actor != self.known.actor and self.remembered:
-                # A first contact, a restarted Ray, or an actor that went down with its owner: hand on what is known.
-                version, news, _ = self._ask("exchange", self.known, list(self.remembered.values()), True)
-            self.untold, self.known = [], version
-            for change in [*news, *refused]:
-                if self.remembered.get(change[:2]) != change:
-                    self.remembered[change[:2]] = change
+            # None from an actor that does not know us: first contact, Ray restarted, or the old one is gone.
+            while (reply := self._ask("exchange", self.known, self.untold)) is None:
+                self.known = self._ask("introduce", list(self.remembered.values()))
+            told, self.untold = self.untold, []
+            self.known, news, refused = reply
+            for recorded in [*news, *refused]:
+                change, before = recorded.change, self.remembered.get(recorded.change[:2])
+                self.remembered[change[:2]] = recorded
+                if change not in told and (before is None or before.change != change):
                     self.take_over(change)
         if refused:
-            names = ", ".join(f"{change.registry} {change.name!r}" for change in refused)
+            names = ", ".join(f"{change.registry} {change.name!r}" for _, change in refused)
             raise AlgorithmError(f"already registered with another function by another process: {names}")
 
     def version(self) -> RegistryVersion:
-        """The actor's version, with everything changed here told."""
+        """The actor's version, after telling it what was changed here and learning what is new."""
         with self.lock:
             version: RegistryVersion = self._ask("version")
-            if self.untold or version.actor != self.known.actor:
+            if self.untold or version != self.known:
                 self.sync()
-                return self.known
-            return version
+            return self.known
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         """One call of the actor, made where there is none. One that is gone is replaced, once."""

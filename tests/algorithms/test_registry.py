@@ -229,11 +229,19 @@ def test_a_lost_registry_is_replaced(ray, workers, losses):
     from skyrl_megatron.algorithms.registry_sync import ACTOR_NAME
 
     losses.register("survivor", lambda: "alive")
+    losses.register("replaced", lambda: "old")
     before = registry_version()
+    ray.get([worker.call.remote("replaced", before) for worker in workers])
+    losses.unregister("replaced")
+    losses.register("replaced", lambda: "new")
     ray.kill(ray.get_actor(ACTOR_NAME))
+    assert "replaced" in ray.get(workers[0].names.remote()), "its new registry is told of the old function first"
     after = registry_version()
     assert after.actor != before.actor
-    assert ray.get([worker.call.remote("survivor", after) for worker in workers]) == ["alive"] * 2
+    assert losses.get("replaced")() == "new"
+    for worker in workers:
+        assert ray.get(worker.call.remote("replaced", after)) == "new"
+        assert ray.get(worker.call.remote("survivor", after)) == "alive"
 
 
 def test_ray_restarted_in_the_same_process(ray, losses):
