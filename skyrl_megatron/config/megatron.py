@@ -37,7 +37,8 @@ class MegatronDDPConfig(BaseConfig):
     overlap_param_gather: bool = False
     """Gather updated parameters while the next forward pass runs. Needs `overlap_grad_reduce`. CUDA only."""
     average_in_collective: bool = True
-    """Average over data-parallel ranks inside the collective instead of scaling before it."""
+    """Average inside the collective instead of scaling before it. No effect here: gradients are summed, and what they
+    are a mean over is divided out in the loss."""
 
 
 @dataclass

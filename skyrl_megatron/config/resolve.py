@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from skyrl_megatron import device
 from skyrl_megatron.config.base import default_of, get_path, owner_of
 from skyrl_megatron.config.generator import SamplingParams
+from skyrl_megatron.config.megatron import DEFAULT_TRANSFORMER_CONFIG_KWARGS
 from skyrl_megatron.errors import Problem, SkyRLMegatronWarning
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ def derive(cfg: SkyRLTrainConfig) -> None:
     merged = trainer.policy.megatron_config.lora_config.merge_lora
     _fill(cfg, "trainer.policy.model.lora.sync_mode", "merged" if merged else "memory")
     _fill(cfg, "trainer.policy.megatron_config.dist_ckpt_optim_fully_reshardable", True)
+    for megatron in (trainer.policy.megatron_config, trainer.ref.megatron_config, trainer.critic.megatron_config):
+        _fit_recompute(megatron.transformer_config_kwargs)
     _fill(cfg, "trainer.ref.megatron_config", trainer.policy.megatron_config)
     _fill(cfg, "trainer.critic.megatron_config", trainer.policy.megatron_config)
 
@@ -159,6 +162,14 @@ def _fill(cfg: SkyRLTrainConfig, key: str, value: Any) -> None:
         return
     setattr(section, name, copy.deepcopy(value))
     filled[key] = copy.deepcopy(value)
+
+
+def _fit_recompute(kwargs: dict[str, Any]) -> None:
+    """The defaults of full recomputation go when ``recompute_granularity=selective`` is set beside them."""
+    if kwargs.get("recompute_granularity") == "selective":
+        for name in ("recompute_method", "recompute_num_layers"):
+            if kwargs.get(name) == DEFAULT_TRANSFORMER_CONFIG_KWARGS[name]:
+                kwargs[name] = None
 
 
 def _expand_home(cfg: SkyRLTrainConfig) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config.base import default_of
-from skyrl_megatron.config.layout import ModelShape, layout_problems
+from skyrl_megatron.config.hf_model import model_shape
+from skyrl_megatron.config.layout import ParallelConfig, layout_problems
+from skyrl_megatron.config.megatron import MegatronConfig
 from skyrl_megatron.config.role_layout import active_roles, engine_ranks, role_layout, role_world_size
 from skyrl_megatron.errors import Problem
 
 if TYPE_CHECKING:
     from skyrl_megatron.config.hardware import Hardware
-    from skyrl_megatron.config.megatron import MegatronConfig
     from skyrl_megatron.config.optimizer import FSDPConfig
     from skyrl_megatron.config.root import SkyRLTrainConfig
 
@@ -26,21 +27,28 @@ _FSDP_INSTEAD = {
 
 
 def placement_problems(
-    cfg: SkyRLTrainConfig, hardware: Hardware, shapes: Mapping[str, ModelShape | None]
+    cfg: SkyRLTrainConfig, hardware: Hardware, configs: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[Problem]:
-    """Everything wrong with layouts and devices. ``shapes``: role → sizes of its model, where known."""
-    policy = (role_layout(cfg, "policy"), cfg.trainer.policy.megatron_config, shapes.get("policy"))
+    """Everything wrong with layouts and devices. ``configs``: role → ``config.json`` of its model, where at hand."""
+    policy = (role_layout(cfg, "policy"), cfg.trainer.policy.megatron_config, configs.get("policy"))
     for role in active_roles(cfg):
         section = f"trainer.{role}.megatron_config."
-        own = (role_layout(cfg, role), getattr(cfg.trainer, role).megatron_config, shapes.get(role))
+        own = (role_layout(cfg, role), getattr(cfg.trainer, role).megatron_config, configs.get(role))
         if role == "policy" or own != policy:  # the same problem is named once
-            yield from layout_problems(own[0], own[2], section)
+            yield from _layout(own[0], own[2] or {}, section)
             yield from _megatron(cfg, role, section, hardware)
         yield from _no_adapter(cfg, role)
         yield from _fsdp(getattr(cfg.trainer, role).fsdp_config, f"trainer.{role}.fsdp_config.")
     yield from _colocation(cfg)
     if not hardware.is_cpu:
         yield from _gpus(cfg, hardware)
+
+
+def _layout(parallel: ParallelConfig, hf: Mapping[str, Any], section: str) -> Iterator[Problem]:
+    yield from layout_problems(parallel, model_shape(hf), section)
+    if parallel.etp > 1 and hf.get("model_type") == "gpt_oss":
+        fix = "experts with biases cannot be cut: set it to 1"
+        yield Problem(f"{section}expert_tensor_parallel_size", parallel.etp, fix)
 
 
 def _megatron(cfg: SkyRLTrainConfig, role: str, section: str, hardware: Hardware) -> Iterator[Problem]:
@@ -89,7 +97,7 @@ def _recompute(megatron: MegatronConfig, section: str) -> Iterator[Problem]:
     granularity = kwargs.get("recompute_granularity")
     for name in ("recompute_method", "recompute_num_layers"):
         if granularity == "selective" and kwargs.get(name) is not None:
-            fix = f"goes with recompute_granularity=full: set {section}transformer_config_kwargs.{name}=null"
+            fix = "goes with recompute_granularity=full: leave it out"
             yield Problem(f"{section}transformer_config_kwargs.{name}", kwargs[name], fix)
         if granularity == "full" and kwargs.get(name) is None:
             fix = "recompute_granularity=full needs it: uniform (or block) and a number of layers"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from skyrl_megatron.config.hf_model import model_shape
 from skyrl_megatron.config.layout import ModelShape
 from skyrl_megatron.config.rules_training import longest_sequence
 from skyrl_megatron.errors import Problem
@@ -15,12 +16,10 @@ if TYPE_CHECKING:
 _E = "generator.inference_engine."
 
 
-def rollout_problems(
-    cfg: SkyRLTrainConfig, hf: Mapping[str, Any] | None, shape: ModelShape | None
-) -> Iterator[Problem]:
-    """Everything wrong with generation. ``hf``, ``shape``: the policy's ``config.json``, where it is at hand."""
+def rollout_problems(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> Iterator[Problem]:
+    """Everything wrong with generation. ``hf``: the policy's ``config.json``, empty where it is not at hand."""
     yield from _turns(cfg)
-    yield from _engines(cfg, shape)
+    yield from _engines(cfg, model_shape(hf))
     yield from _lengths(cfg, hf)
     yield from _external(cfg)
     yield from _lora(cfg)
@@ -62,7 +61,7 @@ def _engines(cfg: SkyRLTrainConfig, shape: ModelShape | None) -> Iterator[Proble
         yield Problem(f"{_E}expert_parallel_size", engine.expert_parallel_size, fix)
 
 
-def _lengths(cfg: SkyRLTrainConfig, hf: Mapping[str, Any] | None) -> Iterator[Problem]:
+def _lengths(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> Iterator[Problem]:
     engine = cfg.generator.inference_engine
     wanted = {"training": longest_sequence(cfg)}
     if cfg.generator.eval_sampling_params is not None:
@@ -75,7 +74,7 @@ def _lengths(cfg: SkyRLTrainConfig, hf: Mapping[str, Any] | None) -> Iterator[Pr
                 f"{phase} makes sequences of up to {tokens} tokens (max_input_length + max_generate_length): raise it"
             )
             yield Problem(f"{_E}engine_init_kwargs.max_model_len", limit, fix)
-    positions = (hf or {}).get("max_position_embeddings")
+    positions = hf.get("max_position_embeddings")
     longest = max(wanted.values())
     if isinstance(positions, int) and longest > positions and cfg.trainer.rope_scaling is None:
         fix = f"up to {longest} tokens exceed the model's {positions} positions: shorten, or set rope_scaling"

@@ -10,7 +10,7 @@ from typing import Any
 from skyrl_megatron.config import resolve
 from skyrl_megatron.config.base import default_of, get_path, owner_of
 from skyrl_megatron.config.hardware import Hardware, local_hardware
-from skyrl_megatron.config.hf_model import model_shape, read_hf_config
+from skyrl_megatron.config.hf_model import read_hf_config
 from skyrl_megatron.config.load import parse
 from skyrl_megatron.config.role_layout import active_roles
 from skyrl_megatron.config.root import SkyRLTrainConfig
@@ -25,6 +25,8 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "trainer.policy.sequence_parallel_size": "policy.megatron_config.context_parallel_size splits sequences",
     "trainer.ref.sequence_parallel_size": "ref.megatron_config.context_parallel_size splits sequences",
     "trainer.critic.sequence_parallel_size": "critic.megatron_config.context_parallel_size splits sequences",
+    "trainer.policy.megatron_config.ddp_config.average_in_collective": "gradients are summed, and divided in the loss",
+    "trainer.critic.megatron_config.ddp_config.average_in_collective": "gradients are summed, and divided in the loss",
     "trainer.gradient_checkpointing_use_reentrant": "Megatron recomputes in its own way",
     "trainer.policy.model.lora.lora_sync_path": "adapters travel through memory",
     "trainer.policy.megatron_config.dist_ckpt_optim_fully_reshardable": "optimizer state always loads at any layout",
@@ -53,11 +55,10 @@ def find_problems(cfg: SkyRLTrainConfig, hardware: Hardware) -> list[Problem]:
     problems = resolve.fit_to_hardware(cfg, hardware)
     _warn(cfg)
     configs, unreadable = _hf_configs(cfg)
-    shapes = {role: model_shape(hf) for role, hf in configs.items()}
     problems += unreadable
     problems += training_problems(cfg)
-    problems += rollout_problems(cfg, configs.get("policy"), shapes.get("policy"))
-    problems += placement_problems(cfg, hardware, shapes)
+    problems += rollout_problems(cfg, configs.get("policy", {}))
+    problems += placement_problems(cfg, hardware, configs)
     return list({str(problem): problem for problem in problems}.values())
 
 

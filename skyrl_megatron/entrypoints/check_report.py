@@ -98,7 +98,7 @@ def _topology(parallel: ParallelConfig, num_layers: int, experts: int) -> Iterat
         holds = "layers " + ", ".join(_range(layers[0], layers[-1]) for layers in chunks)
         if experts:
             holds += f", experts {_range(ep * share, (ep + 1) * share - 1)}"
-        yield f"  ranks {_ranges(ranks)}: stage {stage}, {holds}"
+        yield f"  {'ranks' if len(ranks) > 1 else 'rank'} {_ranges(ranks)}: stage {stage}, {holds}"
 
 
 def _range(first: int, last: int) -> str:

@@ -201,6 +201,11 @@ RULES = {
     ),
     "fp8 parameters": ([f"{K}fp8_param=true"], f"{K}fp8_param", "leave it out"),
     "profiled rank": ([f"{M}torch_profiler_config.ranks=[1]"], f"{M}torch_profiler_config.ranks", "0 to 0"),
+    "recompute of both kinds": (
+        [f"{K}recompute_granularity=selective", f"{K}recompute_method=block"],
+        f"{K}recompute_method",
+        "recompute_granularity=full",
+    ),
     "recompute half set": ([f"{K}recompute_num_layers=null"], f"{K}recompute_num_layers", "full needs it"),
     "unknown recompute": (
         [f"{M}transformer_config_kwargs={{recompute_granularity: some}}"],
@@ -250,11 +255,11 @@ SEVERAL = {"more GPUs than a node has", "no model"}
 """Rules whose breach breaks another one as well."""
 
 
-def test_selective_recompute_names_what_to_undo():
-    found = problems(f"{K}recompute_granularity=selective")
-    assert [p.key for p in found] == [f"{K}recompute_method", f"{K}recompute_num_layers"]
-    undo = [f"{p.key}=null" for p in found]
-    assert problems(f"{K}recompute_granularity=selective", *undo) == []
+def test_selective_recompute_needs_nothing_undone():
+    selective = f"{K}recompute_granularity=selective"
+    kwargs = SkyRLTrainConfig.from_cli_overrides([selective]).trainer.policy.megatron_config.transformer_config_kwargs
+    assert kwargs["recompute_method"] is None and kwargs["recompute_modules"] == ["core_attn"]
+    assert problems(selective) == []
     assert problems(f"{M}transformer_config_kwargs={{recompute_granularity: selective}}") == []
 
 
@@ -355,6 +360,13 @@ def test_rules_that_need_the_model(model, args, key, words):
     ]
     found = problems(*base, *args, hardware=Hardware(16))
     assert [p for p in found if p.key == key and words in p.fix], found
+
+
+def test_experts_with_biases_cannot_be_cut(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MOE | {"model_type": "gpt_oss"}))
+    args = ["trainer.placement.policy_num_gpus_per_node=2", f"{E}num_engines=2", f"{M}expert_tensor_parallel_size=2"]
+    (problem,) = problems(f"trainer.policy.model.path={tmp_path}", *args)
+    assert problem.key == f"{M}expert_tensor_parallel_size" and "biases" in problem.fix
 
 
 def test_sizes_of_the_families():

@@ -1,0 +1,123 @@
+"""``main_base --check``: exit codes, the report, and what it does not start."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.bridges.tiny_models import tiny_config
+
+M = "trainer.policy.megatron_config."
+
+
+def command(*args, **environment):
+    """Exit code, stdout and stderr of the real command."""
+    run = subprocess.run(
+        [sys.executable, "-m", "skyrl_megatron.entrypoints.main_base", *args],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""} | environment,
+    )
+    assert "Traceback" not in run.stderr
+    return run.returncode, run.stdout, run.stderr
+
+
+@pytest.fixture(scope="module")
+def run_args(tmp_path_factory):
+    """A model folder that holds ``config.json`` alone, a dataset, and the arguments that name them."""
+    folder = tmp_path_factory.mktemp("model")
+    config = tiny_config("qwen3_moe", num_hidden_layers=4, num_key_value_heads=2, max_position_embeddings=4096)
+    (folder / "config.json").write_text(json.dumps(config))
+    data = tmp_path_factory.mktemp("data") / "train.parquet"
+    data.touch()
+    return [f"trainer.policy.model.path={folder}", f"data.train_data=['{data}']", "data.val_data=[]"]
+
+
+def test_report(run_args, capsys):
+    """The whole report. Of the model only ``config.json`` exists, so nothing else can have been read."""
+    from skyrl_megatron.config.hardware import Hardware
+    from skyrl_megatron.entrypoints import check
+
+    layout = [f"{M}pipeline_model_parallel_size=2", f"{M}expert_model_parallel_size=2", "trainer.logger=console"]
+    layout += ["trainer.placement.policy_num_gpus_per_node=4", "generator.inference_engine.num_engines=4"]
+    assert check.run([*run_args, *layout], Hardware(8, 1)) == 0
+    out = capsys.readouterr().out
+    for line in (
+        "expert_model_parallel_size: 2",
+        "this machine: 8 GPUs per node, 1 node(s)",
+        "the run takes 4 GPUs: policy 4",
+        "layout: 4 ranks = tp 1 · pp 2 · cp 1 · dp 2; experts etp 1 · ep 2 · edp 1",
+        "4 of 4 layers with 4 experts",
+        "  rank 2: stage 1, layers 2-3, experts 0-1",
+        "# ref: ",
+        "policy: 4 optimizer steps (1024/256 · 1 epochs), each on 1280 sequences = dp 2 · 640, in 640 micro-batches",
+    ):
+        assert line in out
+    # bf16 weights 2 bytes, fp32 gradients 4, Adam 12 over dp 2 (dense) or edp 1 (experts)
+    expert = 2 * 2 * 3 * 24 * 48
+    dense = 1003 * 48 + 2 * (2 * 48 + 2 * 16 + 10 * 16 * 48 + 6 * 16 * 48 + 4 * 48)
+    row = next(line for line in out.splitlines() if line.startswith("  stage 0"))
+    assert row.split()[2] == f"{dense + expert:,}"
+    assert row.split()[-10:-4] == [
+        *f"{(dense + expert) * 2 / 1e3:.2f} kB {(dense + expert) * 4 / 1e3:.2f} kB".split(),
+        *f"{(dense * 6 + expert * 12) / 1e3:.2f} kB".split(),
+    ]
+
+
+def test_check_starts_neither_ray_nor_cuda(run_args):
+    code = (
+        "import sys; from skyrl_megatron.entrypoints.main_base import main; code = main(sys.argv[1:]); import torch; "
+        "assert 'ray' not in sys.modules and not torch.cuda.is_initialized(); sys.exit(code)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, "--check", *run_args, "trainer.logger=console"], capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    assert "weight_sync_backend: " in run.stdout and run.stderr == ""
+
+
+def test_every_problem_is_listed_with_exit_code_2(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("trainer:\n  seed: x\n  epochs: 0\n")
+    code, out, err = command("--check", f"--config={file}", "trainer.lr=1", f"{M}expert_model_parallel_size=3")
+    assert code == 2 and out == ""
+    for key in (
+        "trainer.seed=x",
+        "trainer.epochs=0",
+        "trainer.lr=1",
+        f"{M}expert_model_parallel_size=3",
+        "data.train_data",
+    ):
+        assert f"  - {key}" in err
+    assert "warning: trainer.logger=wandb" in err
+
+
+def test_yaml_syntax_names_the_line(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("trainer:\n  seed: 1\n  run_name: [a\n")
+    code, _, err = command("--check", "--config", str(file))
+    assert code == 2 and "line 4" in err
+
+
+def test_unsupported_model(tmp_path, capsys):
+    from skyrl_megatron.entrypoints import check
+
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "qwen3_mo", "num_hidden_layers": 2, "num_attention_heads": 2}'
+    )
+    args = [
+        f"trainer.policy.model.path={tmp_path}",
+        "data.val_data=[]",
+        "data.train_data=['a/b']",
+        "trainer.logger=console",
+    ]
+    assert check.run(args) == 2
+    assert "nearest: qwen3_moe" in capsys.readouterr().err
+
+
+def test_help():
+    code, out, _ = command("--help")
+    assert code == 0 and "--check" in out
