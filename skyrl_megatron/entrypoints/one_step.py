@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_megatron.entrypoints.command import run_command
-from skyrl_megatron.errors import WeightSyncError
 
 RANKS, PROMPTS, SAMPLES = 2, 8, 4
 AGREE = 1e-4
@@ -98,7 +97,9 @@ class _Step:
         from skyrl_megatron.config import SkyRLTrainConfig
         from skyrl_megatron.inference.vllm_engine import EngineSettings
         from skyrl_megatron.workers.engine_actor import EngineActor
-        from skyrl_megatron.workers.policy import RankWorker
+        from skyrl_megatron.workers.placement import Place, reserve
+        from skyrl_megatron.workers.role import Role
+        from skyrl_megatron.workers.weights import WeightExchange
 
         self.seed = seed
         self.tokenizer = AutoTokenizer.from_pretrained(model)
@@ -118,18 +119,16 @@ class _Step:
             str(model), dtype="float32", max_model_len=256, max_num_seqs=64, kv_cache_bytes=64 << 20, seed=seed
         )
         self.engine = EngineActor.remote(settings)
-        self.ranks = [RankWorker.remote(rank, RANKS) for rank in range(RANKS)]
+        group = reserve("the policy", [{"CPU": 1.0}] * RANKS)
+        self.policy = Role(self.cfg, "policy", Place(group, tuple(range(RANKS))))
+        self.weights = WeightExchange(self.policy, [self.engine], 1)
 
     def start(self) -> None:
-        from skyrl_megatron.workers.ports import LOOPBACK, free_port
-
-        address = _get(self.ranks[0].rendezvous.remote())
-        building = [rank.build.remote(self.cfg, "policy", address) for rank in self.ranks]
-        _get([self.engine.start.remote(), *building], START_TIMEOUT_S)
-        self.metadata = _get([rank.weight_metadata.remote() for rank in self.ranks])
-        ports = [free_port() for _ in self.ranks]
-        connecting = [rank.connect_weights.remote(port, 1) for rank, port in zip(self.ranks, ports, strict=True)]
-        _get([self.engine.connect_weights.remote([(LOOPBACK, port) for port in ports], 1, 2), *connecting])
+        starting = self.engine.start.remote()
+        self.policy.start_building()
+        self.policy.finish_building()
+        _get(starting, START_TIMEOUT_S)
+        self.weights.connect()
 
     def rollout(self) -> Any:
         """Additions as prompts; the trivial reward is the share of digits in a response."""
@@ -168,17 +167,6 @@ class _Step:
         )
         return batch
 
-    def trainer_logprobs(self, batch: Any) -> Any:
-        """[B, T] under the trainer's weights."""
-        import torch
-
-        out = torch.zeros_like(batch.response_mask)
-        for result in _get([rank.compute_logprobs.remote(batch) for rank in self.ranks]):
-            if result is not None:
-                rows, logprobs = result
-                out[rows] = logprobs
-        return out
-
     def engine_logprobs(self, batch: Any) -> Any:
         """[B, T] under the engine's weights."""
         import torch
@@ -192,29 +180,18 @@ class _Step:
 
     def gap(self, batch: Any, engine: Any) -> float:
         """Largest difference of trainer and engine over the response tokens."""
-        difference = (self.trainer_logprobs(batch) - engine).abs() * batch.response_mask
+        difference = (self.policy.compute_logprobs(batch) - engine).abs() * batch.response_mask
         return float(difference.max())
 
     def train(self, batch: Any) -> dict[str, float]:
         """One optimizer step with the trainer's own log-probs as the old ones."""
-        batch.old_logprobs = self.trainer_logprobs(batch)
-        return _get([rank.step.remote(batch) for rank in self.ranks])[0]
+        batch.old_logprobs = self.policy.compute_logprobs(batch)
+        return self.policy.train_mini_batch(self.policy.stage(batch))
 
     def sync(self, version: str) -> tuple[float, float]:
         """(megabytes, seconds). Raises WeightSyncError when what arrived is not what was sent."""
-        from skyrl_megatron.weight_sync.bucket import TensorMeta
-
-        started = time.perf_counter()
-        _get(self.engine.pause.remote())
-        updating = self.engine.update_weights.remote(self.metadata, version)
-        sent = _get([rank.send_weights.remote() for rank in self.ranks])
-        _get(updating)
-        for worker, received in enumerate(_get(self.engine.weight_checksums.remote())):
-            if received != sent:
-                raise WeightSyncError(f"engine worker {worker}: checksums {received} are not those sent, {sent}")
-        _get(self.engine.resume.remote())
-        nbytes = sum(TensorMeta(*meta).nbytes for sender in self.metadata for meta in sender)
-        return nbytes / 1e6, time.perf_counter() - started
+        report = self.weights.sync(version)
+        return report.nbytes / 1e6, report.seconds
 
     def stop(self) -> None:
         """End the engine's own processes; Ray ends the actors."""

@@ -1,49 +1,162 @@
-"""Starting Ray on this machine: loopback only, token authentication, nothing left behind."""
+"""Starting Ray or joining it, and what every actor finds in its environment.
+
+On one machine Ray is ours: bound to loopback, with a token that only its own processes know, gone when the run is.
+With ``RAY_ADDRESS`` set (``auto``: a cluster that this machine belongs to) the run joins that cluster.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from skyrl_megatron import device
+from skyrl_megatron.algorithms.registry import sync_registries
+from skyrl_megatron.config.role_layout import active_roles, engine_ranks, role_world_size
 from skyrl_megatron.errors import LaunchError
 from skyrl_megatron.workers.ports import LOOPBACK
 
-FORWARDED_PREFIXES = ("HF_", "WANDB_", "MLFLOW_", "VLLM_", "NCCL_")
+if TYPE_CHECKING:
+    from skyrl_megatron.config import SkyRLTrainConfig
+
+FORWARDED_PREFIXES = ("HF_", "WANDB_", "MLFLOW_", "SWANLAB_", "VLLM_", "NCCL_", "SKYRL_")
+SPARE_SLOTS = 4
+"""Logical CPUs beyond those of ranks and engines: for entry points and environments that ask for one."""
+CPU_STORE_BYTES = 1 << 30
+NODE_CHECK_S = 60.0
 
 
-def worker_environment() -> dict[str, str]:
-    """Variables that every actor gets: one thread per process unless told otherwise, and what the user exported."""
-    forwarded = {name: value for name, value in os.environ.items() if name.startswith(FORWARDED_PREFIXES)}
-    return {
+def worker_environment(cfg: SkyRLTrainConfig | None = None) -> dict[str, str]:
+    """Variables of every actor: one thread per process unless told otherwise, and what the user exported.
+
+    With ``cfg``, those that its options need: Megatron overlaps communication with computation only when the device
+    runs kernels in the order of their launch (CUDA_DEVICE_MAX_CONNECTIONS=1).
+    """
+    variables = {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
-        **forwarded,
+        "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0"),
+        "NCCL_CUMEM_ENABLE": "0",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", ""),
     }
+    if cfg is not None and device.has_cuda() and _orders_kernels(cfg):
+        variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    return variables | {name: value for name, value in os.environ.items() if name.startswith(FORWARDED_PREFIXES)}
+
+
+def _orders_kernels(cfg: SkyRLTrainConfig) -> bool:
+    layouts = [getattr(cfg.trainer, role).megatron_config for role in active_roles(cfg)]
+    return any(
+        max(each.tensor_model_parallel_size, each.context_parallel_size) > 1 or each.ddp_config.overlap_grad_reduce
+        for each in layouts
+    )
+
+
+def logical_slots(cfg: SkyRLTrainConfig) -> int:
+    """CPUs that a Ray of our own offers: a slot for each rank and engine process, and some to spare."""
+    ranks = sum(role_world_size(cfg.trainer.placement, role) for role in active_roles(cfg))
+    engine = cfg.generator.inference_engine
+    engines = engine.num_engines * engine_ranks(cfg) if engine.run_engines_locally else 0
+    return ranks + engines + SPARE_SLOTS
+
+
+def initialize_ray(cfg: SkyRLTrainConfig) -> None:
+    """Join the cluster that RAY_ADDRESS names, else start Ray here; then exchange registered functions.
+
+    Raises LaunchError when Ray does not start or answer, or a node cannot run this environment. Does nothing but the
+    exchange when Ray is up already.
+    """
+    if not ray.is_initialized():
+        environment = {"env_vars": worker_environment(cfg)}
+        if address := os.environ.get("RAY_ADDRESS"):
+            _join(address, environment)
+        else:
+            slots = max(logical_slots(cfg), os.cpu_count() or 1) if device.has_cuda() else logical_slots(cfg)
+            _start(slots, environment, None if device.has_cuda() else CPU_STORE_BYTES, show_output=True)
+    sync_registries()
 
 
 @contextlib.contextmanager
 def local_ray(slots: int, *, object_store_bytes: int = 256 << 20) -> Iterator[None]:
     """A Ray of our own for the enclosed block, with ``slots`` logical CPUs. Its processes end with the block."""
+    environment = {"env_vars": worker_environment() | {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}}
+    _start(slots, environment, object_store_bytes, show_output=bool(os.environ.get("SKYRL_WORKER_LOGS")))
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _start(slots: int, environment: dict[str, Any], store_bytes: int | None, *, show_output: bool) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         ray.init(
             address="local",
             num_cpus=slots,
             include_dashboard=False,
-            object_store_memory=object_store_bytes,
-            log_to_driver=bool(os.environ.get("SKYRL_WORKER_LOGS")),
+            object_store_memory=store_bytes,
+            log_to_driver=show_output,
             logging_level="ERROR",
-            runtime_env={"env_vars": worker_environment()},
+            runtime_env=environment,
             _node_ip_address=LOOPBACK,
         )
     except Exception as error:
         ray.shutdown()
-        raise LaunchError(f"Ray did not start on {LOOPBACK}: {error}") from error
+        raise LaunchError(f"Ray did not start on {LOOPBACK}: {_first_line(error)}") from error
+
+
+def _join(address: str, environment: dict[str, Any]) -> None:
     try:
-        yield
-    finally:
+        ray.init(address=address, runtime_env=environment, logging_level="ERROR")
+    except Exception as error:
         ray.shutdown()
+        raise LaunchError(
+            f"RAY_ADDRESS={address}: no Ray cluster answers there ({_first_line(error)}); start one with "
+            "'ray start --head', give the address and token (RAY_AUTH_TOKEN) of the right one, or unset RAY_ADDRESS "
+            "to start Ray on this machine"
+        ) from error
+    _check_nodes()
+
+
+@ray.remote(num_cpus=0)
+def _installation() -> tuple[str, str]:
+    """(interpreter, folder of this package) as a node sees them."""
+    import skyrl_megatron
+
+    return sys.executable, str(Path(skyrl_megatron.__file__).parent)
+
+
+def _check_nodes() -> None:
+    """Every node must have this environment at the same path: its workers import from there."""
+    here = str(Path(__file__).resolve().parents[1])
+    asked = {
+        node["NodeManagerAddress"]: _installation.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        ).remote()
+        for node in ray.nodes()
+        if node["Alive"]
+    }
+    for address, reference in asked.items():
+        try:
+            python, package = ray.get(reference, timeout=NODE_CHECK_S)
+        except Exception as error:
+            raise LaunchError(
+                f"node {address}: skyrl_megatron cannot be imported there ({_first_line(error)}); install this "
+                f"environment at {sys.prefix} on every node, or put it on a shared file system, and start Ray with it"
+            ) from error
+        if Path(package).resolve() != Path(here):
+            raise LaunchError(
+                f"node {address}: {python} imports skyrl_megatron from {package}, this process from {here}; start Ray "
+                f"on that node from the environment at {sys.prefix}"
+            )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1 if "Traceback" in str(error) else 0]

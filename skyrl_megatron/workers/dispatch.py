@@ -1,0 +1,99 @@
+"""A batch cut for the data-parallel replicas of a role, sent once a replica, and results put back in its order."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from torch import Tensor
+
+from skyrl_megatron.runtime.flops import ModelFlops
+from skyrl_megatron.runtime.micro_batches import split_for_dp
+from skyrl_megatron.types import TrainingBatch
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where a rank stands in its role's layout, and where it runs."""
+
+    dp_rank: int
+    dp_size: int
+    collects: bool
+    """Its results are those of its replica: tp 0, cp 0, last pipeline stage."""
+    pid: int
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class StagedBatch:
+    """Chunks in the object store, one a replica, whichever number of ranks reads it; may be used several times."""
+
+    rows: list[np.ndarray]
+    """Rows of the batch in each chunk."""
+    chunks: list[Any]
+    """Reference to each chunk."""
+    size: int
+
+    def arguments(self, places: Sequence[RankPlace]) -> list[tuple[Any]]:
+        """The chunk of each rank."""
+        return [(self.chunks[place.dp_rank],) for place in places]
+
+    def collect(self, places: Sequence[RankPlace], results: Sequence[Tensor | None]) -> Tensor:
+        """[B, …] in the order of the batch, from the ranks that collect."""
+        out: Tensor | None = None
+        for place, result in zip(places, results, strict=True):
+            if place.collects:
+                assert result is not None
+                if out is None:
+                    out = result.new_zeros(self.size, *result.shape[1:])
+                mine = self.rows[place.dp_rank]
+                out[torch.from_numpy(mine)] = result[: len(mine)]
+        assert out is not None, "no rank collects"
+        return out
+
+
+def stage(batch: TrainingBatch, dp_size: int, flops: ModelFlops) -> StagedBatch:
+    """Cut ``batch`` over ``dp_size`` replicas, balanced by FLOPs, and put each chunk into the object store once.
+
+    A batch of fewer rows than replicas is filled up with blank rows, which weigh nothing.
+    """
+    size = len(batch)
+    if size < dp_size:
+        batch = _filled(batch, dp_size)
+    rows = split_for_dp(batch.lengths, dp_size, flops)
+    chunks = [ray.put(to_arrays(batch if dp_size == 1 else batch.select(own))) for own in rows]
+    return StagedBatch([own[own < size] for own in rows] if size < dp_size else rows, chunks, size)
+
+
+def _filled(batch: TrainingBatch, rows: int) -> TrainingBatch:
+    blank = batch.blank_row()
+    fields: dict[str, Any] = {}
+    for item in dataclasses.fields(batch):
+        value, empty = getattr(batch, item.name), getattr(blank, item.name)
+        if isinstance(value, Tensor):
+            value = torch.cat([value, *[empty] * (rows - len(batch))])
+        elif item.name == "uids":
+            value = [*value, *list(empty) * (rows - len(batch))]
+        fields[item.name] = value
+    return TrainingBatch(**fields)
+
+
+def to_arrays(batch: TrainingBatch) -> dict[str, Any]:
+    """The batch with NumPy arrays, which Ray keeps outside its pickles and shares between processes of a node."""
+    fields = {item.name: getattr(batch, item.name) for item in dataclasses.fields(batch)}
+    return {name: value.numpy() if isinstance(value, Tensor) else value for name, value in fields.items()}
+
+
+def from_arrays(arrays: dict[str, Any]) -> TrainingBatch:
+    """The inverse of :func:`to_arrays`, with memory of its own."""
+    return TrainingBatch(
+        **{
+            name: torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
+            for name, value in arrays.items()
+        }
+    )

@@ -1,0 +1,136 @@
+"""A role's rank actors as one thing to call: every rank gets the call, and the call ends for all or fails for all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from skyrl_megatron.errors import DistributedError, SkyRLMegatronError
+
+GRACE_S = 5.0
+"""Seconds that the other ranks get to end by themselves once one has failed."""
+POLL_S = 5.0
+
+
+@dataclass(slots=True)
+class PendingCall:
+    """Calls that actors are busy with and that need each other: ranks of a group, and engines beside them."""
+
+    references: list[Any]
+    names: list[str]
+    """How each called actor is named in messages."""
+    phase: str
+    timeout_s: float
+    end: Callable[[], None]
+    """Ends the actors when some failed and others may wait for them for ever."""
+    started: float = field(default_factory=time.monotonic)
+
+    def beside(self, references: Sequence[Any], names: Sequence[str]) -> PendingCall:
+        """Wait for these calls too; their results come last."""
+        self.references += references
+        self.names += names
+        return self
+
+    def results(self) -> list[Any]:
+        """What the actors returned, in the order of the calls. Raises as :meth:`ActorGroup.call` does."""
+        waiting = {reference: number for number, reference in enumerate(self.references)}
+        failures: dict[int, Exception] = {}
+        deadline = self.started + self.timeout_s
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            done, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=min(left, 0.2 if failures else POLL_S))
+            for reference in done or ray.wait(list(waiting), timeout=0)[0]:
+                number = waiting.pop(reference)
+                try:
+                    ray.get(reference)
+                except (RayTaskError, RayActorError) as error:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                    failures[number] = error
+        if failures:
+            self._fail(failures)
+        if waiting:
+            self._give_up(sorted(waiting.values()))
+        return ray.get(self.references)
+
+    def _fail(self, failures: dict[int, Exception]) -> None:
+        """Raise the failure that explains the others: a process that died, else the first error."""
+        died = [number for number, error in failures.items() if isinstance(error, RayActorError)]
+        if died or len(failures) < len(self.references):
+            self.end()  # the others wait in a collective for one that will not come
+        number = died[0] if died else min(failures)
+        error = failures[number]
+        where = f"{self.names[number]}, phase {self.phase}"
+        if isinstance(error, RayActorError):
+            raise DistributedError(f"{where}: the process died ({_reason(error)})") from error
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        if isinstance(cause, SkyRLMegatronError):
+            raise cause from error
+        if isinstance(cause, ValueError):
+            raise DistributedError(f"{where}: {cause}") from error
+        raise error
+
+    def _give_up(self, stuck: list[int]) -> None:
+        self.end()
+        names = ", ".join(self.names[number] for number in stuck)
+        raise DistributedError(
+            f"phase {self.phase}: no answer within {self.timeout_s:g} s (trainer.phase_timeout_s) from {names}; "
+            f"{len(self.references) - len(stuck)} of {len(self.references)} had finished"
+        )
+
+
+class ActorGroup:
+    """Rank actors of one role, by rank. ``names``: how ranks are called in messages, with pid and node once known."""
+
+    def __init__(self, role: str, actors: Sequence[Any], timeout_s: float) -> None:
+        self.role, self.actors, self.timeout_s = role, list(actors), timeout_s
+        self.names = [f"{role} rank {rank}" for rank in range(len(self.actors))]
+
+    def __len__(self) -> int:
+        return len(self.actors)
+
+    def start(
+        self,
+        method: str,
+        *args: Any,
+        phase: str = "",
+        each: Sequence[Sequence[Any]] | None = None,
+        timeout_s: float | None = None,
+    ) -> PendingCall:
+        """Call ``method`` on all ranks without waiting. ``each``: further arguments of rank 0, 1, …
+
+        Raises DistributedError when the group has been ended.
+        """
+        if not self.actors:
+            raise DistributedError(f"the {self.role} ranks have been ended: start the run again")
+        extra = each if each is not None else [()] * len(self.actors)
+        references = [
+            getattr(actor, method).remote(*args, *own) for actor, own in zip(self.actors, extra, strict=True)
+        ]
+        return PendingCall(references, list(self.names), phase or method, timeout_s or self.timeout_s, self.kill)
+
+    def call(self, method: str, *args: Any, **options: Any) -> list[Any]:
+        """Results of ``method`` on all ranks, by rank; ``options`` as for :meth:`start`.
+
+        A rank's error becomes everybody's: a SkyRLMegatronError as it is, a ValueError as DistributedError naming
+        role, rank, process and phase, anything else with its traceback. When ranks are left waiting for a failed one,
+        or the deadline passes, all actors of the group are killed first.
+        """
+        return self.start(method, *args, **options).results()
+
+    def kill(self) -> None:
+        """End all ranks."""
+        for actor in self.actors:
+            ray.kill(actor)
+        self.actors = []
+
+
+def _reason(error: RayActorError) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [
+        line for line in lines if "exit" in line.lower() or "killed" in line.lower() or "memory" in line.lower()
+    ]
+    return (telling or lines or ["unknown reason"])[0]

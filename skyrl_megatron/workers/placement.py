@@ -1,0 +1,119 @@
+"""Where each role's ranks and the engines run: placement groups, and who shares which devices."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from skyrl_megatron import device
+from skyrl_megatron.config.role_layout import active_roles, engine_ranks, role_world_size
+from skyrl_megatron.errors import LaunchError
+
+if TYPE_CHECKING:
+    from skyrl_megatron.config import SkyRLTrainConfig
+
+READY_TIMEOUT_S = 60.0
+"""Seconds after which a group that found no place is given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Bundles that somebody's actors take, one an actor, and the share of each bundle that an actor asks for."""
+
+    group: PlacementGroup
+    bundles: tuple[int, ...]
+    share: float = 1.0
+
+    def options(self, number: int, devices: int = 1) -> dict[str, Any]:
+        """``.options`` of actor ``number``, which takes ``devices`` GPUs (none are asked for on a CPU machine)."""
+        asked: dict[str, Any] = {"num_cpus": self.share}
+        if device.has_cuda():
+            asked["num_gpus"] = self.share * devices
+        strategy = PlacementGroupSchedulingStrategy(self.group, self.bundles[number])
+        return asked | {"scheduling_strategy": strategy}
+
+
+@dataclass(slots=True)
+class Placement:
+    """Places of all roles (``policy``, ``ref``, ``critic``, ``engines``)."""
+
+    places: dict[str, Place] = field(default_factory=dict)
+
+    def __getitem__(self, who: str) -> Place:
+        return self.places[who]
+
+    def remove(self) -> None:
+        """Give all devices back; the actors on them end."""
+        for group in {place.group.id: place.group for place in self.places.values()}.values():
+            remove_placement_group(group)
+        self.places.clear()
+
+
+def place(cfg: SkyRLTrainConfig, timeout_s: float = READY_TIMEOUT_S) -> Placement:
+    """Reserve devices for every role and the engines of ``cfg``.
+
+    ``colocate_all``: one group that all share; ``colocate_policy_ref``: policy and reference share. Raises LaunchError
+    after ``timeout_s`` naming what is missing.
+    """
+    settings, engine, roles = cfg.trainer.placement, cfg.generator.inference_engine, active_roles(cfg)
+    sizes = {role: role_world_size(settings, role) for role in roles}
+    if engine.run_engines_locally:
+        sizes["engines"] = engine.num_engines
+    together = {"policy", "ref"} if settings.colocate_policy_ref else {"policy"}
+    together = set(sizes) if settings.colocate_all else together & set(sizes)
+    placement = Placement()
+    try:
+        shared = reserve("+".join(sorted(together)), [_bundle(1)] * sizes["policy"], timeout_s)
+        order = _by_node(shared)
+        for who in sorted(together):
+            step = engine_ranks(cfg) if who == "engines" else 1
+            placement.places[who] = Place(shared, order[::step], 1.0 / len(together))
+        for who, count in sizes.items():
+            if who not in together:
+                per_actor = engine_ranks(cfg) if who == "engines" else 1
+                group = reserve(who, [_bundle(per_actor)] * count, timeout_s)
+                placement.places[who] = Place(group, _by_node(group))
+    except BaseException:
+        placement.remove()
+        raise
+    return placement
+
+
+def reserve(who: str, bundles: list[dict[str, float]], timeout_s: float = READY_TIMEOUT_S) -> PlacementGroup:
+    """A placement group that is ready. Raises LaunchError after ``timeout_s`` naming what the cluster lacks."""
+    group = placement_group(bundles, strategy="PACK")
+    if group.wait(timeout_s):
+        return group
+    remove_placement_group(group)
+    raise LaunchError(f"no place for {who} within {timeout_s:.0f} s: {shortage(bundles)}")
+
+
+def shortage(bundles: list[dict[str, float]]) -> str:
+    """What ``bundles`` need against what the cluster has, as a sentence."""
+    needed: Counter[str] = Counter()
+    for bundle in bundles:
+        needed.update(bundle)
+    total, free = ray.cluster_resources(), ray.available_resources()
+    parts = [
+        f"{amount:g} {name} needed, {total.get(name, 0):g} in the cluster, {free.get(name, 0):g} free"
+        for name, amount in sorted(needed.items())
+        if amount > free.get(name, 0)
+    ]
+    if not parts:
+        parts = [f"{len(bundles)} bundles of {bundles[0]} do not fit on its nodes though the totals suffice"]
+    return "; ".join(parts) + "; take fewer (trainer.placement.*, num_engines), or join a larger cluster (RAY_ADDRESS)"
+
+
+def _bundle(devices: int) -> dict[str, float]:
+    return {"GPU": float(devices), "CPU": float(devices)} if device.has_cuda() else {"CPU": 1.0}
+
+
+def _by_node(group: PlacementGroup) -> tuple[int, ...]:
+    """Bundles ordered by node, so that neighbouring ranks share one (tp groups lie inside nodes)."""
+    nodes = placement_group_table(group)["bundles_to_node_id"]
+    return tuple(sorted(range(group.bundle_count), key=lambda bundle: (nodes[bundle], bundle)))
