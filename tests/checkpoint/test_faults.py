@@ -248,6 +248,39 @@ def test_ends_during_an_async_save(children, ranks, folder, expected, tmp_path, 
     assert not [name for name in left if name.endswith(".tmp")]
 
 
+def saves_while_busy(folder, root, when_busy, pipe):
+    """A second save while the first is half done."""
+    import threading
+
+    from skyrl_megatron.runtime.checkpoint import fault_points
+
+    join_group()
+    engine, checkpointer = two_saves(folder, root, asynchronous=True, when_busy=when_busy)
+    half, go_on = threading.Event(), threading.Event()
+
+    def reached(point):
+        if point == "between shards":
+            half.set()
+            go_on.wait(WAIT_S)
+
+    fault_points.on_reached = reached
+    checkpointer.save(3, training.state_of(engine))
+    half.wait(WAIT_S)
+    if when_busy == "wait":
+        threading.Timer(0.3, go_on.set).start()
+    made = checkpointer.save(4, training.state_of(engine))
+    go_on.set()
+    checkpointer.close()
+    pipe.send((made, checkpointer.store.steps(), checkpointer.store.latest(deep=True).step))
+
+
+@pytest.mark.parametrize("when_busy", ["wait", "skip"])
+def test_save_while_busy(children, folder, tmp_path, when_busy):
+    code, sent = children.run(saves_while_busy, folder, str(tmp_path), when_busy)
+    assert code == 0
+    assert sent == ((True, [4, 3, 2, 1], 4) if when_busy == "wait" else (False, [3, 2, 1], 3))
+
+
 def full_disk(folder, root, asynchronous, pipe):
     import resource
 
