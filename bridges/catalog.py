@@ -32,6 +32,11 @@ those of transformers, fp32, in the layouts listed.
 """
 
 
+def layouts(model_type: str) -> str:
+    """The layouts in which logits and gradients are checked, as text."""
+    return ", ".join(LAYOUTS[model_type]) or "not checked yet"
+
+
 def rows() -> list[dict[str, object]]:
     """One dictionary per family, for ``list --json``."""
     families = [get_family(name) for name in supported()]
@@ -53,7 +58,7 @@ def table() -> str:
     for name in supported():
         family = get_family(name)
         also = f" ({', '.join(family.aliases)})" if family.aliases else ""
-        lines.append(f"  {name + also:<24} {', '.join(LAYOUTS[name])}")
+        lines.append(f"  {name + also:<24} {layouts(name)}")
     return "\n".join(lines)
 
 
@@ -87,7 +92,7 @@ def document() -> str:
     families = [get_family(name) for name in supported()]
     summary = [
         f"| `{family.model_type}` | {', '.join(f'`{alias}`' for alias in family.aliases)} | {family.architecture} | "
-        f"{', '.join(LAYOUTS[family.model_type])} |"
+        f"{layouts(family.model_type)} |"
         for family in families
     ]
     return HEAD + "\n".join(summary) + "\n" + "\n".join(map(_section, families)) + "\n"

@@ -67,6 +67,7 @@ def test_inspect_counts_parameters(tmp_path, capsys):
 def test_list_names_every_family_with_what_is_verified(capsys):
     code, out, _ = cli(capsys, "list")
     assert code == 0 and all(name in out and ", ".join(LAYOUTS[name]) in out for name in SUPPORTED)
+    assert set(LAYOUTS) == set(SUPPORTED)
     families = json.loads(cli(capsys, "list", "--json")[1])["families"]
     assert [family["model_type"] for family in families] == list(SUPPORTED)
 

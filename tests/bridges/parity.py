@@ -1,0 +1,108 @@
+"""Each family in Megatron against transformers: parameter names of the built model, logits, gradients, fp32.
+
+The gradients of the reference are written to disk by ``save_pretrained``, as if they were the weights: so they come
+with the names and shapes on disk from transformers itself and not from the tables under test.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+LOGITS_TOLERANCE = 1e-4
+GRADIENT_TOLERANCE = 1e-4  # relative L2 error of each parameter's gradient
+
+
+def reference(folder: Path, out: Path) -> Path:
+    """Logits and gradients of the model in ``folder`` by transformers' autograd, saved to ``out``."""
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    from tests.runtime.parity import LENGTHS, data
+
+    batch = data()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    logits = torch.cat(
+        [
+            model(batch["sequences"][row : row + 1, -length:], use_cache=False).logits[0]
+            for row, length in enumerate(LENGTHS)
+        ]
+    )
+    assert logits.max() > 5 and logits.min() < -5, "the model's logits are too small to show anything"
+    (logits * batch["weights"]).sum().backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.grad)
+    model.save_pretrained(out.parent / "gradients", max_shard_size="1GB")
+    gradients = load_file(out.parent / "gradients" / "model.safetensors")
+    torch.save({"logits": logits.detach(), "gradients": gradients}, out)
+    return out
+
+
+def compare(folder: Path, reference_file: Path, layout: dict[str, int]) -> tuple[float | None, dict[str, Any]]:
+    """Body of a multi-process test: (largest logit error or None, HF name → (squared error, squared norm, slices))."""
+    import torch
+    import torch.distributed as dist
+
+    from skyrl_megatron.config.layout import ParallelConfig
+    from skyrl_megatron.runtime import parallel_state
+    from skyrl_megatron.runtime.hf_export import stream_hf
+    from skyrl_megatron.runtime.hf_load import load_hf
+    from skyrl_megatron.runtime.model_build import build_model
+    from tests.runtime.parity import _forward_backward
+
+    groups = parallel_state.initialize(ParallelConfig(dist.get_world_size(), **layout), timeout_s=120)
+    model = build_model(folder, groups, dtype=torch.float32)
+    load_hf(model, folder, groups)
+    expected = torch.load(reference_file)
+    logits_error = _forward_backward(model, groups, expected["logits"], padded=False, fault=None)
+    buffers = {piece.name for entry in model.hf.plan.entries if entry.is_buffer for piece in entry.hf}
+    found: dict[str, Any] = {}
+    for piece in stream_hf(model, groups, of=lambda parameter: parameter.main_grad):
+        if piece.name in buffers:
+            continue
+        wanted = expected["gradients"][piece.name]
+        wanted = wanted if piece.index is None else wanted[piece.index]
+        assert piece.tensor.shape == wanted.shape, piece.name
+        error, norm, count = found.get(piece.name, (0.0, 0.0, 0))
+        error += float((piece.tensor.double() - wanted.double()).square().sum())
+        found[piece.name] = (error, norm + float(wanted.double().square().sum()), count + 1)
+    return logits_error, found
+
+
+def check(results: list[tuple[float | None, dict[str, Any]]], reference_file: Path, plan: Any) -> None:
+    """Asserts that logits and the gradient of every parameter are those of transformers."""
+    import torch
+
+    logits = [error for error, _ in results if error is not None]
+    total: dict[str, tuple[float, float, int]] = {}
+    for _, found in results:
+        for name, (error, norm, count) in found.items():
+            old = total.get(name, (0.0, 0.0, 0))
+            total[name] = (old[0] + error, old[1] + norm, old[2] + count)
+    relative = {name: (error / norm) ** 0.5 if norm else error**0.5 for name, (error, norm, _) in total.items()}
+    worst = max((error, name) for name, error in relative.items())
+    print(f"largest error: logits {max(logits):.1e}, gradients {worst[0]:.1e} ({worst[1]})")  # shown by pytest -rP
+    assert logits and max(logits) <= LOGITS_TOLERANCE, f"logits differ by {max(logits):.2e}"
+    wrong = {name: error for name, error in relative.items() if not error <= GRADIENT_TOLERANCE}
+    assert not wrong, f"{len(wrong)} gradients differ, e.g. {dict(list(wrong.items())[:5])}"
+    gradients = torch.load(reference_file)["gradients"]
+    buffers = {piece.name for entry in plan.entries if entry.is_buffer for piece in entry.hf}
+    assert total.keys() == gradients.keys() - buffers
+    for name, (_, _, count) in total.items():
+        assert count == (plan.hf[name][0] if name in plan.stacked else 1), f"{name} came {count} times"
+
+
+def built_names(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Body of a one-process test: canonical name → shape of every parameter and weight buffer of the built model."""
+    import torch
+
+    from skyrl_megatron.config.layout import ParallelConfig
+    from skyrl_megatron.runtime import parallel_state
+    from skyrl_megatron.runtime.local_weights import local_weights
+    from skyrl_megatron.runtime.model_build import build_model
+
+    groups = parallel_state.initialize(ParallelConfig(1), timeout_s=120)
+    model = build_model(folder, groups, dtype=torch.float32)
+    return {weight.name: tuple(weight.tensor.shape) for weight in local_weights(model, groups)}
