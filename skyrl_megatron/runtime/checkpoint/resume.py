@@ -45,7 +45,7 @@ def choose(store: CheckpointStore, mode: str | None, path: str | None) -> Candid
     if mode is None or mode == "none":
         return Candidates(iter(()), root=store.root, only=True, any_folder=False)
     if mode == "latest":
-        return Candidates(store.candidates(), root=store.root, only=False, any_folder=bool(store.steps()))
+        return Candidates(store.candidates(), root=store.root, only=False, any_folder=store.has_checkpoints())
     if mode != "from_path":
         raise CheckpointError(f"trainer.resume_mode={mode}: must be none, latest or from_path")
     if not path:

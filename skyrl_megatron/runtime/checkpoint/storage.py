@@ -34,6 +34,7 @@ class LocalStorage:
     """A folder of a (shared) POSIX file system."""
 
     renames = True
+    request_bytes = 4 * 2**20  # small enough to be hashed while still in the processor's cache
 
     def __init__(self, root: str) -> None:
         self.root = os.path.abspath(os.path.expanduser(root))
@@ -48,6 +49,8 @@ class LocalStorage:
             return sorted(os.listdir(path))
         except (FileNotFoundError, NotADirectoryError):
             return []
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read ({error.strerror}); check its permissions") from error
 
     def exists(self, path: str) -> bool:
         """Whether there is a file or folder."""
@@ -139,6 +142,7 @@ class ObjectStorage:
     """An object store (``s3://``, ``gs://``, …) through fsspec."""
 
     renames = False
+    request_bytes = 64 * 2**20  # a request costs a round trip
 
     def __init__(self, address: str) -> None:
         import fsspec

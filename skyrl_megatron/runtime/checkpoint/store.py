@@ -64,8 +64,9 @@ class Checkpoint:
 class CheckpointStore:
     """All checkpoints under ``root``, a folder or an ``s3://``/``gs://`` address.
 
-    Reading needs no lock. The first :meth:`begin` takes the lock of a folder until :meth:`close`; an object store has
-    no locks: there, one writer is the caller's promise. ``keep``: how many checkpoints stay; -1: all.
+    Reading needs no lock. The first :meth:`begin` takes the lock of a folder until :meth:`close`. An object store has
+    neither locks nor renames: there, one writer is the caller's promise, and saving a step anew removes its old
+    checkpoint first. ``keep``: how many checkpoints stay; -1: all.
     """
 
     def __init__(self, root: str | Path, *, keep: int = -1) -> None:
@@ -192,7 +193,12 @@ class CheckpointStore:
         aside = final + _REPLACED
         if self.storage.exists(final):  # a step saved anew, after an older one was resumed
             self.storage.rename(final, aside)
-        self.storage.rename(folder, final)
+        try:
+            self.storage.rename(folder, final)
+        except OSError:
+            if self.storage.exists(aside):
+                self.storage.rename(aside, final)
+            raise
         self.storage.remove(aside)
         return final
 
@@ -201,6 +207,14 @@ class CheckpointStore:
         """Steps that have a folder, newest first; some may be incomplete."""
         names = (_STEP.fullmatch(name) for name in self.storage.names(self.root))
         return sorted((int(match[1]) for match in names if match), reverse=True)
+
+    def has_checkpoints(self) -> bool:
+        """Whether anything here was ever a complete checkpoint. On an object store a prefix without a manifest is a
+        save that did not end; a folder got its name when it was complete."""
+        steps = self.steps()
+        if self.storage.renames:
+            return bool(steps)
+        return any(self.storage.exists(self.storage.path(self._name(step), MANIFEST)) for step in steps)
 
     def open(self, step: int) -> Checkpoint:
         """Checkpoint of a step: manifest sound, all files there with the right sizes. Raises CheckpointError."""

@@ -22,6 +22,7 @@ class VerifiedFile:
     def __init__(self, storage: Storage, path: str, entry: FileEntry, buffer: HostBuffer) -> None:
         self._path, self._entry = path, entry
         self._file = storage.open(path)
+        self._request_bytes = storage.request_bytes  # a multiple of BLOCK_BYTES
         self._buffer = buffer
         self._window = memoryview(b"")
         self._begin = self._end = 0  # bytes of the file that the window holds
@@ -46,11 +47,12 @@ class VerifiedFile:
         self._file.seek(begin + done)
         try:
             while done < len(self._window):
-                block = self._window[done : done + BLOCK_BYTES]
-                read_into(self._file, block, self._path)
-                index = (begin + done) // BLOCK_BYTES
-                check_block(self._path, index, block, self._entry.blake3[index])
-                done += len(block)
+                request = self._window[done : done + self._request_bytes]
+                read_into(self._file, request, self._path)
+                for place in range(0, len(request), BLOCK_BYTES):
+                    index = (begin + done + place) // BLOCK_BYTES
+                    check_block(self._path, index, request[place : place + BLOCK_BYTES], self._entry.blake3[index])
+                done += len(request)
         except BaseException:
             self._begin = self._end = 0
             raise
