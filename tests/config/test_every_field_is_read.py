@@ -1,0 +1,152 @@
+"""No setting is ignored in silence: each field is read by the code that acts on it, or warns when it is set.
+
+Reading a field to check or describe it does not count, so the configuration package itself is left out, but for the
+files that turn fields into what a run does. A field counts as read where its name is taken from an object or named in
+a string (``getattr``, a dotted key); short names that occur everywhere must be taken from their own section.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+from skyrl_megatron.config import SkyRLTrainConfig
+from skyrl_megatron.config.base import leaves
+from skyrl_megatron.config.validate import WITHOUT_EFFECT
+
+ROOT = Path(__file__).parents[2]
+ACTING = {"resolve.py", "role_layout.py", "run_folder.py"}
+"""Files of the configuration package that act on fields instead of checking them."""
+
+DESCRIBING = {"check_report.py", "memory_budget.py"}
+"""Files elsewhere that only tell what fields come to."""
+
+REFUSED = {"FSDPConfig", "MixedPrecisionConfig"}
+"""Classes whose fields are refused unless they have their defaults."""
+
+SECTION = {
+    "KLCtrlConfig.type": "kl_ctrl",
+    "DynamicSamplingConfig.type": "dynamic_sampling",
+    "ModelConfig.path": "model",
+    "SkyRLLoraConfig.rank": "lora",
+    "SkyRLLoraConfig.alpha": "lora",
+    "SkyRLLoraConfig.dropout": "lora",
+    "ChatTemplateConfig.source": "chat_template|template",
+    "GSM8kLLMJudgeEnvConfig.model": "llm_as_a_judge|settings|config",
+    "GSM8kLLMJudgeEnvConfig.base_url": "llm_as_a_judge|settings|config",
+    "SearchEnvConfig.timeout": "search|settings|config",
+    "SearchEnvConfig.topk": "search|settings|config",
+    "MegatronTorchProfilerConfig.enable": "torch_profiler_config|settings|profiler",
+    "MegatronTorchProfilerConfig.ranks": "torch_profiler_config|settings|profiler",
+    "InferenceEngineConfig.tensor_parallel_size": "inference_engine|engine",
+    "InferenceEngineConfig.pipeline_parallel_size": "inference_engine|engine",
+    "InferenceEngineConfig.data_parallel_size": "inference_engine|engine",
+    "SamplingParams.temperature": "sampling|sampling_params|params",
+    "SamplingParams.stop": "sampling|sampling_params|params",
+    "SamplingParams.logprobs": "sampling|sampling_params|params",
+    "GeneratorConfig.batched": "generator|generator_cfg|cfg|config|settings",
+    "TrainerConfig.seed": "trainer",
+    "TrainerConfig.logger": "trainer",
+}
+"""Class.field → names of the object it must be taken from, where the field's name alone proves nothing."""
+
+NOT_YET_READ: set[str] = {
+    "AlgorithmConfig.value_head_prefix",
+    "AlgorithmConfig.zero_variance_filter",
+    "ChatTemplateConfig.source",
+    "DynamicSamplingConfig.max_sample_batches",
+    "DynamicSamplingConfig.min_replace_ratio",
+    "DynamicSamplingConfig.type",
+    "EnvironmentConfig.env_class",
+    "FullyAsyncConfig.max_staleness_steps",
+    "FullyAsyncConfig.num_parallel_generation_workers",
+    "GSM8kLLMJudgeEnvConfig.base_url",
+    "GeneratorConfig.append_eos_token_after_stop_str_in_multi_turn",
+    "GeneratorConfig.apply_overlong_filtering",
+    "GeneratorConfig.batched",
+    "GeneratorConfig.chat_template_kwargs",
+    "GeneratorConfig.eval_n_samples_per_prompt",
+    "GeneratorConfig.step_wise_trajectories",
+    "GeneratorConfig.use_conversation_multi_turn",
+    "GeneratorConfig.zero_reward_on_non_stop",
+    "InferenceEngineConfig.enable_chunked_prefill",
+    "InferenceEngineConfig.enable_http_endpoint",
+    "InferenceEngineConfig.enable_prefix_caching",
+    "InferenceEngineConfig.enable_ray_prometheus_stats",
+    "InferenceEngineConfig.enable_return_routed_experts",
+    "InferenceEngineConfig.engine_init_kwargs",
+    "InferenceEngineConfig.external_proxy_url",
+    "InferenceEngineConfig.external_server_urls",
+    "InferenceEngineConfig.fully_sharded_loras",
+    "InferenceEngineConfig.http_endpoint_host",
+    "InferenceEngineConfig.http_endpoint_port",
+    "InferenceEngineConfig.remote_urls",
+    "InferenceEngineConfig.served_model_name",
+    "InferenceEngineConfig.weight_transfer_threshold_cuda_ipc_GB",
+    "KLCtrlConfig.type",
+    "MegatronConfig.moe_per_layer_logging",
+    "MegatronLoraConfig.lora_type",
+    "OptimizerConfig.offload_after_step",
+    "PolicyConfig.use_torch_compile",
+    "SearchEnvConfig.timeout",
+    "SearchEnvConfig.topk",
+    "SkyRLGymConfig.max_env_workers",
+    "SkyRLLoraConfig.alpha",
+    "SkyRLLoraConfig.dropout",
+    "SkyRLLoraConfig.exclude_modules",
+    "SkyRLLoraConfig.rank",
+    "SkyRLLoraConfig.target_modules",
+    "TrainerConfig.critic_mini_batch_size",
+    "TrainerConfig.disable_fast_tokenizer",
+    "TrainerConfig.dump_eval_results",
+    "TrainerConfig.epochs",
+    "TrainerConfig.eval_batch_size",
+    "TrainerConfig.fused_lm_head_logprob",
+    "TrainerConfig.max_training_steps",
+    "TrainerConfig.train_batch_size",
+    "TrainerConfig.update_ref_every_epoch",
+}
+"""Fields whose reader is still to come. This list only shrinks: a field in it that is read fails the test too."""
+
+
+def reads() -> tuple[set[str], set[tuple[str, str]], list[str]]:
+    """Attribute names taken, (object, attribute) pairs, and the strings that name fields, of the code that acts.
+
+    An f-string becomes a pattern: ``f"{role}_num_nodes"`` names ``policy_num_nodes``.
+    """
+    taken, pairs, patterns = set(), set(), set()
+    for path in [*(ROOT / "skyrl_megatron").rglob("*.py"), *(ROOT / "bridges").rglob("*.py")]:
+        if path.name in DESCRIBING or (path.parent.name == "config" and path.name not in ACTING):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                taken.add(node.attr)
+                owner = getattr(node.value, "attr", None) or getattr(node.value, "id", "")
+                pairs.add((owner, node.attr))
+            elif isinstance(node, ast.JoinedStr):
+                parts = [getattr(part, "value", None) for part in node.values]
+                text = "".join(re.escape(part) if isinstance(part, str) else r"\w+" for part in parts)
+                name = text.rpartition(r"\.")[2]
+                if re.fullmatch(r"(\\w\+|\w)+", name) and re.search(r"[a-z]_[a-z]", name):
+                    patterns.add(name)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                if re.fullmatch(r"[a-zA-Z_.]+", node.value):
+                    patterns.add(re.escape(node.value.rpartition(".")[2]))
+    return taken, pairs, sorted(patterns)
+
+
+def test_every_field_is_read_or_warns():
+    taken, pairs, patterns = reads()
+    quiet = {(key.rpartition(".")[2]) for key in WITHOUT_EFFECT}
+    read, unread = set(), set()
+    for _, cls, name in leaves(SkyRLTrainConfig):
+        field = f"{cls.__name__}.{name}"
+        if cls.__name__ in REFUSED or name in quiet or field == "InferenceEngineConfig.backend":  # one choice only
+            continue
+        if field in SECTION:
+            found = any((owner, name) in pairs for owner in SECTION[field].split("|"))
+        else:
+            found = name in taken or any(re.fullmatch(pattern, name) for pattern in patterns)
+        (read if found else unread).add(field)
+    assert not unread - NOT_YET_READ, f"nothing reads {sorted(unread - NOT_YET_READ)}"
+    done = NOT_YET_READ - unread
+    assert not done, f"{sorted(done)} are read now: take them out of NOT_YET_READ"
