@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,7 @@ SPARE_SLOTS = 4
 """Logical CPUs beyond those of ranks and engines: for entry points and environments that ask for one."""
 CPU_STORE_BYTES = 1 << 30
 NODE_CHECK_S = 60.0
+CONNECT_TIMEOUT_S = 10.0
 
 
 def worker_environment(cfg: SkyRLTrainConfig | None = None) -> dict[str, str]:
@@ -114,6 +116,7 @@ def _start(slots: int, environment: dict[str, Any], store_bytes: int | None, *, 
 
 def _join(address: str, environment: dict[str, Any]) -> None:
     try:
+        _require_listener(address)
         ray.init(address=address, runtime_env=environment, logging_level="ERROR")
     except Exception as error:
         ray.shutdown()
@@ -123,6 +126,13 @@ def _join(address: str, environment: dict[str, Any]) -> None:
             "to start Ray on this machine"
         ) from error
     _check_nodes()
+
+
+def _require_listener(address: str) -> None:
+    """Raises OSError when nobody listens at ``host:port``, where Ray itself would end the process."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
 
 
 @ray.remote(num_cpus=0)

@@ -1,0 +1,198 @@
+"""Actor groups, dispatch and placement on a real Ray: results in order, failures and hangs that end in seconds."""
+
+import contextlib
+import os
+import time
+
+import numpy as np
+import pytest
+
+
+@pytest.fixture(scope="module")
+def ray_slots():
+    """A Ray of 4 slots for this module; the number of slots."""
+    from skyrl_megatron.workers.ray_setup import local_ray
+
+    with local_ray(4, object_store_bytes=100 << 20):
+        yield 4
+
+
+class Body:
+    """What the actors run: a real gloo group and a sum over it."""
+
+    def __init__(self, rank, world):
+        self.rank, self.world = rank, world
+
+    def address(self):
+        from skyrl_megatron.workers.ports import LOOPBACK, free_port
+
+        return LOOPBACK, free_port()
+
+    def join(self, address):
+        import datetime
+
+        import torch.distributed as dist
+
+        timeout = datetime.timedelta(seconds=60)
+        store = dist.TCPStore(*address, self.world, self.rank == 0, timeout)
+        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world, timeout=timeout)
+        return os.getpid()
+
+    def sum(self, mine):
+        import torch
+        import torch.distributed as dist
+
+        total = torch.tensor([float(mine)])
+        dist.all_reduce(total)
+        return total.item()
+
+    def sum_unless(self, bad, kind):
+        from skyrl_megatron.errors import CheckpointError
+
+        if self.rank in bad:
+            if kind == "die":
+                os._exit(3)
+            if kind == "hang":
+                time.sleep(600)
+            if kind == "value":
+                raise ValueError("a row is too long")
+            raise CheckpointError("the disk is full")
+        return self.sum(1.0)
+
+
+@contextlib.contextmanager
+def group(timeout_s=60.0):
+    import ray
+
+    from skyrl_megatron.workers.group import ActorGroup
+
+    actors = [ray.remote(num_cpus=1)(Body).remote(rank, 2) for rank in range(2)]
+    made = ActorGroup("policy", actors, timeout_s)
+    address = ray.get(actors[0].address.remote())
+    made.call("join", address)
+    try:
+        yield made
+    finally:
+        made.kill()
+
+
+def test_results_by_rank_and_errors_of_all_leave_the_group_alive(ray_slots):
+    from skyrl_megatron.errors import CheckpointError, DistributedError
+
+    with group() as made:
+        assert made.call("sum", each=[(1,), (2,)]) == [3.0, 3.0]
+        with pytest.raises(CheckpointError, match="the disk is full"):
+            made.call("sum_unless", (0, 1), "own")
+        with pytest.raises(DistributedError, match=r"policy rank 0, phase train: a row is too long"):
+            made.call("sum_unless", (0, 1), "value", phase="train")
+        assert made.call("sum", 5) == [10.0, 10.0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("die", r"policy rank 1, phase train: the process died"),
+        ("value", r"policy rank 1, phase train: a row is too long"),
+        ("hang", r"phase train: no answer within 3 s \(trainer.phase_timeout_s\) from policy rank 0, policy rank 1"),
+    ],
+)
+def test_one_rank_fails_the_call_and_ends_the_group(ray_slots, kind, message):
+    """Rank 0 waits in an all-reduce for rank 1; nobody waits for its timeout of a minute."""
+    from skyrl_megatron.errors import DistributedError
+
+    with group() as made:
+        timeout = 3.0 if kind == "hang" else 60.0
+        with pytest.raises(DistributedError, match=message):
+            made.call("sum_unless", (1,), kind, phase="train", timeout_s=timeout)
+        assert made.actors == []
+        with pytest.raises(DistributedError, match="policy ranks have been ended"):
+            made.call("sum", 1)
+
+
+def batch_of(lengths, width=12, response=6):
+    import torch
+
+    from skyrl_megatron.types import TrainingBatch
+
+    rows = len(lengths)
+    sequences = torch.arange(rows * width).reshape(rows, width)
+    columns = torch.arange(width)
+    attention = columns >= width - torch.tensor(lengths)[:, None]
+    response_mask = attention[:, -response:].float()
+    return TrainingBatch(
+        sequences, attention, response_mask, response_mask.clone(), [f"p{row // 2}" for row in range(rows)]
+    )
+
+
+@pytest.mark.parametrize(("rows", "dp", "ranks_per_replica"), [(7, 3, 2), (8, 2, 1), (2, 4, 1), (5, 1, 2)])
+def test_a_batch_goes_out_once_a_replica_and_comes_back_in_order(ray_slots, rows, dp, ranks_per_replica):
+    """Also fewer rows than replicas: the others get a blank row, whose result is dropped."""
+    import ray
+    import torch
+
+    from skyrl_megatron.runtime.flops import ModelFlops
+    from skyrl_megatron.workers.dispatch import RankPlace, from_arrays, stage
+
+    lengths = np.random.default_rng(rows).integers(1, 13, rows).tolist()
+    batch = batch_of(lengths)
+    staged = stage(batch, dp, ModelFlops(1.0, 0.1, 0.0, 0))
+    assert len(staged.chunks) == dp
+    places = [
+        RankPlace(r // ranks_per_replica, dp, r % ranks_per_replica == 0, 0, "") for r in range(dp * ranks_per_replica)
+    ]
+    results = []
+    for place, (chunk,) in zip(places, staged.arguments(places), strict=True):
+        part = from_arrays(ray.get(chunk))
+        results.append(part.sequences[:, -6:] * part.response_mask if place.collects else None)
+    expected = batch.sequences[:, -6:] * batch.response_mask
+    assert torch.equal(staged.collect(places, results), expected)
+
+
+def test_an_impossible_placement_says_what_is_missing(ray_slots):
+    from skyrl_megatron.errors import LaunchError
+    from skyrl_megatron.workers.placement import reserve
+
+    with pytest.raises(LaunchError, match=r"no place for the policy within 1 s: 9 CPU needed, 4 in the cluster"):
+        reserve("the policy", [{"CPU": 1.0}] * 9, timeout_s=1.0)
+
+
+def test_places_of_a_run(ray_slots, tmp_path):
+    """Policy, reference and engine each have slots of their own on a CPU machine."""
+    import ray
+
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.workers.placement import place
+
+    cfg = SkyRLTrainConfig.from_cli_overrides(
+        {
+            "trainer.placement.policy_num_gpus_per_node": 2,
+            "trainer.placement.ref_num_gpus_per_node": 1,
+            "trainer.placement.colocate_all": False,
+            "trainer.placement.colocate_policy_ref": False,
+        }
+    )
+    placement = place(cfg)
+    assert {who: len(each.bundles) for who, each in placement.places.items()} == {"policy": 2, "ref": 1, "engines": 1}
+    assert len({each.group.id for each in placement.places.values()}) == 3
+    placement.remove()
+    deadline = time.monotonic() + 30
+    while ray.available_resources().get("CPU") != ray_slots and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert ray.available_resources()["CPU"] == ray_slots
+
+
+def test_an_address_without_a_cluster_is_one_message():
+    import subprocess
+    import sys
+
+    code = (
+        "from skyrl_megatron.config import SkyRLTrainConfig\n"
+        "from skyrl_megatron.workers.ray_setup import initialize_ray\n"
+        "from skyrl_megatron.entrypoints.command import run_command\n"
+        "raise SystemExit(run_command(lambda: initialize_ray(SkyRLTrainConfig())))\n"
+    )
+    environment = {**os.environ, "RAY_ADDRESS": "127.0.0.1:1"}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, env=environment)
+    assert result.returncode == 1
+    assert "RAY_ADDRESS=127.0.0.1:1: no Ray cluster answers there" in result.stderr
+    assert "Traceback" not in result.stderr
