@@ -81,6 +81,7 @@ class MegatronEngine:
         self.steps = self.skipped_steps = 0
         self._accumulated = StepTotals()
         """What the gradients accumulated so far are a mean over."""
+        self._reduced = False
         if role != "ref":
             self._prepare_training(total_steps)
 
@@ -174,6 +175,8 @@ class MegatronEngine:
         Raises the same error on every rank, with gradients cleared: ValueError for sequences over the token budget,
         for no trainable token, for inputs that are not finite; whatever a custom loss raises.
         """
+        if self._reduced:
+            raise ValueError("gradients are reduced already: call optim_step() or clear_gradients() first")
         started = time.perf_counter()
         objective = PolicyObjective(self.cfg.trainer.algorithm)
         with self._all_or_none():
@@ -203,9 +206,7 @@ class MegatronEngine:
         result says so and names the first parameter, and :attr:`skipped_steps` counts it. Raises ValueError when there
         are no gradients.
         """
-        if not self._accumulated.tokens:
-            raise ValueError("optim_step() without gradients: call forward_backward() first")
-        finalize_model_grads(self.chunks, None, pg_collection=self.groups.collection)
+        self.reduce_gradients()
         with self._profile("optim_step"):
             result = step_if_finite(self.optimizer, self.lr_schedule, self.chunks)
         self.clear_gradients()
@@ -216,12 +217,25 @@ class MegatronEngine:
             device.empty_cache()
         return result
 
+    def reduce_gradients(self) -> None:
+        """Sum the accumulated gradients over all ranks that share a parameter; :meth:`optim_step` does it if need be.
+
+        Megatron's reduction is not idempotent, so no gradient can be added between it and the step. Raises ValueError
+        when there are no gradients.
+        """
+        if not self._accumulated.tokens:
+            raise ValueError("there are no gradients: call forward_backward() first")
+        if not self._reduced:
+            finalize_model_grads(self.chunks, None, pg_collection=self.groups.collection)
+            self._reduced = True
+
     def clear_gradients(self) -> None:
         """Forget the gradients accumulated since the last step."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._accumulated = StepTotals()
+        self._reduced = False
 
     # ------------------------------------------------------------------ parts of the step
     def _logits(self, temperature: float | None = None) -> Logits:

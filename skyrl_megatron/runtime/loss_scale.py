@@ -21,7 +21,7 @@ transformer/moe/moe_utils.py MoEAuxLossAutoScaler  ``moe_grad_scale_func`` = 1 /
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,10 @@ from torch import Tensor
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.transformer import TransformerConfig
+
+
+SUMMED_GRADIENTS: dict[str, Any] = {"calculate_per_token_loss": True}
+"""Fields that ``TransformerConfig`` must be made with; the rest can be set afterwards (:func:`sum_gradients`)."""
 
 
 class AuxiliaryLossScale:
@@ -47,7 +51,7 @@ class AuxiliaryLossScale:
 
 def sum_gradients(config: TransformerConfig, ddp_config: DistributedDataParallelConfig) -> AuxiliaryLossScale:
     """Make Megatron sum where it would average (table above). Call before the model is wrapped in DDP."""
-    config.calculate_per_token_loss = True
+    assert config.calculate_per_token_loss, "build the model with SUMMED_GRADIENTS: routers read it when they are made"
     config.finalize_model_grads_func = None  # runs once per optimizer step, from there: it is not idempotent
     config.grad_scale_func = None
     ddp_config.average_in_collective = False

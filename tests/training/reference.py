@@ -10,9 +10,13 @@ CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 TEMPERATURE = 0.7
 
 
+MICRO_BATCH = 3
+LR, ADAM_EPS, MAX_GRAD_NORM, STEPS = 1e-2, 1e-3, 0.1, 3
+
+
 @dataclass
 class Reference:
-    """Numbers of one step: loss terms (means over the batch's valid tokens) and the gradient by HF name."""
+    """Numbers of the first step (means over the batch's valid tokens), and where tensors are, by HF name on disk."""
 
     policy_loss: float
     kl: float
@@ -20,8 +24,9 @@ class Reference:
     final_loss: float
     grad_norm: float
     grads: dict
-    logprobs: object
-    """[B, T] tensor."""
+    """Gradient of the first step before clipping."""
+    weights: dict
+    """Weights after :data:`STEPS` steps on the same batch."""
 
 
 def make_batch(vocab_size, seed=0, rows=7, prompt=9, response=14):
@@ -95,26 +100,96 @@ def all_logprobs(folder, batch):
     return out
 
 
-def policy_gradient_step(folder, batch):
-    """Clipped policy loss + KL (k3) − entropy, all divided by the valid tokens of the batch."""
+def on_disk(model, folder):
+    """The model's tensors by their names on disk."""
+    from safetensors.torch import load_file
+
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def router_logits(model):
+    """A list that fills with every router's logits [tokens, E] as the model runs."""
+    from torch.nn import functional as F
+
+    seen = []
+    for name, module in model.named_modules():
+        if name.endswith("mlp.gate"):
+            module.register_forward_hook(
+                lambda gate, inputs, _: seen.append(F.linear(inputs[0].reshape(-1, gate.weight.shape[1]), gate.weight))
+            )
+    return seen
+
+
+def auxiliary_loss(per_row, lengths, experts, top_k, aux_coefficient, z_coefficient):
+    """Load-balancing loss of each micro-batch (Switch Transformer, arXiv:2101.03961, equation 4, times E / K) weighted
+    by its tokens, and the mean squared log-sum-exp over all tokens (ST-MoE, arXiv:2202.08906); sums over layers.
+
+    ``per_row``: for each row its layers' logits.
+    """
+    import torch
+
+    total = 0.0
+    tokens = sum(lengths)
+    for layer in range(len(per_row[0])):
+        for start in range(0, len(per_row), MICRO_BATCH):
+            logits = torch.cat([row[layer] for row in per_row[start : start + MICRO_BATCH]])
+            n = len(logits)
+            chosen = torch.zeros_like(logits).scatter(1, logits.topk(top_k, -1).indices, 1.0)
+            balance = (logits.softmax(-1).sum(0) * chosen.sum(0)).sum() * experts / (top_k * n * n)
+            total = total + aux_coefficient * balance * n / tokens
+            total = total + z_coefficient * logits.logsumexp(-1).square().sum() / tokens
+    return total
+
+
+def policy_gradient_step(folder, batch, scratch, *, aux_coefficient=0.0, z_coefficient=0.0):
+    """Clipped policy loss + KL (k3) − entropy over the valid tokens of the batch, for :data:`STEPS` steps."""
+    import copy
+
     import torch
 
     model = load_model(folder)
-    tokens = batch.loss_mask.sum()
-    policy = kl = entropy = 0.0
-    for row in range(len(batch)):
-        logprobs, entropies = hf_logprobs(model, batch, row)
-        n = len(logprobs)
-        mask, advantages = batch.loss_mask[row, -n:], batch.advantages[row, -n:]
-        ratio = (logprobs - batch.old_logprobs[row, -n:]).exp()
-        clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
-        policy = policy - (torch.minimum(ratio * advantages, clipped * advantages) * mask).sum()
-        k = batch.ref_logprobs[row, -n:] - logprobs
-        kl = kl + ((k.exp() - k - 1) * mask).sum()
-        entropy = entropy + (entropies * mask).sum()
-    policy, kl, entropy = policy / tokens, kl / tokens, entropy / tokens
-    loss = policy + KL * kl - ENTROPY * entropy
-    loss.backward()
-    grads = {name: p.grad for name, p in model.named_parameters()}
-    norm = torch.sqrt(sum((g.double() ** 2).sum() for g in grads.values())).item()
-    return Reference(policy.item(), kl.item(), entropy.item(), loss.item(), norm, grads, None)
+    seen = router_logits(model) if aux_coefficient or z_coefficient else []
+    optimizer = torch.optim.AdamW(model.parameters(), LR, eps=ADAM_EPS, weight_decay=0.0)
+    numbers = grads = None
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        tokens = batch.loss_mask.sum()
+        policy = kl = entropy = 0.0
+        per_row = []
+        for row in range(len(batch)):
+            seen.clear()
+            logprobs, entropies = hf_logprobs(model, batch, row)
+            per_row.append(list(seen))
+            n = len(logprobs)
+            mask, advantages = batch.loss_mask[row, -n:], batch.advantages[row, -n:]
+            ratio = (logprobs - batch.old_logprobs[row, -n:]).exp()
+            clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
+            policy = policy - (torch.minimum(ratio * advantages, clipped * advantages) * mask).sum()
+            k = (batch.ref_logprobs[row, -n:] - logprobs).clamp(-20, 20)
+            kl = kl + ((k.exp() - k - 1).clamp(max=10) * mask).sum()  # limited as documented for k3
+            entropy = entropy + (entropies * mask).sum()
+        policy, kl, entropy = policy / tokens, kl / tokens, entropy / tokens
+        loss = policy + KL * kl - ENTROPY * entropy
+        objective = loss
+        if seen:
+            config = model.config
+            objective = loss + auxiliary_loss(
+                per_row,
+                batch.lengths.tolist(),
+                config.num_experts,
+                config.num_experts_per_tok,
+                aux_coefficient,
+                z_coefficient,
+            )
+        objective.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+        if step == 0:
+            numbers = policy.item(), kl.item(), entropy.item(), loss.item(), norm.item()
+            holder = copy.deepcopy(model)
+            for parameter, source in zip(holder.parameters(), model.parameters(), strict=True):
+                parameter.data.copy_(source.grad)
+            grads = on_disk(holder, scratch / "grads")
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        optimizer.step()
+    return Reference(*numbers, grads, on_disk(model, scratch / "weights"))
