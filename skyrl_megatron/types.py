@@ -90,8 +90,10 @@ class TrainingBatch:
 
     def to(self, device: torch.device) -> TrainingBatch:
         """The same batch with every tensor on ``device``."""
-        fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in fields.items()}
+        moved: dict[str, Any] = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        for name, value in moved.items():
+            if isinstance(value, Tensor):
+                moved[name] = value.to(device)
         return TrainingBatch(**moved)
 
     def blank_row(self) -> TrainingBatch:
