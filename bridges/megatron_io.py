@@ -20,7 +20,7 @@ import os
 import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -128,12 +128,19 @@ class Checkpoint:
             yield key, StoredTensor(tuple(stored.size), stored.properties.dtype, chunks)
 
     def _check_files(self, places: Mapping[MetadataIndex, _StorageInfo]) -> None:
-        """Every file that is referred to is there and long enough."""
-        sizes = {path.name: path.stat().st_size for path in self.path.glob("*.distcp")}
+        """Every file that is referred to is inside the folder, there, and long enough."""
+        sizes: dict[str, int] = {}
         for index, info in places.items():
             file = str(info.relative_path)
             if file not in sizes:
-                raise BridgeError(f"{self.path / file} (for {index.fqn}) is missing; fetch that file again")
+                pure = PurePosixPath(file)
+                if pure.is_absolute() or ".." in pure.parts:
+                    raise BridgeError(
+                        f"{self.path}/.metadata names {file!r}, which is outside the folder; fetch it again"
+                    )
+                if not (self.path / file).is_file():
+                    raise BridgeError(f"{self.path / file} (for {index.fqn}) is missing; fetch that file again")
+                sizes[file] = (self.path / file).stat().st_size
             if not 0 <= info.offset <= info.offset + info.length <= sizes[file]:
                 raise BridgeError(
                     f"{self.path / file} is truncated: {index.fqn} ends at byte {info.offset + info.length}, the file "

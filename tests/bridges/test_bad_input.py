@@ -174,6 +174,13 @@ def edit_metadata(folder, change):
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
+def edit_storage(folder, change):
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        change(info)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
 MEGATRON_FAULTS = {
     "no checkpoint": (
         lambda f: [p.unlink() for p in f.iterdir() if p.is_file()],
@@ -197,6 +204,10 @@ MEGATRON_FAULTS = {
         "does not hold the metadata of a torch_dist checkpoint",
     ),
     "file missing": (lambda f: (f / "__0_0.distcp").unlink(), r"__0_0\.distcp \(for .*\) is missing"),
+    "file outside": (
+        lambda f: edit_storage(f, lambda info: setattr(info, "relative_path", "../x.distcp")),
+        r"names '\.\./x\.distcp', which is outside the folder",
+    ),
     "file truncated": (lambda f: truncate(f, "__0_0.distcp"), r"__0_0\.distcp is truncated: .* ends at byte"),
     "data damaged": (lambda f: swap_bytes(f / "__0_0.distcp"), r"__0_0\.distcp is damaged at byte 0"),
     "tensor missing": (

@@ -1,0 +1,97 @@
+"""Imported folders in a built model, and checkpoints of a training run as HF folders."""
+
+import pytest
+
+from tests.bridges.tiny_models import save_tiny
+
+
+def load_body(hf, imported, layout):
+    """Megatron's own loader fills a model from the imported folder; it must equal the model filled from the HF folder.
+
+    ``raise_all``: the checkpoint has no tensor too few or too many.
+    """
+    import torch
+    import torch.distributed as dist
+    from megatron.core import dist_checkpointing
+
+    from skyrl_megatron.config.layout import ParallelConfig
+    from skyrl_megatron.runtime import parallel_state
+    from skyrl_megatron.runtime.hf_load import load_hf
+    from skyrl_megatron.runtime.model_build import build_model
+
+    groups = parallel_state.initialize(ParallelConfig(dist.get_world_size(), **layout), timeout_s=120)
+    model, expected = (build_model(hf, groups, dtype=torch.float32) for _ in range(2))
+    load_hf(expected, hf, groups)
+    wanted = {}
+    for index, chunk in enumerate(model.chunks):
+        for parameter in chunk.parameters():
+            torch.nn.init.constant_(parameter, 7.0)
+        state = chunk.sharded_state_dict(metadata={"dp_cp_group": groups.dp_cp})
+        wanted[f"chunk{index}"] = {key: value for key, value in state.items() if not key.endswith("_extra_state")}
+    loaded = dist_checkpointing.load(wanted, str(imported), strict="raise_all")
+    count = 0
+    for index, (chunk, other) in enumerate(zip(model.chunks, expected.chunks, strict=True)):
+        result = chunk.load_state_dict(loaded[f"chunk{index}"], strict=False)
+        assert not result.unexpected_keys and all(key.endswith("_extra_state") for key in result.missing_keys)
+        mine, its = ({name: tensor for name, tensor in each.state_dict().items() if tensor is not None}
+                     for each in (chunk, other))  # fmt: skip
+        assert mine.keys() == its.keys()
+        assert all(torch.equal(mine[name], its[name]) for name in mine), "a weight differs"
+        count += len(mine)
+    return count
+
+
+@pytest.mark.parametrize(
+    ("model_type", "overrides", "layout", "world_size"),
+    [
+        ("qwen3_moe", {}, dict(tp=2, ep=2), 2),
+        ("qwen2_moe", {"mlp_only_layers": [0]}, dict(tp=2, ep=2), 2),
+        pytest.param("qwen2", {}, dict(pp=2, vpp=2), 2, marks=pytest.mark.full_matrix),
+        pytest.param("qwen3_moe", {}, dict(tp=2, etp=2, pp=2), 4, marks=pytest.mark.full_matrix),
+        pytest.param("mixtral", {}, dict(tp=2, ep=4), 4, marks=pytest.mark.full_matrix),
+        pytest.param(
+            "llama", {"attention_bias": True, "mlp_bias": True}, dict(tp=2), 2, marks=pytest.mark.full_matrix
+        ),
+    ],
+    ids=str,
+)
+def test_import_fills_a_built_model(model_type, overrides, layout, world_size, ranks, tmp_path):
+    from bridges.convert import import_hf
+
+    hf = save_tiny(model_type, tmp_path / "hf", num_hidden_layers=4, num_key_value_heads=2, **overrides)
+    import_hf(hf, tmp_path / "megatron")
+    assert min(ranks(world_size, load_body, hf, tmp_path / "megatron", layout)) > 15
+
+
+def train_body(hf, root, layout):
+    """A step of training, then a checkpoint, and the same weights written by the runtime's own exporter."""
+    import os
+
+    from skyrl_megatron.runtime.checkpoint.checkpointer import Checkpointer
+    from skyrl_megatron.runtime.hf_export import save_hf
+    from tests.checkpoint import training
+
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        os.environ.pop(name, None)  # Megatron sets them for good, and refuses another choice in the same process
+    engine = training.engine(hf, layout)
+    training.train(engine, [1])
+    checkpointer = Checkpointer(str(root / "checkpoints"))
+    checkpointer.save(1, training.state_of(engine))
+    checkpointer.close()
+    save_hf(engine.model, engine.groups, root / "runtime")
+
+
+def test_export_of_a_training_checkpoint(ranks, tmp_path):
+    """The optimizer cuts weights into arbitrary runs of rows; the two exporters share no code but the table."""
+    from bridges.convert import export_megatron
+    from bridges.verify import compare
+    from tests.checkpoint import training
+
+    hf = training.save_model(tmp_path / "hf")
+    ranks(2, train_body, hf, tmp_path, "tp2·ep2")
+    policy = tmp_path / "checkpoints" / "global_step_1" / "policy"
+    export_megatron(policy, tmp_path / "bridges", template=hf)
+    result = compare(tmp_path / "runtime", tmp_path / "bridges")
+    assert result.equal and result.tensors > 50, result.differences[:5]
+    moved = compare(hf, tmp_path / "bridges")
+    assert len(moved.differences) > result.tensors // 2, "training changed nothing"
