@@ -71,8 +71,8 @@ class DataError(SkyRLMegatronError, ValueError):
 
 
 class AlgorithmError(SkyRLMegatronError, ValueError):
-    """An estimator or loss got tensors that it cannot use, a function from outside returned the wrong thing, or a name is
-    not registered (or is already)."""
+    """An estimator or loss got tensors that it cannot use, a function from outside returned the wrong thing, or a name
+    is not registered (or is already)."""
 
 
 class LaunchError(SkyRLMegatronError):
