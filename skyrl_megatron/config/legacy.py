@@ -54,11 +54,14 @@ ALIASES: Mapping[str, str] = MappingProxyType({"trainer.remove_microbatch_paddin
 
 
 def warn_deprecated(used: Mapping[str, str]) -> None:
-    """One DeprecationWarning for all older spellings of a configuration, each with its new key."""
+    """One DeprecationWarning for all older spellings of a configuration, each with its new key.
+
+    Attributed to the caller of ``SkyRLTrainConfig.from_cli_overrides``, so that Python shows it to a script.
+    """
     if not used:
         return
     lines = [
         f"  {old} is dropped: {new} says it" if old in DROPPED else f"  {old} is now {new}"
         for old, new in sorted(used.items())
     ]
-    warnings.warn("older spelling of configuration keys:\n" + "\n".join(lines), DeprecationWarning, stacklevel=2)
+    warnings.warn("older spelling of configuration keys:\n" + "\n".join(lines), DeprecationWarning, stacklevel=5)

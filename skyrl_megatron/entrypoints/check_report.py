@@ -35,7 +35,7 @@ def report(cfg: SkyRLTrainConfig, hardware: Hardware) -> Iterator[str]:
     yield "# resolved configuration"
     yield get_config_as_yaml_str(cfg)
     yield "# machine"
-    yield f"this machine: {hardware}"
+    yield f"{hardware}"
     asked = gpus_asked(cfg)
     unit = "rank processes" if hardware.is_cpu else "GPUs"
     yield f"the run takes {sum(asked.values())} {unit}: " + ", ".join(f"{who} {n}" for who, n in asked.items())

@@ -23,6 +23,7 @@ usage: python -m skyrl_megatron.entrypoints.main_base [--config FILE.yaml] [--ch
   --config FILE   read keys from a YAML file; may be repeated; later assignments win
   --check         print the resolved configuration, topology, parameters and bytes per rank and batch arithmetic,
                   starting neither Ray nor CUDA; exit code 0 if it can run, 2 if not
+  --check=2x8     the same for 2 nodes of 8 GPUs instead of this machine
   --help          this text
 
 All keys with their meaning: CONFIG.md"""
@@ -34,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if {"-h", "--help"} & set(args):
         print(HELP)
         return 0
-    if "--check" in args:
-        return check.run([arg for arg in args if arg != "--check"])
+    if any(arg.partition("=")[0] == "--check" for arg in args):
+        return check.run(args)
     return run_command(lambda: _train(args))
 
 

@@ -47,7 +47,7 @@ def test_report(run_args, capsys):
     out = capsys.readouterr().out
     for line in (
         "expert_model_parallel_size: 2",
-        "this machine: 8 GPUs per node, 1 node(s)",
+        "8 GPUs per node, 1 node(s)",
         "the run takes 4 GPUs: policy 4",
         "layout: 4 ranks = tp 1 · pp 2 · cp 1 · dp 2; experts etp 1 · ep 2 · edp 1",
         "4 of 4 layers with 4 experts",
@@ -116,6 +116,17 @@ def test_unsupported_model(tmp_path, capsys):
     ]
     assert check.run(args) == 2
     assert "nearest: qwen3_moe" in capsys.readouterr().err
+
+
+def test_check_for_another_machine(run_args, capsys):
+    from skyrl_megatron.entrypoints import check
+
+    args = [*run_args, "trainer.logger=console", "trainer.placement.policy_num_nodes=2"]
+    args += ["trainer.placement.policy_num_gpus_per_node=8", "generator.inference_engine.num_engines=16"]
+    assert check.run(["--check=2x8", *args]) == 0
+    assert "the run takes 16 GPUs" in capsys.readouterr().out
+    assert check.run(["--check=1x8", *args]) == 2 and "there are 8" in capsys.readouterr().err
+    assert check.run(["--check=8", *args]) == 2 and "NODESxGPUS" in capsys.readouterr().err
 
 
 def test_help():

@@ -81,8 +81,8 @@ def test_a_mapping_replaces_a_dict_option_and_a_dotted_key_changes_one_entry():
     def kwargs(*args):
         return get_path(parse(*args), KWARGS)
 
-    one_entry = kwargs(f"{KWARGS}.recompute_granularity=selective")
-    assert one_entry == kwargs() | {"recompute_granularity": "selective"}
+    one_entry = kwargs(f"{KWARGS}.gradient_accumulation_fusion=true")
+    assert one_entry == kwargs() | {"gradient_accumulation_fusion": True}
     replaced = kwargs(f"{KWARGS}={{recompute_granularity: selective}}", f"{KWARGS}.a.b=1")
     assert replaced == {"recompute_granularity": "selective", "a": {"b": 1}}
     assert kwargs(f"{KWARGS}.a=1", f"{KWARGS}={{}}") == {}
