@@ -190,7 +190,8 @@ class MegatronEngine:
                 for chunk in self.chunks:
                     chunk.scale_gradients(1.0 - share)
             self.auxiliary_scale.over(self._count_valid_tokens(batch), share)
-            step = PolicyStep(self._logits(), objective, combined, self._wants_entropy)
+            seed = (self.cfg.trainer.seed, self.steps, self.dp_rank)
+            step = PolicyStep(self._logits(), objective, combined, entropy=self._wants_entropy, seed=seed)
             micro_batches = self._micro_batches(batch, self.cfg.trainer.micro_train_batch_size_per_gpu)
             with self._mode(training=True), self._local_gradients(accumulate), self._profile("forward_backward"):
                 results = run_schedule(step, micro_batches, self.chunks, self.groups, forward_only=False)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from skyrl_megatron.algorithms.losses import seed_random_picks
 from skyrl_megatron.algorithms.metrics import Metrics
 from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.algorithms.reduction import StepTotals
@@ -97,14 +98,27 @@ class PolicyStep(ForwardStep):
     :attr:`failure`, the micro-batch counts as 0, and the engine raises it on all ranks afterwards.
     """
 
-    def __init__(self, logits: Logits, objective: PolicyObjective, totals: StepTotals, entropy: bool) -> None:
+    def __init__(
+        self,
+        logits: Logits,
+        objective: PolicyObjective,
+        totals: StepTotals,
+        *,
+        entropy: bool,
+        seed: tuple[int, ...],
+    ) -> None:
         self.logits, self.objective, self.totals, self.entropy = logits, objective, totals, entropy
+        self.seed = seed
+        """Random picks of a loss come from this and the micro-batch's number: alike on all tp, cp and pp ranks."""
+        self.finished = 0
         self.failure: Exception | None = None
 
     def on_last_stage(self, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Metrics]:
         batch = micro_batch.batch
         logprobs, entropy = self.logits.logprobs(output, micro_batch.packed, with_entropy=self.entropy)
         assert batch.advantages is not None
+        seed_random_picks(*self.seed, self.finished)
+        self.finished += 1
         try:
             loss, metrics = self.objective(
                 self.totals,
