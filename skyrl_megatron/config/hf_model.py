@@ -5,6 +5,7 @@ The exact tensors of a model are the business of ``bridges/``; here are only the
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Mapping
@@ -23,38 +24,54 @@ def read_hf_config(path: str, key: str = "trainer.policy.model.path", download: 
     """
     local = Path(path).expanduser()
     if local.exists() or path.startswith(("/", ".", "~")) or path.count("/") > 1:
-        file = local / "config.json"
-        if not file.is_file():
+        file: Path | None = local / "config.json"
+        if not (local / "config.json").is_file():
             fix = "the folder has no config.json" if local.is_dir() else "no such folder"
             raise ConfigError([Problem(key, path, f"{fix}: name a Hugging Face model folder or a hub model")])
     else:
-        cached = _from_hub(path, download)
-        if cached is None:
-            return None
-        file = cached
+        file = _cached_from_hub(path)
+    where = file or f"config.json of {path}"
     try:
-        content = json.loads(file.read_text())
+        text = file.read_text() if file else _fetch_from_hub(path) if download else None
+        content = None if text is None else json.loads(text)
     except json.JSONDecodeError as error:
-        fix = f"{file}, line {error.lineno}: {error.msg}; fetch the file again"
+        fix = f"{where}, line {error.lineno}: {error.msg}; fetch the file again"
         raise ConfigError([Problem(key, path, fix)]) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([Problem(key, path, f"{file} cannot be read: {error}")]) from None
-    if not isinstance(content, dict):
-        raise ConfigError([Problem(key, path, f"{file} holds no mapping; fetch the file again")])
+        raise ConfigError([Problem(key, path, f"{where} cannot be read: {error}")]) from None
+    if content is not None and not isinstance(content, dict):
+        raise ConfigError([Problem(key, path, f"{where} holds no mapping; fetch the file again")])
     return content
 
 
-def _from_hub(name: str, download: bool) -> Path | None:
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+def _cached_from_hub(name: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
     try:
         cached = try_to_load_from_cache(name, "config.json")
-        if isinstance(cached, str | os.PathLike):
-            return Path(cached)
-        return Path(hf_hub_download(name, "config.json")) if download else None
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError):
+    except HFValidationError:
         return None
+    return Path(cached) if isinstance(cached, str | os.PathLike) else None
+
+
+@functools.cache
+def _fetch_from_hub(name: str) -> str | None:
+    """The text of a hub model's ``config.json``: one request, no retries; None where it cannot be had."""
+    import httpx
+    from huggingface_hub import constants, get_token, hf_hub_url
+    from huggingface_hub.errors import HFValidationError
+
+    if constants.HF_HUB_OFFLINE:
+        return None
+    try:
+        url = hf_hub_url(name, "config.json")
+        token = get_token()
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        answer = httpx.get(url, headers=headers, follow_redirects=True, timeout=10)
+    except (httpx.HTTPError, HFValidationError):
+        return None
+    return answer.text if answer.status_code == 200 else None
 
 
 def model_shape(hf: Mapping[str, Any]) -> ModelShape | None:

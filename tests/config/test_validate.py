@@ -1,6 +1,12 @@
 """Validation: each rule with its key, all problems at once, and what only warns."""
 
+import functools
+import http.server
 import json
+import os
+import subprocess
+import sys
+import threading
 
 import pytest
 
@@ -409,6 +415,28 @@ def test_broken_model_folder(tmp_path, content, words):
 
 def test_hub_model_that_is_not_here():
     assert read_hf_config("nobody/nothing-of-this-name") is None
+    assert read_hf_config("nobody/nothing-of-this-name", download=True) is None  # the suite runs offline
+
+
+def test_config_json_alone_is_fetched_from_the_hub(tmp_path):
+    folder = tmp_path / "org" / "model" / "resolve" / "main"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(MOE))
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
+    code = (
+        "import json; from skyrl_megatron.config.hf_model import read_hf_config as read; print(json.dumps(["
+        "read('org/model'), read('org/model', download=True), read('org/other', download=True)]))"
+    )
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        hub = {
+            "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+            "HF_HUB_OFFLINE": "0",
+            "HF_HOME": str(tmp_path),
+        }
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | hub)
+        server.shutdown()
+    assert json.loads(run.stdout) == [None, MOE, None], run.stderr  # validation alone does not go to the network
 
 
 # --- files, warnings -----------------------------------------------------------------------------------------------
