@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import os
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,16 +29,27 @@ def driver_gpu_count() -> int:
     """GPUs of this machine that this process may use, told without loading torch and without a CUDA context.
 
     Counts the device files ``/dev/nvidiaN`` (a container has only its own), else what the driver lists in
-    ``/proc/driver/nvidia/gpus``; limited by ``CUDA_VISIBLE_DEVICES``. 0 on a machine without a driver.
+    ``/proc/driver/nvidia/gpus``, else what ``nvidia-smi -L`` says (WSL has neither file); limited by
+    ``CUDA_VISIBLE_DEVICES``. 0 on a machine without a driver.
     """
     present = sum(1 for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
     if not present and _DRIVER_GPUS.is_dir():
         present = sum(1 for _ in _DRIVER_GPUS.iterdir())
+    if not present and (command := shutil.which("nvidia-smi")):
+        present = _listed_by(command)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return present
     named = [name for name in visible.split(",") if name.strip() not in {"", "-1", "NoDevFiles"}]
     return min(present, len(named))
+
+
+def _listed_by(nvidia_smi: str) -> int:
+    try:
+        run = subprocess.run([nvidia_smi, "-L"], capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(1 for line in run.stdout.splitlines() if line.startswith("GPU ")) if run.returncode == 0 else 0
 
 
 @functools.cache

@@ -1,5 +1,7 @@
 """Derived values: filled where nobody set them, followed after changes, adapted to the machine."""
 
+import os
+
 import pytest
 import yaml
 
@@ -150,7 +152,15 @@ def test_fsdp_runs_as_megatron_with_one_notice(strategy):
     assert problem.key.endswith("expert_model_parallel_size") and "strategy=megatron" in problem.fix
 
 
-def test_gpus_are_counted_without_cuda(monkeypatch):
+def test_gpus_are_counted_without_cuda(monkeypatch, tmp_path):
+    if not device.driver_gpu_count():  # a machine without GPUs, where one can be told of two
+        driver = tmp_path / "nvidia-smi"
+        driver.write_text("#!/bin/sh\necho 'GPU 0: a (UUID: x)'\necho '  MIG 1g'\necho 'GPU 1: b (UUID: y)'\n")
+        driver.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+        assert local_hardware().gpus_per_node == 2
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+        assert local_hardware().gpus_per_node == 1
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert local_hardware().is_cpu
     monkeypatch.setenv("RAY_ADDRESS", "auto")
