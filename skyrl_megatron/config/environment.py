@@ -52,6 +52,9 @@ class SkyRLGymConfig(BaseConfig):
     """A model as judge."""
     search: SearchEnvConfig = field(default_factory=SearchEnvConfig)
     """Search."""
+    env_timeout: Positive = 600.0
+    """Seconds that one call of an environment may take. A trajectory whose environment takes longer is masked and
+    counted."""
 
 
 @dataclass

@@ -82,3 +82,5 @@ class GeneratorConfig(BaseConfig):
     """Base of the engines' rotary frequencies. None: `trainer.rope_theta`."""
     step_wise_trajectories: bool = False
     """Each turn becomes a training sequence of its own, with the trajectory's advantage."""
+    merge_stepwise_output: bool = False
+    """Join turns of `step_wise_trajectories` whose prompt begins with the turn before, prompt and response."""
