@@ -1,19 +1,29 @@
 """Train: ``python -m skyrl_megatron.entrypoints.main_base [--config FILE.yaml] [--check] key=value …``
 
 ``--check`` shows what the configuration comes to and stops. A run is started in one place, at the end of :func:`main`,
-with a configuration that has been parsed, resolved and validated.
+with a configuration that has been parsed, resolved and validated. ``BasePPOExp`` and ``skyrl_entrypoint``, for scripts
+that build a run of their own, are in :mod:`.experiment`.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.validate import from_command_line
 from skyrl_megatron.entrypoints import check
 from skyrl_megatron.entrypoints.command import run_command
-from skyrl_megatron.errors import LaunchError
+
+if TYPE_CHECKING:
+    from skyrl_megatron.entrypoints.experiment import BasePPOExp, skyrl_entrypoint
+
+__all__ = ["BasePPOExp", "config_dir", "main", "skyrl_entrypoint"]
+
+config_dir = str(Path(__file__).resolve().parents[2] / "launch" / "recipes")
+"""Folder of the configurations that come with the package; ``--config`` reads them."""
 
 HELP = """\
 usage: python -m skyrl_megatron.entrypoints.main_base [--config FILE.yaml] [--check] [key=value ...]
@@ -41,8 +51,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(args: Sequence[str]) -> int:
-    from_command_line(SkyRLTrainConfig, args)
-    raise LaunchError("the configuration is valid; this version checks configurations only: add --check")
+    cfg = from_command_line(SkyRLTrainConfig, args)
+    from skyrl_megatron.entrypoints.experiment import run_experiment  # Ray and torch, which a wrong key need not await
+
+    run_experiment(cfg)
+    return 0
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("BasePPOExp", "skyrl_entrypoint"):
+        from skyrl_megatron.entrypoints import experiment
+
+        return getattr(experiment, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import datetime
 import os
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,22 +90,34 @@ class RankWorker:
         logprobs = self.engine.compute_logprobs(from_arrays(chunk))
         return logprobs if self.engine.is_collection_rank else None
 
-    def train_mini_batch(self, registry: RegistryVersion, chunk: Arrays) -> dict[str, float]:
-        """One optimizer step on a mini-batch; the same metrics on every rank, but for the speed of its own."""
-        return self.forward_backward(registry, chunk) | self.optim_step()
+    def train_mini_batch(
+        self, registry: RegistryVersion, algorithm: Mapping[str, Any], chunk: Arrays
+    ) -> dict[str, float]:
+        """One optimizer step on a mini-batch; the same metrics on every rank, but for the speed of its own.
 
-    def forward_backward(self, registry: RegistryVersion, chunk: Arrays) -> dict[str, float]:
-        """Add the mini-batch's gradient."""
+        ``algorithm``: fields of ``trainer.algorithm`` that differ for this step.
+        """
         from skyrl_megatron.algorithms.registry import ensure_registry_version
         from skyrl_megatron.workers.dispatch import from_arrays
 
         ensure_registry_version(registry)
-        return self.engine.forward_backward(from_arrays(chunk))
+        with _changed(self.cfg.trainer.algorithm, algorithm):
+            metrics = self.engine.forward_backward(from_arrays(chunk))
+        return metrics | self.optim_step()
 
     def optim_step(self) -> dict[str, float]:
         """Step on the gradients added since the last one."""
         result = self.engine.optim_step()
         return {"grad_norm": result.grad_norm, "lr": result.learning_rate, "skipped": float(result.skipped)}
+
+    def restart_schedule(self, lr: float | None, total_steps: int | None) -> None:
+        """Begin the learning-rate schedule anew with the peak ``lr``; None: the configured one."""
+        from skyrl_megatron.runtime.optimizer import build_lr_schedule
+
+        settings = self.engine.settings.optimizer_config
+        if lr is not None:
+            settings = dataclasses.replace(settings, lr=lr)
+        self.engine.lr_schedule = build_lr_schedule(self.engine.optimizer, settings, total_steps)
 
     def memory_bytes(self) -> int:
         """Peak of this process so far."""
@@ -178,6 +193,19 @@ class RankWorker:
         engine = self.engine
         optimizer, schedule = getattr(engine, "optimizer", None), getattr(engine, "lr_schedule", None)
         return RankState(list(engine.chunks), engine.groups, optimizer, schedule)
+
+
+@contextlib.contextmanager
+def _changed(section: Any, fields: Mapping[str, Any]) -> Iterator[None]:
+    """``section`` with other values for the time of the block."""
+    before = {name: getattr(section, name) for name in fields}
+    for name, value in fields.items():
+        setattr(section, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(section, name, value)
 
 
 def _redirect_output(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -62,16 +63,29 @@ class Role:
 
     def compute_logprobs(self, batch: TrainingBatch, phase: str = "") -> Tensor:
         """[B, T] float32, nats: log-probs of the response tokens under this role's weights."""
+        return self.start_logprobs(batch, phase)()
+
+    def start_logprobs(self, batch: TrainingBatch, phase: str = "") -> Callable[[], Tensor]:
+        """Begin to compute log-probs, so that roles on devices of their own work at the same time; call the result."""
         staged = self.stage(batch)
         each = staged.arguments(self.places)
-        results = self.group.call("compute_logprobs", phase=phase or f"{self.name} log-probs", each=each)
-        return staged.collect(self.places, results)
+        pending = self.group.start("compute_logprobs", phase=phase or f"{self.name} log-probs", each=each)
+        return lambda: staged.collect(self.places, pending.results())
 
-    def train_mini_batch(self, staged: StagedBatch) -> dict[str, float]:
-        """One optimizer step on the rows of ``staged``; metrics of the whole mini-batch."""
-        each = staged.arguments(self.places)
-        results = self.group.call("train_mini_batch", registry_version(), phase=f"train {self.name}", each=each)
+    def train_mini_batch(self, staged: StagedBatch, **algorithm: Any) -> dict[str, float]:
+        """One optimizer step on the rows of ``staged``; metrics of the whole mini-batch.
+
+        ``algorithm``: fields of ``trainer.algorithm`` that differ for this step.
+        """
+        arguments = (registry_version(), algorithm)
+        results = self.group.call(
+            "train_mini_batch", *arguments, phase=f"train {self.name}", each=staged.arguments(self.places)
+        )
         return self._merged(results)
+
+    def restart_schedule(self, *, lr: float | None = None, total_steps: int | None = None) -> None:
+        """Begin the learning-rate schedule anew with the peak ``lr``, default the configured one."""
+        self.group.call("restart_schedule", lr, total_steps)
 
     def _merged(self, results: list[dict[str, float]]) -> dict[str, float]:
         """Metrics are equal on all ranks but for those of a rank's own speed and memory."""

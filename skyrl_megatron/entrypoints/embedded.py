@@ -1,0 +1,78 @@
+"""The embedded default: ``python -m skyrl_megatron.entrypoints.embedded [--check] [key=value …]``
+
+A small seeded Qwen3-MoE learns two-digit sums with GRPO on two CPU cores, with everything that a large run has: two
+Megatron ranks, a vLLM engine, weight sync, checkpoints, evaluation on held-out operand pairs, an export. Keys are
+those of every run, on top of ``launch/recipes/embedded.yaml``; files are kept in ``$SKYRL_MEGATRON_HOME`` (default
+``~/.cache/skyrl_megatron``), so that the same command again continues where the last one ended.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from skyrl_megatron.config import SkyRLTrainConfig
+from skyrl_megatron.config.validate import from_command_line
+from skyrl_megatron.entrypoints import check
+from skyrl_megatron.entrypoints.command import run_command
+from skyrl_megatron.entrypoints.main_base import config_dir
+
+NEEDED_GIB = 5.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code (0 done, 1 failed, 2 the configuration is wrong)."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if {"-h", "--help"} & set(args):
+        print(__doc__)
+        return 0
+    if "--check" in args:
+        return check.run(arguments([arg for arg in args if arg != "--check"]))
+    return run_command(lambda: _train(args))
+
+
+def arguments(args: Sequence[str]) -> list[str]:
+    """The recipe, the model and data made for the seed that ``args`` ask for, and ``args`` themselves, which win."""
+    from skyrl_megatron.entrypoints.embedded_data import write_problems
+    from skyrl_megatron.entrypoints.embedded_model import write_embedded_model
+
+    seed = next((arg.partition("=")[2] for arg in reversed(args) if arg.startswith("trainer.seed=")), "42")
+    number = int(seed) if seed.isdigit() else 42  # anything else is an error that the configuration names
+    home = Path(os.environ.get("SKYRL_MEGATRON_HOME", "~/.cache/skyrl_megatron")).expanduser()
+    folder = home / "embedded" / f"seed_{number}"
+    model = write_embedded_model(folder / "model", number)
+    train, held_out = write_problems(folder / "data", number)
+    return [
+        f"--config={config_dir}/embedded.yaml",
+        f"trainer.policy.model.path={model}",
+        f"data.train_data=['{train}']",
+        f"data.val_data=['{held_out}']",
+        f"trainer.seed={number}",
+        f"trainer.ckpt_path={folder}/ckpts",
+        f"trainer.export_path={folder}/exports",
+        f"trainer.log_path={folder}/logs",
+        *args,
+    ]
+
+
+def _train(args: Sequence[str]) -> int:
+    cfg = from_command_line(SkyRLTrainConfig, arguments(args))
+    from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
+    from skyrl_megatron.trainer.warmup import WarmedUpTrainer
+    from skyrl_megatron.workers.ports import require_memory
+
+    class EmbeddedExp(BasePPOExp):
+        """The usual experiment with a trainer that warms up first."""
+
+        def get_trainer(self, *args: object, **kwargs: object) -> WarmedUpTrainer:
+            return WarmedUpTrainer(*args, **kwargs)  # type: ignore[arg-type]
+
+    require_memory(NEEDED_GIB, "the embedded default")
+    run_experiment(cfg, EmbeddedExp)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

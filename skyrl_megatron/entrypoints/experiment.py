@@ -1,0 +1,151 @@
+"""An experiment: everything that a run is made of, each part replaceable by overriding the method that makes it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from skyrl_megatron.config.run_folder import save_config
+from skyrl_megatron.rollout.generator import SkyRLGymGenerator
+from skyrl_megatron.trainer import RayPPOTrainer
+from skyrl_megatron.trainer.tracking import Tracking
+from skyrl_megatron.workers.engines import Engines
+from skyrl_megatron.workers.placement import Placement, place
+from skyrl_megatron.workers.ray_setup import initialize_ray
+
+if TYPE_CHECKING:
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.data.prompts import PromptDataset
+
+
+class BasePPOExp:
+    """One run of ``cfg``, which must be valid; Ray must be up. :meth:`run` does everything."""
+
+    def __init__(self, cfg: SkyRLTrainConfig) -> None:
+        self.cfg = cfg
+        self.tokenizer = self.get_tokenizer()
+        self.train_dataset = self.get_train_dataset()
+        self.eval_dataset = self.get_eval_dataset()
+        self.colocate_pg: Placement | None = None
+        self.engines: Engines | None = None
+
+    # ------------------------------------------------------------------ parts
+    def get_tokenizer(self, padding_side: str = "left") -> Any:
+        """The policy's tokenizer."""
+        from transformers import AutoTokenizer
+
+        trainer = self.cfg.trainer
+        tokenizer = AutoTokenizer.from_pretrained(
+            trainer.policy.model.path,
+            use_fast=not trainer.disable_fast_tokenizer,
+            trust_remote_code=trainer.trust_remote_code,
+        )
+        tokenizer.padding_side = padding_side
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        return tokenizer
+
+    def get_train_dataset(self) -> PromptDataset | None:
+        """Prompts to train on."""
+        return self._dataset(self.cfg.data.train_data)
+
+    def get_eval_dataset(self) -> PromptDataset | None:
+        """Prompts to evaluate on; None without ``data.val_data`` or when evaluation is off."""
+        trainer = self.cfg.trainer
+        wanted = self.train_dataset is None or trainer.eval_before_train or trainer.eval_interval > 0
+        return self._dataset(self.cfg.data.val_data) if wanted and self.cfg.data.val_data else None
+
+    def get_inference_client(self) -> Engines:
+        """The engines, starting; ``wait()`` for them before they are used."""
+        assert self.colocate_pg is not None
+        return Engines(self.cfg, self.colocate_pg["engines"])
+
+    def get_generator(self, cfg: SkyRLTrainConfig, tokenizer: Any, inference_engine_client: Any) -> Any:
+        """What turns prompts into trajectories."""
+        return SkyRLGymGenerator(
+            cfg.generator,
+            cfg.environment.skyrl_gym,
+            inference_engine_client,
+            tokenizer,
+            seed=cfg.trainer.seed if cfg.trainer.deterministic else None,
+            nonfinite=cfg.trainer.algorithm.nonfinite,
+        )
+
+    def get_trainer(self, *args: Any, **kwargs: Any) -> RayPPOTrainer:
+        """What drives the run; the arguments are those of :class:`RayPPOTrainer`."""
+        return RayPPOTrainer(*args, **kwargs)
+
+    def get_tracker(self) -> Tracking:
+        """Where numbers go."""
+        return Tracking(self.cfg)
+
+    # ------------------------------------------------------------------ the run
+    def run(self) -> None:
+        """Place, start, train, and give everything back, whatever happens."""
+        trainer = None
+        try:
+            trainer = self.start()
+            trainer.train()
+        finally:
+            self.stop()
+
+    def start(self) -> RayPPOTrainer:
+        """The trainer with engines that are starting."""
+        save_config(self.cfg)
+        tracker = self.get_tracker()
+        client = self.start_engines()
+        return self.get_trainer(
+            cfg=self.cfg,
+            tracker=tracker,
+            tokenizer=self.tokenizer,
+            train_dataset=self.train_dataset,
+            eval_dataset=self.eval_dataset,
+            inference_engine_client=client,
+            generator=self.get_generator(self.cfg, self.tokenizer, client),
+            colocate_pg=self.colocate_pg,
+        )
+
+    def start_engines(self) -> Engines:
+        """Reserve the places of the run and start the engines on theirs."""
+        self.colocate_pg = place(self.cfg)
+        self.engines = self.get_inference_client()
+        return self.engines
+
+    def stop(self) -> None:
+        """End the engines and free their places."""
+        if self.engines is not None:
+            self.engines.stop()
+            self.engines = None
+        if self.colocate_pg is not None:
+            self.colocate_pg.remove()
+            self.colocate_pg = None
+
+    def _dataset(self, sources: Sequence[str]) -> PromptDataset:
+        from skyrl_megatron.data.prompts import PromptDataset
+
+        return PromptDataset(sources, self.tokenizer, self.cfg.trainer.max_prompt_length)
+
+
+@ray.remote(num_cpus=0)
+def skyrl_entrypoint(cfg: SkyRLTrainConfig) -> None:
+    """The run as a Ray task, on a node of the cluster."""
+    BasePPOExp(cfg).run()
+
+
+def run_experiment(cfg: SkyRLTrainConfig, experiment: type[BasePPOExp] = BasePPOExp) -> None:
+    """Run it: in this process where Ray is ours, as a task where a cluster was joined; Ray ends with it."""
+    initialize_ray(cfg)
+    try:
+        if os.environ.get("RAY_ADDRESS"):
+            ray.get(ray.remote(num_cpus=0)(_run_remotely).remote(cfg, experiment))
+        else:
+            experiment(cfg).run()
+    finally:
+        ray.shutdown()
+
+
+def _run_remotely(cfg: SkyRLTrainConfig, experiment: type[BasePPOExp]) -> None:
+    experiment(cfg).run()

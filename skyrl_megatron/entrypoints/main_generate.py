@@ -1,0 +1,58 @@
+"""Evaluate only: ``python -m skyrl_megatron.entrypoints.main_generate [--config FILE.yaml] key=value …``
+
+Scores the model of ``trainer.policy.model.path`` on ``data.val_data`` with ``generator.eval_sampling_params``: engines
+and environments, no trainer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+
+from skyrl_megatron.config import SkyRLTrainConfig
+from skyrl_megatron.config.validate import from_command_line
+from skyrl_megatron.entrypoints.command import run_command
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code (0 done, 1 failed, 2 the configuration is wrong)."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if {"-h", "--help"} & set(args):
+        print(__doc__)
+        return 0
+    return run_command(lambda: _evaluate(args))
+
+
+def _evaluate(args: Sequence[str]) -> int:
+    cfg = from_command_line(SkyRLTrainConfig, args, training=False)
+    from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
+    from skyrl_megatron.trainer.evaluate import evaluate
+
+    class EvalOnlyEntrypoint(BasePPOExp):
+        """Engines and a generator, asked once."""
+
+        def get_train_dataset(self) -> None:
+            return None
+
+        def run(self) -> None:
+            tracker = self.get_tracker()
+            try:
+                client = self.start_engines()
+                generator = self.get_generator(self.cfg, self.tokenizer, client)
+                client.wait()
+                metrics = asyncio.run(evaluate(self.cfg, self.eval_dataset, generator, self.tokenizer, 0))
+                tracker.open(total_steps=0)
+                tracker.log(metrics, 0)
+                for name, value in sorted(metrics.items()):
+                    tracker.say(f"{name} {value:.4f}")
+            finally:
+                tracker.finish()
+                self.stop()
+
+    run_experiment(cfg, EvalOnlyEntrypoint)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

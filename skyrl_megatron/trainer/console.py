@@ -1,0 +1,90 @@
+"""What people see of a run: a progress bar on a terminal, plain lines elsewhere, all of it in ``console.log``."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SHOWN = (
+    ("reward/avg_raw_reward", "reward {:.3f}"),
+    ("policy/policy_kl", "kl {:.4f}"),
+    ("policy/grad_norm", "grad {:.3g}"),
+    ("trainer/tokens_per_second", "{:,.0f} tok/s"),
+    ("timing/step", "{:.2f} s"),
+)
+"""Metrics of a step's line, in order; those that a step does not have are left out."""
+
+
+class ConsoleSink:
+    """Lines of a run. ``path``: the log file, opened with the first line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: Any = None
+        self._progress: Any = None
+        self._task: Any = None
+        self._total = self._first = 0
+        self._began = time.monotonic()
+
+    def start(self, total_steps: int, first_step: int) -> None:
+        """Steps ``first_step`` + 1 … ``total_steps`` follow."""
+        self._total, self._first, self._began = total_steps, first_step, time.monotonic()
+        if sys.stdout.isatty():
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+            self._progress = Progress(*columns)
+            self._task = self._progress.add_task("", total=total_steps, completed=first_step)
+            self._progress.start()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """One line for the step; evaluations have theirs."""
+        if "timing/step" in metrics:
+            parts = [text.format(metrics[name]) for name, text in SHOWN if name in metrics]
+            if self._progress is not None:
+                self._progress.update(self._task, completed=step, description=" · ".join(parts))
+            else:
+                parts.append(f"ETA {duration(self._seconds_left(step))}")
+            self._write(f"step {step}/{self._total} · " + " · ".join(parts), shown=self._progress is None)
+        if "eval/all/avg_score" in metrics:
+            self.say(f"eval at step {step} · score {metrics['eval/all/avg_score']:.3f}")
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        self._write(text, shown=True)
+
+    def _write(self, text: str, *, shown: bool) -> None:
+        if shown and self._progress is not None:
+            self._progress.console.print(text, highlight=False, markup=False)
+        elif shown:
+            print(text, flush=True)
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("a")
+        self._file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        self._file.flush()
+
+    def _seconds_left(self, step: int) -> float:
+        done = max(step - self._first, 1)
+        return (time.monotonic() - self._began) / done * (self._total - step)
+
+    def finish(self) -> None:
+        """Leave the terminal as it was."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def duration(seconds: float) -> str:
+    """``1h05m``, ``3m20s``, ``12s``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

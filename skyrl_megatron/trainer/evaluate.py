@@ -1,0 +1,89 @@
+"""Scores of the policy on held-out prompts, for each dataset and over all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skyrl_megatron.rollout.interface import GeneratorInterface, GeneratorOutput
+from skyrl_megatron.rollout.outputs import concatenate_generator_outputs, prepare_generator_input, select_rows
+from skyrl_megatron.rollout.rewards import get_metrics_from_generator_output, total_reward
+from skyrl_megatron.rollout.sampling import engine_sampling_params
+from skyrl_megatron.trainer.experience import within
+
+if TYPE_CHECKING:
+    from skyrl_megatron.config import SkyRLTrainConfig
+
+DATASET_KEY = "data_source"
+"""Column of a dataset row that names the dataset it is from."""
+
+
+async def evaluate(
+    cfg: SkyRLTrainConfig, eval_dataset: Any, generator: GeneratorInterface, tokenizer: Any, global_step: int
+) -> dict[str, float]:
+    """``eval/<dataset>/{avg_score, pass_at_n, mean_positive_reward}`` and the same over ``all``.
+
+    Samples ``eval_n_samples_per_prompt`` responses of each prompt with ``eval_sampling_params``, ``eval_batch_size``
+    prompts at a time. With ``dump_eval_results`` prompts, responses and scores go to
+    ``export_path/dumped_evals/global_step_N/<dataset>.jsonl``.
+    """
+    settings = cfg.generator
+    assert settings.eval_sampling_params is not None
+    sampling = engine_sampling_params(settings.eval_sampling_params)
+    samples, size = settings.eval_n_samples_per_prompt, cfg.trainer.eval_batch_size
+    outputs: list[GeneratorOutput] = []
+    uids: list[str] = []
+    sources: list[str] = []
+    for start in range(0, len(eval_dataset), size):
+        prompts = [eval_dataset[row] for row in range(start, min(start + size, len(eval_dataset)))]
+        generator_input, batch_uids = prepare_generator_input(
+            prompts, samples, sampling, cfg.environment.env_class, "eval", global_step
+        )
+        work = generator.generate(generator_input, disable_tqdm=True)
+        outputs.append(await within(work, cfg.trainer.phase_timeout_s, "eval"))
+        uids += _uids_of_rows(outputs[-1], batch_uids)
+        by_uid = {
+            str(prompt["uid"]): str((prompt["env_extras"] or {}).get(DATASET_KEY, "unknown")) for prompt in prompts
+        }
+        sources += [by_uid[uid] for uid in uids[len(sources) :]]
+    output = concatenate_generator_outputs(outputs)
+    metrics = _scores("all", output, uids, samples)
+    for source in sorted(set(sources)):
+        rows = [row for row, name in enumerate(sources) if name == source]
+        metrics |= _scores(source, select_rows(output, rows), [uids[row] for row in rows], samples)
+        if cfg.trainer.dump_eval_results:
+            folder = Path(cfg.trainer.export_path) / "dumped_evals" / f"global_step_{global_step}"
+            _dump(folder / f"{source.replace('/', '_')}.jsonl", output, rows, uids, tokenizer)
+    return metrics
+
+
+def _uids_of_rows(output: GeneratorOutput, uids: Sequence[str]) -> list[str]:
+    """Uid of each row: step-wise a trajectory has several."""
+    ids = output.get("trajectory_ids")
+    return [each.instance_id for each in ids] if ids and output.get("is_last_step") else list(uids)
+
+
+def _scores(source: str, output: GeneratorOutput, uids: Sequence[str], samples: int) -> dict[str, float]:
+    scores = get_metrics_from_generator_output(output, uids)
+    named = {
+        f"eval/{source}/avg_score": scores["avg_score"],
+        f"eval/{source}/pass_at_{samples}": scores["pass_at_n"],
+        f"eval/{source}/mean_positive_reward": scores["mean_positive_reward"],
+    }
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def _dump(path: Path, output: GeneratorOutput, rows: Sequence[int], uids: Sequence[str], tokenizer: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        for row in rows:
+            entry = {
+                "uid": uids[row],
+                "prompt": tokenizer.decode(output["prompt_token_ids"][row]),
+                "response": tokenizer.decode(output["response_ids"][row]),
+                "score": total_reward(output["rewards"][row]),
+                "stop_reason": None if output["stop_reasons"] is None else output["stop_reasons"][row],
+            }
+            file.write(json.dumps(entry) + "\n")

@@ -1,0 +1,375 @@
+"""The main loop: prompts → responses → rewards → log-probs → advantages → optimizer steps → weights for the engines.
+
+Read :meth:`RayPPOTrainer.train_steps` first. Each step of it is a method of its own; a subclass overrides what it
+wants done differently.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from skyrl_megatron.algorithms.advantages import compute_advantages_and_returns, normalize_advantages
+from skyrl_megatron.algorithms.checks import finite_samples
+from skyrl_megatron.algorithms.kl import get_kl_controller, penalize_rewards
+from skyrl_megatron.algorithms.metrics import metric_values
+from skyrl_megatron.algorithms.objective import PolicyObjective
+from skyrl_megatron.config import get_config_as_yaml_str
+from skyrl_megatron.config.role_layout import active_roles, engine_ranks
+from skyrl_megatron.config.run_folder import run_folder
+from skyrl_megatron.rollout.interface import GeneratorInput, GeneratorOutput, TrainingPhase
+from skyrl_megatron.rollout.outputs import prepare_generator_input, to_training_batch
+from skyrl_megatron.runtime.checkpoint.export import export_due, prepare_export
+from skyrl_megatron.trainer import experience
+from skyrl_megatron.trainer.callbacks import TrainerCallback, notify
+from skyrl_megatron.trainer.evaluate import evaluate
+from skyrl_megatron.trainer.phases import Phases
+from skyrl_megatron.trainer.report import write_report
+from skyrl_megatron.trainer.resume import RunCheckpoints
+from skyrl_megatron.trainer.stop import StopRequested, StopSignal
+from skyrl_megatron.types import TrainingBatch
+from skyrl_megatron.workers.role import Role
+from skyrl_megatron.workers.weights import WeightExchange
+
+if TYPE_CHECKING:
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.trainer.tracking import Tracking
+    from skyrl_megatron.workers.placement import Placement
+
+type Metrics = dict[str, float]
+
+
+class RayPPOTrainer:
+    """Drives policy, reference and engines. Made by :meth:`BasePPOExp.get_trainer`, all arguments by keyword.
+
+    ``generator``: a ``GeneratorInterface``; ``train_dataset``, ``eval_dataset``: ``PromptDataset``; ``tracker``:
+    :class:`Tracking`; ``colocate_pg``: the :class:`Placement` of the run.
+    """
+
+    def __init__(
+        self,
+        cfg: SkyRLTrainConfig,
+        tracker: Tracking,
+        tokenizer: Any,
+        train_dataset: Any,
+        inference_engine_client: Any,
+        generator: Any,
+        colocate_pg: Placement,
+        eval_dataset: Any = None,
+        callbacks: Sequence[TrainerCallback] = (),
+    ) -> None:
+        self.cfg, self.tracker, self.tokenizer = cfg, tracker, tokenizer
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.inference_engine_client, self.generator = inference_engine_client, generator
+        self.placement, self.callbacks = colocate_pg, list(callbacks)
+        self.global_step = 0
+        self.train_dataloader = experience.dataloader(cfg, train_dataset)
+        self.kl_controller = get_kl_controller(cfg.trainer.algorithm) if self._kl_in_reward else None
+        self.phases, self.metrics = Phases(), Metrics()
+        self.stop, self.runner = StopSignal(), asyncio.Runner()
+        self.roles: dict[str, Role] = {}
+
+    # ------------------------------------------------------------------ the loop
+    def train(self) -> None:
+        """The whole run, from loading to the report. Raises StopRequested after Ctrl-C, with everything saved."""
+        with self.stop, self.runner:
+            try:
+                self.build_models()
+                self.load_checkpoints()
+                self.init_weight_sync_state()
+                self.sync_weights()
+                self.before_training()
+                notify(self.callbacks, "on_train_start", self)
+                self.train_steps()
+                notify(self.callbacks, "on_train_end", self)
+            except StopRequested:
+                self.save_on_stop()
+                raise
+            finally:
+                self.finish()
+
+    def train_steps(self) -> None:
+        """All steps that are left."""
+        while self.global_step < self.total_steps:
+            self.stop.check()
+            notify(self.callbacks, "on_step_start", self)
+            with self.phases("step"):
+                batch = self.collect_experience()
+                with self.phases("fwd_logprobs_values_reward"):
+                    batch = self.fwd_logprobs_values_reward(batch)
+                if self.kl_controller is not None:
+                    batch = self.apply_reward_kl_penalty(batch)
+                with self.phases("compute_advantages_and_returns"):
+                    batch = self.compute_advantages_and_returns(batch)
+                with self.phases("train_critic_and_policy"):
+                    self.train_critic_and_policy(batch)
+                self.global_step += 1
+                self.position = self.train_dataloader.state_dict()
+                if self._due(self.cfg.trainer.ckpt_interval) or self.is_last_step:
+                    self.save_checkpoints()
+                if export_due(self.global_step, self.cfg.trainer.hf_save_interval, is_last=self.is_last_step):
+                    self.save_models()
+                self.sync_weights()
+            if self._due(self.cfg.trainer.eval_interval) or (self.is_last_step and self.cfg.trainer.eval_interval > 0):
+                self.eval()
+            self.log_step()
+            notify(self.callbacks, "on_step_end", self)
+
+    def collect_experience(self) -> TrainingBatch:
+        """Responses and rewards for one step; with dynamic sampling, of as many batches of prompts as it takes."""
+        kept = None
+        for attempt in range(1, 10**9):
+            prompts = self.next_prompts()
+            generator_input, uids = self.prepare_generator_input(prompts, "train")
+            with self.phases("generate"), self.stop.interruptible():
+                output = self.generate(generator_input)
+            with self.phases("postprocess_generator_output"):
+                output = self.postprocess_generator_output(output, uids)
+            output, uids, kept = self.handle_dynamic_sampling(output, uids, kept, attempt)
+            if output is not None:
+                break
+        with self.phases("convert_to_training_input"):
+            return self.convert_to_training_input(output, uids)
+
+    # ------------------------------------------------------------------ start
+    def build_models(self) -> None:
+        """Start the ranks of every role; all load at the same time."""
+        self.total_steps = experience.total_steps(self.cfg, len(self.train_dataloader))
+        self.updates = experience.updates_per_step(self.cfg) * self.total_steps
+        logs = str(run_folder(self.cfg) / "workers")
+        with self.phases("build_models"):
+            for name in active_roles(self.cfg):
+                self.roles[name] = Role(self.cfg, name, self.placement[name])
+                self.roles[name].start_building(self.updates if name != "ref" else None, logs)
+            for role in self.roles.values():
+                role.finish_building()
+        self.policy, self.ref = self.roles["policy"], self.roles.get("ref")
+        trained = {name: role for name, role in self.roles.items() if name != "ref"}
+        self.checkpoints = RunCheckpoints(self.cfg, trained)
+
+    def load_checkpoints(self) -> None:
+        """Continue where ``trainer.resume_mode`` says, or start at step 0, and say which."""
+        loaded = self.checkpoints.load()
+        if loaded is not None:
+            found, data, state = loaded
+            self.global_step = found.step
+            self.train_dataloader.load_state_dict(data)
+            if self.kl_controller is not None:
+                self.kl_controller.value = state["kl_coef"]
+            self.tracker.say(f"resumed from {found.folder} (step {found.step} of {self.total_steps})")
+        self.position = self.train_dataloader.state_dict()
+        self.tracker.open(total_steps=self.total_steps, resumed_from=self.global_step if loaded else None)
+
+    def init_weight_sync_state(self) -> None:
+        """Wait for the engines and connect the policy's ranks with their workers."""
+        with self.phases("start_engines"):
+            self.inference_engine_client.wait()
+            engines = self.inference_engine_client.actors
+            self.weights = WeightExchange(self.policy, engines, engine_ranks(self.cfg))
+            self.weights.connect()
+
+    def before_training(self) -> None:
+        """Evaluate the policy as it is, when ``eval_before_train`` and nothing was trained yet."""
+        if self.cfg.trainer.eval_before_train and self.global_step == 0:
+            self.eval()
+            self.tracker.log(self.metrics | self.phases.metrics(), 0)
+            self.metrics = {}
+
+    # ------------------------------------------------------------------ the parts of a step
+    def next_prompts(self) -> list[Any]:
+        """The next ``train_batch_size`` prompts; epochs follow each other."""
+        prompts: list[Any] = next(self._prompts)
+        return prompts
+
+    @property
+    def _prompts(self) -> Iterator[list[Any]]:
+        if not hasattr(self, "_prompt_iterator"):
+            self._prompt_iterator = experience.endless(self.train_dataloader)
+        return self._prompt_iterator
+
+    def prepare_generator_input(
+        self, prompts: Sequence[Any], phase: TrainingPhase
+    ) -> tuple[GeneratorInput, list[str]]:
+        """(input of the generator with every prompt repeated, uid of each row)."""
+        samples, env = self.cfg.generator.n_samples_per_prompt, self.cfg.environment.env_class
+        return prepare_generator_input(prompts, samples, None, env, phase, self.global_step)
+
+    def generate(self, generator_input: GeneratorInput) -> GeneratorOutput:
+        """Responses and rewards of the environments, from the generator."""
+        timeout = self.cfg.trainer.phase_timeout_s
+        return self.runner.run(experience.within(self.generator.generate(generator_input), timeout, "generate"))
+
+    def postprocess_generator_output(self, generator_output: GeneratorOutput, uids: list[str]) -> GeneratorOutput:
+        """Rewards for each token, and metrics of rewards and responses."""
+        output, metrics = experience.token_rewards(generator_output, uids, self.cfg.generator.n_samples_per_prompt)
+        self.metrics |= metrics
+        return output
+
+    def handle_dynamic_sampling(
+        self, output: Any, uids: list[str], kept: Any, attempt: int
+    ) -> tuple[Any | None, list[str], Any]:
+        """(output to train on, or None to sample more, its uids, what to keep of the batches so far)."""
+        return experience.dynamic_sampling(self.cfg, output, uids, kept, attempt)
+
+    def convert_to_training_input(self, generator_output: GeneratorOutput, uids: list[str]) -> TrainingBatch:
+        """Right-aligned tensors; samples that are not finite are masked when ``algorithm.nonfinite=skip``."""
+        batch = to_training_batch(generator_output, uids)
+        batch.metadata[experience.PROMPT_UIDS] = uids
+        keep = finite_samples(batch, self.cfg.trainer.algorithm.nonfinite)
+        batch.loss_mask *= keep[:, None]
+        self.metrics["generate/nonfinite_samples"] = float((~keep).sum())
+        if self.cfg.trainer.dump_data_batch:
+            experience.dump(batch, Path(self.cfg.trainer.export_path) / "dumped_data", self.global_step + 1)
+        return batch
+
+    def fwd_logprobs_values_reward(self, batch: TrainingBatch) -> TrainingBatch:
+        """Log-probs of the policy before the update (where the loss reads them) and of the reference."""
+        reference = None if self.ref is None else self.ref.start_logprobs(batch, "reference log-probs")
+        if PolicyObjective(self.cfg.trainer.algorithm).needs_old_log_probs or self._kl_in_reward:
+            batch.old_logprobs = self.policy.compute_logprobs(batch, "policy log-probs")
+            self.metrics |= experience.rollout_gap(batch)
+        if reference is not None:
+            batch.ref_logprobs = reference()
+        return batch
+
+    def apply_reward_kl_penalty(self, batch: TrainingBatch) -> TrainingBatch:
+        """Subtract the KL to the reference from each token's reward, and steer its coefficient."""
+        assert self.kl_controller is not None and batch.rewards is not None
+        assert batch.old_logprobs is not None and batch.ref_logprobs is not None
+        algorithm = self.cfg.trainer.algorithm
+        batch.rewards, measured = penalize_rewards(
+            batch.rewards,
+            batch.old_logprobs,
+            batch.ref_logprobs,
+            batch.loss_mask,
+            self.kl_controller.value,
+            algorithm.kl_estimator_type,
+        )
+        metrics = metric_values(measured)
+        self.kl_controller.update(metrics.get("avg_kl", 0.0), len(batch))
+        self.metrics |= {f"loss/{name}": value for name, value in metrics.items()}
+        self.metrics["loss/kl_coef"] = self.kl_controller.value
+        return batch
+
+    @torch.no_grad()
+    def compute_advantages_and_returns(self, batch: TrainingBatch) -> TrainingBatch:
+        """Advantages and returns by the configured estimator."""
+        algorithm = self.cfg.trainer.algorithm
+        assert batch.rewards is not None
+        batch.advantages, batch.returns = compute_advantages_and_returns(
+            token_level_rewards=batch.rewards,
+            response_mask=batch.response_mask,
+            index=batch.uids,
+            adv_estimator=algorithm.advantage_estimator,
+            config=algorithm,
+            values=batch.values,
+            grpo_norm_by_std=algorithm.grpo_norm_by_std,
+            gamma=algorithm.gamma,
+            lambd=algorithm.lambd,
+            **({} if batch.is_last_step is None else {"is_last_step": batch.is_last_step}),
+        )
+        if algorithm.advantage_batch_normalize:
+            batch.advantages = normalize_advantages(batch.advantages, batch.loss_mask)
+        self.metrics |= experience.advantage_metrics(batch)
+        return batch
+
+    def train_critic_and_policy(self, batch: TrainingBatch) -> None:
+        """``update_epochs_per_batch`` passes over the mini-batches, an optimizer step each."""
+        parts = experience.mini_batches(batch, self.cfg.trainer.policy_mini_batch_size)
+        with self.phases("policy_train"):
+            staged = [self.policy.stage(part) for part in parts]
+            results = [
+                self.policy.train_mini_batch(part)
+                for _ in range(self.cfg.trainer.update_epochs_per_batch)
+                for part in staged
+            ]
+        self.finite = not any(result["skipped"] for result in results)
+        self.metrics |= experience.policy_metrics(results)
+        self.metrics["trainer/tokens"] = float(batch.lengths.sum())
+
+    def sync_weights(self) -> None:
+        """The policy's weights into every engine, as version ``global_step``."""
+        with self.phases("sync_weights"):
+            report = self.weights.sync(str(self.global_step))
+        self.metrics["timing/sync_weights_only_transfer"] = report.transfer_seconds
+        self.metrics["trainer/weight_sync_gb_per_second"] = report.gigabytes_per_second
+
+    # ------------------------------------------------------------------ evaluation, saving, logging
+    def eval(self) -> Metrics:
+        """Scores on the evaluation data, into this step's metrics too; {} when there is none."""
+        if self.eval_dataset is None or len(self.eval_dataset) == 0:
+            return {}
+        with self.phases("eval"), self.stop.interruptible():
+            metrics = self.runner.run(
+                evaluate(self.cfg, self.eval_dataset, self.generator, self.tokenizer, self.global_step)
+            )
+        self.metrics |= metrics
+        notify(self.callbacks, "on_evaluate", self, metrics)
+        return metrics
+
+    def save_checkpoints(self) -> None:
+        """Everything needed to go on from here."""
+        state = {"global_step": self.global_step} | (
+            {} if self.kl_controller is None else {"kl_coef": self.kl_controller.value}
+        )
+        with self.phases("save_checkpoints"):
+            folder = self.checkpoints.save(self.global_step, self.position, state, finite=self.finite)
+        if folder is not None:
+            notify(self.callbacks, "on_save", self, folder)
+
+    def save_models(self) -> None:
+        """The policy as a Hugging Face folder, ``export_path/global_step_N/policy``."""
+        with self.phases("save_hf_model"):
+            self.policy.export_hf(str(prepare_export(self.cfg.trainer.export_path, self.global_step)))
+
+    def save_on_stop(self) -> None:
+        """A checkpoint of the last complete step, unless there is one."""
+        if self.global_step > 0 and self.checkpoints.saved_step != self.global_step:
+            self.save_checkpoints()
+        self.tracker.say(f"stopped after step {self.global_step}; the same command continues from there")
+
+    def log_step(self) -> None:
+        """The step's metrics to every sink; starts the next step's with none."""
+        timings = self.phases.metrics()
+        seconds = timings["timing/step"]
+        tokens = self.metrics.pop("trainer/tokens", 0.0)
+        ranks = len(self.policy.group)
+        self.metrics |= timings | {
+            "trainer/epoch": float(self.train_dataloader.epoch),
+            "trainer/global_step": float(self.global_step),
+            "trainer/tokens_per_second": tokens / seconds,
+            "trainer/tokens_per_second_per_gpu": tokens / seconds / ranks,
+        }
+        self.tracker.log(self.metrics, self.global_step)
+        notify(self.callbacks, "on_log", self, self.metrics)
+        self.metrics = {}
+
+    def finish(self) -> None:
+        """Complete what is being written, end the ranks, draw the report."""
+        try:
+            if hasattr(self, "checkpoints"):
+                self.checkpoints.finish()
+                self.checkpoints.close()
+        finally:
+            for role in self.roles.values():
+                role.stop()
+            self.tracker.finish()
+            if self.global_step:
+                write_report(run_folder(self.cfg), get_config_as_yaml_str(self.cfg))
+
+    # ------------------------------------------------------------------ facts
+    @property
+    def is_last_step(self) -> bool:
+        """Whether :attr:`global_step` is the last one."""
+        return self.global_step >= self.total_steps
+
+    @property
+    def _kl_in_reward(self) -> bool:
+        return self.cfg.trainer.algorithm.use_kl_in_reward
+
+    def _due(self, interval: int) -> bool:
+        return interval > 0 and self.global_step % interval == 0

@@ -1,0 +1,73 @@
+"""The end of a run on two pages: ``curves.png`` and ``report.html``, made from ``metrics.jsonl``."""
+
+from __future__ import annotations
+
+import base64
+import html
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from skyrl_megatron.trainer.tracking import METRICS_FILE, read_metrics
+
+CURVES = (
+    ("reward", ("reward/avg_raw_reward", "eval/all/avg_score", "warmup/score")),
+    ("loss", ("policy/final_loss", "policy/policy_kl")),
+    ("gradient norm", ("policy/grad_norm",)),
+    ("seconds a step", ("timing/step", "timing/generate", "timing/policy_train", "timing/sync_weights")),
+    ("tokens a second", ("trainer/tokens_per_second",)),
+    ("trainer − engine log-prob", ("policy/rollout_train_logprobs_abs_diff_max",)),
+)
+"""Panels and the metrics drawn in each."""
+
+
+def write_report(folder: Path, config_yaml: str = "") -> Path:
+    """Write both files into the run's ``folder``; returns the page. Nothing is drawn of metrics that are missing."""
+    lines = read_metrics(folder / METRICS_FILE)
+    picture = draw_curves(lines, folder / "curves.png")
+    page = folder / "report.html"
+    page.write_text(_page(folder.name, lines, picture, config_yaml))
+    return page
+
+
+def draw_curves(lines: Sequence[Mapping[str, Any]], path: Path) -> Path:
+    """One panel for each entry of :data:`CURVES` that has numbers."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    panels = [(title, names) for title, names in CURVES if any(_points(lines, name) for name in names)]
+    figure = Figure(figsize=(12, 3.2 * max(1, -(-len(panels) // 2))), layout="constrained")
+    FigureCanvasAgg(figure)
+    for number, (title, names) in enumerate(panels, 1):
+        axes = figure.add_subplot(-(-len(panels) // 2), 2, number)
+        for name in names:
+            if points := _points(lines, name):
+                axes.plot(*zip(*points, strict=True), label=name, marker="." if len(points) < 30 else "", linewidth=1)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("step", fontsize=8)
+        axes.legend(fontsize=7)
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+    return path
+
+
+def _points(lines: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, float]]:
+    return [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+
+
+def _page(title: str, lines: Sequence[Mapping[str, Any]], picture: Path, config_yaml: str) -> str:
+    image = base64.b64encode(picture.read_bytes()).decode()
+    last: dict[str, Any] = {}
+    for line in lines:
+        last |= {name: value for name, value in line.items() if value is not None}
+    rows = "".join(
+        f"<tr><td>{html.escape(name)}</td><td>{value:.6g}</td></tr>" for name, value in sorted(last.items())
+    )
+    return (
+        f"<!doctype html><meta charset=utf-8><title>{html.escape(title)}</title>"
+        "<style>body{font:14px sans-serif;max-width:75em;margin:2em auto}td{padding:0 1.5em 0 0}"
+        "img{max-width:100%}pre{background:#f4f4f4;padding:1em}</style>"
+        f"<h1>{html.escape(title)}</h1><img alt='curves of the run' src='data:image/png;base64,{image}'>"
+        f"<h2>Last values</h2><table>{rows}</table>"
+        f"<details><summary>Configuration</summary><pre>{html.escape(config_yaml)}</pre></details>"
+    )

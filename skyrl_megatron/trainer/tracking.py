@@ -1,0 +1,185 @@
+"""Where a run's numbers go: ``metrics.jsonl``, TensorBoard, the console, and a tracker by name."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from skyrl_megatron.config import get_config_as_dict
+from skyrl_megatron.config.run_folder import run_folder
+from skyrl_megatron.errors import LaunchError, SkyRLMegatronWarning
+from skyrl_megatron.trainer.console import ConsoleSink
+
+if TYPE_CHECKING:
+    from skyrl_megatron.config import SkyRLTrainConfig
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class Sink(Protocol):
+    """One place that numbers go to."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Take the numbers of a step."""
+
+    def finish(self) -> None:
+        """Write out what is buffered."""
+
+
+class JsonLines:
+    """One JSON object a step, on disk at once. ``after``: the step that the run continues from; later lines go.
+
+    A line that a killed run wrote in part goes too. Numbers that are not finite become null, which JSON can hold.
+    """
+
+    def __init__(self, path: Path, after: int | None) -> None:
+        kept = [] if after is None else [line for line in read_metrics(path) if line["step"] <= after]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w")
+        for line in kept:
+            self._write(line)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        finite = {name: value if math.isfinite(value) else None for name, value in sorted(metrics.items())}
+        self._write({"step": step, **finite})
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def finish(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a ``metrics.jsonl``, without one that was cut off."""
+    lines: list[dict[str, Any]] = []
+    if path.is_file():
+        for text in path.read_text().splitlines():
+            try:
+                line = json.loads(text)
+            except ValueError:
+                break
+            lines.append(line)
+    return lines
+
+
+class TensorBoard:
+    """Event files that ``tensorboard --logdir`` shows."""
+
+    def __init__(self, folder: Path, after: int | None) -> None:
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=None if after is None else after + 1, flush_secs=10)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def finish(self) -> None:
+        self._writer.close()
+
+
+class Named:
+    """wandb, mlflow or swanlab, through their own clients. What goes wrong there is told once and costs no run."""
+
+    def __init__(self, name: str, log: Callable[[dict[str, float], int], Any], finish: Callable[[], Any]) -> None:
+        self.name, self._log, self._finish, self._failed = name, log, finish, False
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        if not self._failed:
+            self._try(lambda: self._log(dict(metrics), step))
+
+    def finish(self) -> None:
+        if not self._failed:
+            self._try(self._finish)
+
+    def _try(self, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except Exception as error:
+            self._failed = True
+            warnings.warn(
+                f"trainer.logger={self.name} failed and gets no more numbers: {error}; metrics.jsonl has them all",
+                SkyRLMegatronWarning,
+                stacklevel=4,
+            )
+
+
+def named_tracker(cfg: SkyRLTrainConfig) -> Named | None:
+    """The tracker of ``trainer.logger``; None for console and tensorboard, and for wandb without a key.
+
+    Raises LaunchError when its package is not installed or it refuses to start.
+    """
+    import os
+
+    name, project, run = cfg.trainer.logger, cfg.trainer.project_name, cfg.trainer.run_name
+    if name in ("console", "tensorboard"):
+        return None
+    if name == "wandb" and not os.environ.get("WANDB_API_KEY") and "WANDB_MODE" not in os.environ:
+        return None  # the check of the configuration has said so
+    try:
+        if name == "wandb":
+            import wandb
+
+            running = wandb.init(project=project, name=run, config=get_config_as_dict(cfg))
+            return Named(name, lambda metrics, step: running.log(metrics, step=step), running.finish)
+        if name == "mlflow":
+            import mlflow
+
+            mlflow.set_experiment(project)
+            mlflow.start_run(run_name=run)
+            return Named(name, lambda metrics, step: mlflow.log_metrics(metrics, step=step), mlflow.end_run)
+        import swanlab
+
+        swanlab.init(project=project, experiment_name=run, config=get_config_as_dict(cfg))
+        return Named(name, lambda metrics, step: swanlab.log(metrics, step=step), swanlab.finish)
+    except ImportError as error:
+        raise LaunchError(
+            f"trainer.logger={name}: its package is not installed ({error}); pip install {name}, or set "
+            "trainer.logger=tensorboard"
+        ) from error
+    except Exception as error:
+        raise LaunchError(
+            f"trainer.logger={name} did not start: {error}; or set trainer.logger=tensorboard"
+        ) from error
+
+
+class Tracking:
+    """All sinks of a run as one. :meth:`open` comes once the step that the run continues from is known."""
+
+    def __init__(self, cfg: SkyRLTrainConfig) -> None:
+        self.cfg, self.folder = cfg, run_folder(cfg)
+        self.console = ConsoleSink(self.folder / "console.log")
+        self._named = named_tracker(cfg)
+        self.sinks: list[Sink] = []
+
+    def open(self, *, total_steps: int, resumed_from: int | None = None) -> None:
+        """Start to take numbers. ``resumed_from``: numbers of later steps are of a run that came to nothing."""
+        after = resumed_from
+        self.sinks = [
+            JsonLines(self.folder / METRICS_FILE, after),
+            TensorBoard(self.folder / "tensorboard", after),
+            *([self._named] if self._named else []),
+        ]
+        self.console.start(total_steps, resumed_from or 0)
+
+    def log(self, data: Mapping[str, Any], step: int) -> None:
+        """Numbers of a step, by name, to every sink."""
+        metrics = {name: float(value) for name, value in data.items() if value is not None}
+        for sink in (*self.sinks, self.console):
+            sink.log(metrics, step)
+
+    def say(self, text: str) -> None:
+        """A line for people."""
+        self.console.say(text)
+
+    def finish(self) -> None:
+        """Close every sink. May be called twice."""
+        sinks, self.sinks = self.sinks, []
+        for sink in (*sinks, self.console):
+            sink.finish()

@@ -1,0 +1,84 @@
+"""A warm-up before the RL steps: known answers, imitated until the policy is right now and then.
+
+Group-relative advantages teach nothing while every sample of a prompt is wrong. The warm-up runs through the same
+ranks and the same objective as training, with the policy loss ``cross_entropy``, and is logged as a phase of its own
+(``warmup/…``, at step 0).
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from skyrl_megatron.data.batch import collate
+from skyrl_megatron.errors import AlgorithmError
+from skyrl_megatron.trainer.ppo import RayPPOTrainer
+from skyrl_megatron.types import TrainingBatch
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """How long and how fast."""
+
+    enough: float = 0.15
+    """Held-out score (greedy) at which the warm-up ends …"""
+    too_much: float = 0.3
+    """… and which it must not exceed: the rest is for the RL steps to learn."""
+    lr: float = 1e-3
+    rows: int = 256
+    """Answers per optimizer step."""
+    eval_interval: int = 10
+    max_steps: int = 1000
+
+
+class WarmedUpTrainer(RayPPOTrainer):
+    """A trainer that warms up when it starts at step 0."""
+
+    warm_up_plan = WarmUp()
+
+    def before_training(self) -> None:
+        """Warm up, then evaluate as every trainer does."""
+        if self.global_step == 0:
+            with self.phases("warm_up"):
+                self.warm_up(self.warm_up_plan)
+        super().before_training()
+
+    def warm_up(self, plan: WarmUp) -> None:
+        """Imitate until the held-out score is ``plan.enough``. Raises AlgorithmError when it never is, or jumps past
+        ``plan.too_much``."""
+        rng = random.Random(self.cfg.trainer.seed)
+        self.policy.restart_schedule(lr=plan.lr)
+        score = 0.0
+        for step in range(1, plan.max_steps + 1):
+            self.stop.check()
+            staged = self.policy.stage(self.answers(rng, plan.rows))
+            result = self.policy.train_mini_batch(staged, policy_loss_type="cross_entropy", use_kl_loss=False)
+            if step % plan.eval_interval:
+                continue
+            self.sync_weights()
+            score = self.eval()["eval/all/avg_score"]
+            self.tracker.log({"warmup/step": step, "warmup/loss": result["policy_loss"], "warmup/score": score}, 0)
+            if score >= plan.enough:
+                break
+        else:
+            raise AlgorithmError(f"warm-up: held-out score {score:.3f} after {plan.max_steps} steps: raise WarmUp.lr")
+        if score > plan.too_much:
+            raise AlgorithmError(f"warm-up: held-out score jumped to {score:.3f}: lower WarmUp.lr or eval_interval")
+        self.tracker.say(f"warm-up · {step} steps of imitation · held-out score {score:.3f}")
+        self.policy.restart_schedule(total_steps=self.updates)
+        self.metrics = {}
+
+    def answers(self, rng: random.Random, rows: int) -> TrainingBatch:
+        """Random training prompts with their known answers as responses."""
+        picked = [self.train_dataset[rng.randrange(len(self.train_dataset))] for _ in range(rows)]
+        chat: Any = self.generator.chat
+        prompts = [chat.prompt(row["prompt"]) for row in picked]
+        truths = [str(row["env_extras"]["reward_spec"]["ground_truth"]) for row in picked]
+        encoded = self.tokenizer(truths, add_special_tokens=False)["input_ids"]
+        responses = [[*ids, self.tokenizer.eos_token_id] for ids in encoded]
+        batch = collate(prompts, responses, uids=[str(row["uid"]) for row in picked], rewards=[0.0] * rows)
+        batch.advantages = batch.returns = torch.zeros_like(batch.response_mask)
+        return batch

@@ -1,0 +1,141 @@
+"""Numbers of a run: every sink gets them, a resumed run drops those that came to nothing, the report draws them."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+def config(tmp_path, **overrides):
+    from skyrl_megatron.config import SkyRLTrainConfig
+
+    return SkyRLTrainConfig.from_cli_overrides(
+        {"trainer.log_path": str(tmp_path), "trainer.run_name": "run", "trainer.logger": "tensorboard", **overrides}
+    )
+
+
+def lines_of(tmp_path):
+    return [json.loads(line) for line in (tmp_path / "skyrl/run/metrics.jsonl").read_text().splitlines()]
+
+
+def step(number, reward):
+    return {"timing/step": 0.5, "reward/avg_raw_reward": reward, "policy/policy_kl": 0.01, "policy/x": math.nan}
+
+
+def tracked(tmp_path, steps, *, resumed_from=None, total=10):
+    from skyrl_megatron.trainer.tracking import Tracking
+
+    tracking = Tracking(config(tmp_path))
+    tracking.open(total_steps=total, resumed_from=resumed_from)
+    for number in steps:
+        tracking.log(step(number, number / 10), number)
+    tracking.finish()
+    tracking.finish()
+    return tracking
+
+
+def test_a_step_is_a_line_everywhere(tmp_path, capsys):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracked(tmp_path, [1, 2])
+    assert lines_of(tmp_path)[1] == {
+        "step": 2,
+        "timing/step": 0.5,
+        "reward/avg_raw_reward": 0.2,
+        "policy/policy_kl": 0.01,
+        "policy/x": None,
+    }
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith("step 1/10 · reward 0.100 · kl 0.0100 · 0.50 s · ETA ")
+    log = (tmp_path / "skyrl/run/console.log").read_text().splitlines()
+    assert len(log) == 2 and out[0].split(" · ETA")[0] in log[0]
+    events = EventAccumulator(str(tmp_path / "skyrl/run/tensorboard"))
+    events.Reload()
+    assert [(e.step, round(e.value, 6)) for e in events.Scalars("reward/avg_raw_reward")] == [(1, 0.1), (2, 0.2)]
+
+
+def test_a_resumed_run_goes_on_behind_its_checkpoint(tmp_path):
+    """The killed run logged steps 3 and 4 behind its checkpoint of step 2, and half a line of step 5."""
+    tracked(tmp_path, [1, 2, 3, 4])
+    path = tmp_path / "skyrl/run/metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 5, "rew')
+    tracked(tmp_path, [3], resumed_from=2)
+    assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3]
+    tracked(tmp_path, [1])
+    assert [line["step"] for line in lines_of(tmp_path)] == [1], "a run that starts anew starts a new file"
+
+
+def test_the_report_shows_curves_values_and_configuration(tmp_path):
+    from skyrl_megatron.trainer.report import write_report
+
+    folder = tracked(tmp_path, [1, 2, 3]).folder
+    page = write_report(folder, "trainer: {seed: 1}  # <b>")
+    text = page.read_text()
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "<td>reward/avg_raw_reward</td><td>0.3</td>" in text
+    assert "# &lt;b&gt;" in text and "data:image/png;base64," in text
+
+
+def test_a_tracker_without_its_package_is_one_message(tmp_path):
+    from skyrl_megatron.errors import LaunchError
+    from skyrl_megatron.trainer.tracking import Tracking
+
+    with pytest.raises(
+        LaunchError, match=r"trainer.logger=swanlab: its package is not installed .*pip install swanlab"
+    ):
+        Tracking(config(tmp_path, **{"trainer.logger": "swanlab"}))
+
+
+def test_a_tracker_that_fails_costs_no_run(tmp_path):
+    """A real wandb client package is not needed: any client object may raise."""
+    from skyrl_megatron.errors import SkyRLMegatronWarning
+    from skyrl_megatron.trainer.tracking import Named, Tracking
+
+    def fail(metrics, number):
+        raise ConnectionError("the server is away")
+
+    tracking = Tracking(config(tmp_path))
+    tracking._named = Named("wandb", fail, lambda: None)
+    tracking.open(total_steps=2)
+    with pytest.warns(SkyRLMegatronWarning, match="trainer.logger=wandb failed .*the server is away"):
+        tracking.log(step(1, 0.1), 1)
+    tracking.log(step(2, 0.2), 2)
+    tracking.finish()
+    assert [line["step"] for line in lines_of(tmp_path)] == [1, 2]
+
+
+def test_a_terminal_gets_a_progress_bar(tmp_path):
+    """Through a real pseudo-terminal."""
+    pty = pytest.importorskip("pty")
+    code = (
+        "import sys; from pathlib import Path; from skyrl_megatron.trainer.console import ConsoleSink\n"
+        f"sink = ConsoleSink(Path({str(tmp_path)!r}) / 'console.log')\n"
+        "sink.start(3, 0)\n"
+        "for n in (1, 2): sink.log({'timing/step': 1.0, 'reward/avg_raw_reward': 0.25}, n)\n"
+        "sink.say('a word [in brackets]'); sink.finish()\n"
+    )
+    leader, follower = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=follower, stderr=subprocess.PIPE, env=environment, close_fds=True
+    )
+    os.close(follower)
+    shown = b""
+    try:
+        while chunk := os.read(leader, 4096):
+            shown += chunk
+    except OSError:
+        pass
+    assert process.wait(60) == 0, process.stderr.read()
+    text = shown.decode()
+    assert "2/3" in text and "reward 0.250" in text and "a word [in brackets]" in text and "\x1b[" in text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(12.4, "12s"), (200, "3m20s"), (3900, "1h05m"), (59.7, "1m00s")])
+def test_durations(seconds, text):
+    from skyrl_megatron.trainer.console import duration
+
+    assert duration(seconds) == text
