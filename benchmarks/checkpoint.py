@@ -128,6 +128,7 @@ def measure(gigabytes, rounds, folder):
         drop_cache(os.path.join(folder, "sync", f"global_step_{index}"))
         row["raw read"] = timed(lambda: raw_read(plain, buffer))
         row["load"] = timed(lambda i=index: resumed(saved, f"{folder}/sync/global_step_{i}", state))
+        row["plan"] = timed(lambda: list(blocks_to_save(state.model_chunks, state.optimizer, state.groups)))
         row["memcpy"] = timed(lambda: copy(blocks, target))
         row["stall"] = timed(lambda i=index: asynchronous.save(i, state))
         row["rank stall"] = asynchronous.writer.stall_s

@@ -69,16 +69,39 @@ def state_of(engine):
     return RankState(engine.chunks, engine.groups, engine.optimizer, engine.lr_schedule)
 
 
+def synthetic_batch(seed: int):
+    """Seven sequences of unequal lengths with random tokens and advantages."""
+    import torch
+
+    from skyrl_megatron.types import TrainingBatch
+
+    generator = torch.Generator().manual_seed(seed)
+    rows, prompt, response = 7, 9, 14
+    valid = torch.zeros(rows, prompt + response, dtype=torch.bool)
+    mask = torch.zeros(rows, response)
+    for row in range(rows):
+        tokens = int(torch.randint(2, response + 1, (), generator=generator))
+        mask[row, -tokens:] = 1
+        valid[row, -(tokens + int(torch.randint(2, prompt + 1, (), generator=generator))) :] = True
+    return TrainingBatch(
+        sequences=torch.randint(0, VOCAB, valid.shape, generator=generator) * valid,
+        attention_mask=valid,
+        response_mask=mask,
+        loss_mask=mask.clone(),
+        uids=[f"prompt-{row // 2}" for row in range(rows)],
+        advantages=torch.randn(mask.shape, generator=generator) * mask,
+        old_logprobs=mask * -4.0,
+        rollout_logprobs=mask * -4.0,
+    )
+
+
 def train(engine, steps) -> list[tuple[float, float]]:
     """Take the given steps, each on a batch drawn from its number. Returns (loss, gradient norm) of each."""
     from skyrl_megatron.runtime.micro_batches import split_for_dp
-    from tests.training.reference import make_batch
 
     seen = []
     for step in steps:
-        batch = make_batch(VOCAB, seed=step)
-        batch.old_logprobs = batch.response_mask * -4.0
-        batch.rollout_logprobs = batch.old_logprobs.clone()
+        batch = synthetic_batch(step)
         part = batch.select(split_for_dp(batch.lengths, engine.dp_size, engine.flops)[engine.dp_rank])
         metrics = engine.forward_backward(part)
         seen.append((metrics["final_loss"], engine.optim_step().grad_norm))

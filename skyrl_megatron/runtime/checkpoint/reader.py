@@ -100,9 +100,12 @@ class RoleReader:
         name = f"{self._role}/{place.relative_path}" if place else ""
         if name not in self._manifest.files:
             raise CheckpointError(f"{self._folder} has no common_state: refused")
-        file = self._open(str(place.relative_path))
+        start, stop = place.offset, place.offset + place.length
+        if not 0 <= start <= stop <= self._manifest.files[name].bytes:
+            raise CheckpointError(f"{self._folder}/.metadata points beyond the end of {name}: refused")
+        file = self._open(str(place.relative_path), [(start, stop)])
         try:
-            return read_common_state(bytes(file.read(place.offset, place.offset + place.length)), self._folder)
+            return read_common_state(bytes(file.read(start, stop)), self._folder)
         finally:
             file.close()
 
@@ -124,9 +127,10 @@ class RoleReader:
             if covered != block.data.numel() and not (resized and covered < block.data.numel()):
                 raise CheckpointError(f"{self._folder}: {block.key} is stored incompletely at {block.offsets}")
         for name in sorted(wanted):
-            file = self._open(name)
+            chunks = sorted(wanted[name], key=lambda chunk: chunk.start)
+            file = self._open(name, [(chunk.start, chunk.start + chunk.length) for chunk in chunks])
             try:
-                for chunk in sorted(wanted[name], key=lambda chunk: chunk.start):
+                for chunk in chunks:
                     self._copy(file, chunk, wanted[name][chunk])
             finally:
                 file.close()
@@ -142,11 +146,13 @@ class RoleReader:
             )
         return stored
 
-    def _open(self, name: str) -> VerifiedFile:
+    def _open(self, name: str, ranges: list[tuple[int, int]]) -> VerifiedFile:
         path = f"{self._folder}/{name}"
         self._storage.refuse_escape(self._root, path)
         try:
-            return VerifiedFile(self._storage, path, self._manifest.files[f"{self._role}/{name}"], self._buffer)
+            return VerifiedFile(
+                self._storage, path, self._manifest.files[f"{self._role}/{name}"], self._buffer, ranges
+            )
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read ({error})") from error
 
