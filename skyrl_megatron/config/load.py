@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -120,27 +121,30 @@ class _Builder[C: BaseConfig]:
     def _place_leaf(self, item: Assignment, cls: type, tree: Tree, name: str, inside: list[str]) -> None:
         """Assign a setting, or (``inside``) one entry of a dict option."""
         before = tree.get(name)
-        if before is not None and before.source == item.source and before.spelled != item.spelled and not inside:
+        if inside:
+            self._place_entry(item, cls, tree, name, inside)
+        elif before is not None and before.source == item.source and before.spelled != item.spelled:
             twice = f"given twice, as {before.spelled} and as {item.spelled}"
             self.problems.append(Problem(item.key, item.value, twice))
-            return
-        if not inside:
+        else:
             tree[name] = item
+
+    def _place_entry(self, item: Assignment, cls: type, tree: Tree, name: str, inside: list[str]) -> None:
+        """Change one entry of the mapping given before, else of the default."""
+        before, option_key = tree.get(name), item.key[: -len(".".join(inside)) - 1]
+        kinds = members_of(field_types(cls)[name])
+        if not any(kind is dict or typing.get_origin(kind) is dict for kind in kinds):
+            fix = f"{option_key} is a single value and has no keys below it"
+            self.problems.append(Problem(item.spelled, item.value, fix))
             return
-        if not any(member is dict or getattr(member, "__origin__", None) is dict for member in _kinds(cls, name)):
-            owner = item.key[: -len(".".join(inside)) - 1]
-            self.problems.append(Problem(item.key, item.value, f"{owner} is a single value and has no keys below it"))
-            return
-        option = copy.deepcopy(before.value if before is not None else default_of(cls, name))
-        option = option if isinstance(option, dict) else {}
-        node = option
+        option = copy.deepcopy(default_of(cls, name) if before is None else before.value)
+        node = option = option if isinstance(option, dict) else {}
         for step in inside[:-1]:
-            child = node.get(step)
-            node[step] = child if isinstance(child, dict) else {}
+            node[step] = dict(child) if isinstance(child := node.get(step), dict) else {}
             node = node[step]
         node[inside[-1]] = item.value
-        key = item.key[: -len(".".join(inside)) - 1]
-        tree[name] = Assignment(key, option, None, item.source, before.spelled if before is not None else key)
+        spelled = option_key if before is None else before.spelled
+        tree[name] = Assignment(option_key, option, None, item.source, spelled)
 
     def _reject(self, item: Assignment, cls: type, key: str) -> None:
         near = _nearest(self.cls, cls, key, item.key)
@@ -205,10 +209,6 @@ class _Builder[C: BaseConfig]:
             if isinstance(typed, str):
                 raise
             return convert(annotation, typed)
-
-
-def _kinds(cls: type, name: str) -> tuple[Any, ...]:
-    return members_of(field_types(cls)[name])
 
 
 def _differs(base: BaseConfig, name: str) -> bool:
