@@ -33,6 +33,13 @@ def _turns(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
         yield Problem("generator.max_input_length", context, fix)
     elif context < prompt:
         yield Problem("generator.max_input_length", context, f"must be at least trainer.max_prompt_length={prompt}")
+    if generator.merge_stepwise_output:
+        if not generator.step_wise_trajectories:
+            fix = "joins the turns of step-wise trajectories: set generator.step_wise_trajectories=true"
+            yield Problem("generator.merge_stepwise_output", True, fix)
+        if cfg.trainer.policy.megatron_config.moe_enable_routing_replay:
+            fix = "loses the routes of the joined turns: set moe_enable_routing_replay=false, or false here"
+            yield Problem("generator.merge_stepwise_output", True, fix)
     if generator.batched:
         for key, conflict in (
             ("max_turns", generator.max_turns > 1),

@@ -112,7 +112,7 @@ NOT_BUILT_YET = {"olmoe", "deepseek_v3"}
 def check_all(ranks, layouts):
     configs = {(family, "lm"): config_of(family) for family in TINY}
     configs |= {("qwen2", "value"): config_of("qwen2"), ("qwen3_moe", "value"): config_of("qwen3_moe")}
-    for rank, found in enumerate(ranks(4, built_and_predicted, layouts, configs)):
+    for rank, found in enumerate(ranks(4, built_and_predicted, layouts, configs, timeout_s=400)):
         wrong = {key: pair for key, pair in found.items() if pair[0] != pair[1]}
         families = {family for _, family, _ in wrong}
         assert families == NOT_BUILT_YET, f"rank {rank}: (built, predicted) {wrong}"
@@ -192,6 +192,6 @@ def test_predicted_bytes_are_those_of_the_engine(ranks, tmp_path, degrees):
     folder = save_tiny("qwen3_moe", tmp_path, num_hidden_layers=4, num_key_value_heads=2)
     overrides = {f"trainer.policy.megatron_config.{name}_model_parallel_size": n for name, n in degrees.items()}
     overrides["trainer.placement.policy_num_gpus_per_node"] = 2
-    for measured, predicted in ranks(2, engine_bytes, folder, overrides):
+    for measured, predicted in ranks(2, engine_bytes, folder, overrides, timeout_s=400):
         for name, real, expected in zip(("weights", "gradients", "optimizer"), measured, predicted, strict=True):
             assert abs(expected - real) <= 0.1 * real, f"{name}: predicted {expected:,}, measured {real:,}"

@@ -138,6 +138,21 @@ RULES = {
         "generator.batched",
         "chat_template_kwargs",
     ),
+    "merging without steps": (
+        ["generator.merge_stepwise_output=true"],
+        "generator.merge_stepwise_output",
+        "step_wise_trajectories=true",
+    ),
+    "merging with replay": (
+        [
+            "generator.merge_stepwise_output=true",
+            "generator.step_wise_trajectories=true",
+            f"{M}moe_enable_routing_replay=true",
+            f"{E}enable_return_routed_experts=true",
+        ],
+        "generator.merge_stepwise_output",
+        "loses the routes",
+    ),
     "engine ep": (
         [f"{E}tensor_parallel_size=2", f"{E}expert_parallel_size=4", "trainer.placement.policy_num_gpus_per_node=2"],
         f"{E}expert_parallel_size",
