@@ -9,7 +9,6 @@ from megatron.core.distributed import DistributedDataParallelConfig
 
 from skyrl_megatron import device
 from skyrl_megatron.runtime.hf_model import HfModel, read_hf_model, with_rotary
-from skyrl_megatron.runtime.loss_scale import SUMMED_GRADIENTS
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import MegatronConfig, SkyRLTrainConfig
@@ -56,7 +55,6 @@ def transformer_kwargs(cfg: SkyRLTrainConfig, role: str) -> dict[str, Any]:
     }
     fields |= {name: value for name, value in optional.items() if value is not None}
     fields |= megatron.transformer_config_kwargs
-    fields |= SUMMED_GRADIENTS
     if not cfg.trainer.gradient_checkpointing or role == "ref":
         fields = {name: value for name, value in fields.items() if name not in _RECOMPUTE}
     elif fields.get("recompute_granularity") == "selective":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +99,7 @@ def build_model(
         on_meta=on_meta,
         prefix=prefix,
     )
+    _forget_attention_backend()
     with torch.device("meta") if on_meta else contextlib.nullcontext(), _quiet_deprecation():
         chunks = [_chunk(model, config, groups, stage, head, use_te) for stage in range(parallel.vpp)]
     if not on_meta:
@@ -142,6 +144,13 @@ def _te_block_spec(config: TransformerConfig, groups: ProcessGroups, stage: int 
         if hasattr(keywords.get("submodules"), "router"):
             keywords["submodules"] = dataclasses.replace(keywords["submodules"], router=TokenWeightedRouter)
     return spec
+
+
+def _forget_attention_backend() -> None:
+    """Megatron (models/common/language_module) notes a model's attention backend in the environment and refuses a model
+    with another one in the same process: a critic beside a policy, say. Each model sets it anew."""
+    for kind in ("FLASH", "FUSED", "UNFUSED"):
+        os.environ.pop(f"NVTE_{kind}_ATTN", None)
 
 
 @contextlib.contextmanager

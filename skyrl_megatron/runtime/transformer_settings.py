@@ -16,6 +16,7 @@ from skyrl_megatron import device
 from skyrl_megatron.config.layout import PREFIX, ParallelConfig
 from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.runtime.hf_model import HfModel
+from skyrl_megatron.runtime.loss_scale import SUMMED_GRADIENTS
 
 _ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu}
 
@@ -116,6 +117,7 @@ def _common_fields(dtype: torch.dtype, use_te: bool, on_meta: bool) -> dict[str,
         "persist_layer_norm": use_te,
         "moe_permute_fusion": use_te,
         "gradient_accumulation_fusion": False,
+        **SUMMED_GRADIENTS,
         # Weights come from a checkpoint; on_meta, modules make them where torch.device("meta") says.
         "perform_initialization": False,
         "use_cpu_initialization": on_meta,
