@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,62 +12,137 @@ from torch import Tensor
 
 from skyrl_megatron.types import TrainingBatch
 
+type Row = Sequence[Any] | np.ndarray
+"""Values of one sample's tokens. Arrays are copied at memory speed, lists element by element."""
+
+_FAILED = "/failed-"
+
 
 def collate(
-    prompts: Sequence[Sequence[int]],
-    responses: Sequence[Sequence[int]],
+    prompts: Sequence[Row],
+    responses: Sequence[Row],
     *,
     uids: Sequence[str],
-    rewards: Sequence[Sequence[float]] | Sequence[float],
-    loss_masks: Sequence[Sequence[int]] | None = None,
-    rollout_logprobs: Sequence[Sequence[float]] | None = None,
+    rewards: Sequence[Row] | Sequence[float],
+    loss_masks: Sequence[Row] | None = None,
+    rollout_logprobs: Sequence[Row] | None = None,
+    rollout_routes: Sequence[np.ndarray | None] | None = None,
+    is_last_step: Sequence[bool] | None = None,
 ) -> TrainingBatch:
     """B samples as one batch: S is the longest prompt + response, T the longest response (at least 1).
 
     ``rewards``: one number a sample (put on its last response token) or one a token. ``loss_masks``: one 0 or 1 a
-    response token, default all 1. Raises ValueError naming the first sample whose pieces do not fit together.
+    response token, default all 1. ``rollout_routes``: [prompt + response, L, K] integers a sample; None for samples
+    without. Raises ValueError naming the first sample whose pieces do not fit together.
     """
-    response_lengths = _lengths(responses)
-    total = _lengths(prompts) + response_lengths
-    width, response_width = int(total.max(initial=1)), int(max(response_lengths.max(initial=1), 1))
-    tokens = [list(prompt) + list(response) for prompt, response in zip(prompts, responses, strict=True)]
-    per_token = rewards
-    if len(rewards) and np.isscalar(rewards[0]):
-        per_token = [
-            [0.0] * (len(response) - 1) + [reward] if response else []
-            for response, reward in zip(responses, rewards, strict=True)
-        ]
-    optional = {"rewards": per_token, "loss_masks": loss_masks, "rollout_logprobs": rollout_logprobs}
-    for name, values in optional.items():
-        if values is not None and (wrong := np.flatnonzero(_lengths(values) != response_lengths)).size:
-            row = int(wrong[0])
-            got, want = len(values[row]), int(response_lengths[row])  # type: ignore[arg-type]
-            raise ValueError(f"sample {row} (uid {uids[row]}): {got} {name} for {want} response tokens")
-    mask = _right_aligned([[1.0] * n for n in response_lengths.tolist()], response_width, np.float32)
+    before, lengths = _lengths(prompts), _lengths(responses)
+    total = before + lengths
+    width, response_width = int(total.max(initial=1)), int(lengths.max(initial=1))
+    for name, values in {"rewards": rewards, "loss_masks": loss_masks, "rollout_logprobs": rollout_logprobs}.items():
+        if values is not None and not (name == "rewards" and _per_sample(rewards)):
+            _check_lengths(name, values, lengths, uids)  # type: ignore[arg-type]
+    sequences = torch.zeros(len(total), width, dtype=torch.int64)
+    _fill(sequences.numpy(), prompts, width - total)
+    _fill(sequences.numpy(), responses, width - lengths)
+    response_mask = _filled(lengths, response_width, torch.float32)
     return TrainingBatch(
-        sequences=_right_aligned(tokens, width, np.int64),
-        attention_mask=_right_aligned([[True] * n for n in total.tolist()], width, np.bool_),
-        response_mask=mask,
-        loss_mask=mask.clone() if loss_masks is None else _right_aligned(loss_masks, response_width, np.float32),
+        sequences=sequences,
+        attention_mask=_filled(total, width, torch.bool),
+        response_mask=response_mask,
+        loss_mask=response_mask.clone() if loss_masks is None else _right_aligned(loss_masks, lengths, response_width),
         uids=list(uids),
-        rewards=_right_aligned(per_token, response_width, np.float32),  # type: ignore[arg-type]
+        rewards=_rewards(rewards, lengths, response_width),
         rollout_logprobs=(
-            None if rollout_logprobs is None else _right_aligned(rollout_logprobs, response_width, np.float32)
+            None if rollout_logprobs is None else _right_aligned(rollout_logprobs, lengths, response_width)
         ),
+        is_last_step=None if is_last_step is None else torch.tensor(is_last_step, dtype=torch.bool),
+        rollout_routes=None if rollout_routes is None else _routes(rollout_routes, total, width, uids),
     )
 
 
-def _lengths(rows: Sequence[Sequence[object]]) -> np.ndarray:
+def failed_uid(uid: str, row: int) -> str:
+    """A uid of its own for a row that is to count in no group of its prompt."""
+    return f"{uid}{_FAILED}{row}"
+
+
+def prompt_of(uid: str) -> str:
+    """The prompt's uid, also of a row named by :func:`failed_uid`."""
+    return uid.partition(_FAILED)[0]
+
+
+def prompt_mini_batches(uids: Sequence[str], prompts: int) -> list[np.ndarray]:
+    """Rows of mini-batches of ``prompts`` prompts each, however many rows a prompt has; the last may hold fewer.
+
+    ``uids``: [B], the rows of a prompt next to each other. Returns ascending row indices.
+    """
+    if not len(uids):
+        return []
+    names = [prompt_of(uid) for uid in uids]
+    starts = np.flatnonzero([row == 0 or name != names[row - 1] for row, name in enumerate(names)])
+    edges = [*starts[::prompts].tolist(), len(names)]
+    return [np.arange(start, end) for start, end in pairwise(edges)]
+
+
+def _per_sample(rewards: Sequence[Any]) -> bool:
+    return len(rewards) > 0 and np.ndim(rewards[0]) == 0
+
+
+def _lengths(rows: Sequence[Row]) -> np.ndarray:
     return np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))
 
 
-def _right_aligned(rows: Sequence[Sequence[object]], width: int, dtype: type) -> Tensor:
-    """[B, width] with each row at the right, zeros before it: one scatter for all rows."""
-    lengths = _lengths(rows)
-    out = np.zeros((len(rows), width), dtype=dtype)
-    if lengths.sum():
-        flat = np.concatenate([np.asarray(row, dtype=dtype) for row in rows if len(row)])
-        row_of = np.repeat(np.arange(len(rows)), lengths)
-        within = np.arange(len(flat)) - np.repeat(lengths.cumsum() - lengths, lengths)
-        out[row_of, within + np.repeat(width - lengths, lengths)] = flat
+def _check_lengths(name: str, rows: Sequence[Row], lengths: np.ndarray, uids: Sequence[str]) -> None:
+    found = _lengths(rows)
+    if len(found) != len(lengths):
+        raise ValueError(f"{len(found)} {name} for {len(lengths)} samples")
+    if (wrong := np.flatnonzero(found != lengths)).size:
+        row = int(wrong[0])
+        raise ValueError(f"sample {row} (uid {uids[row]}): {found[row]} {name} for {lengths[row]} response tokens")
+
+
+def _fill(out: np.ndarray, rows: Sequence[Row], starts: np.ndarray) -> None:
+    """Copy each row to its place: one contiguous copy a row, which is as fast as memory."""
+    for line, row, start in zip(out, rows, starts.tolist(), strict=True):
+        if n := len(row):
+            line[start : start + n] = row
+
+
+def _right_aligned(rows: Sequence[Row], lengths: np.ndarray, width: int) -> Tensor:
+    """[B, width] float32 with each row at the right, zeros before it."""
+    out = torch.zeros(len(rows), width, dtype=torch.float32)
+    _fill(out.numpy(), rows, width - lengths)
+    return out
+
+
+def _filled(lengths: np.ndarray, width: int, dtype: torch.dtype) -> Tensor:
+    """[B, width] with ones in the last ``lengths`` columns."""
+    out = torch.zeros(len(lengths), width, dtype=dtype)
+    for line, length in zip(out.numpy(), lengths.tolist(), strict=True):
+        line[width - length :] = 1
+    return out
+
+
+def _rewards(rewards: Sequence[Any], lengths: np.ndarray, width: int) -> Tensor:
+    if not _per_sample(rewards):
+        return _right_aligned(rewards, lengths, width)
+    out = torch.zeros(len(rewards), width, dtype=torch.float32)
+    out[:, -1] = torch.tensor(np.asarray(rewards, dtype=np.float32) * (lengths > 0))
+    return out
+
+
+def _routes(routes: Sequence[np.ndarray | None], total: np.ndarray, width: int, uids: Sequence[str]) -> Tensor | None:
+    """[B, width, L, K], 0 where a sample has none; None where none has any."""
+    shape = next((known.shape[1:] for known in routes if known is not None), None)
+    if shape is None:
+        return None
+    out = np.zeros((len(routes), width, *shape), dtype=np.result_type(*(r.dtype for r in routes if r is not None)))
+    for row, known in enumerate(routes):
+        if known is None:
+            continue
+        if len(known) != total[row] or known.shape[1:] != shape:
+            raise ValueError(
+                f"sample {row} (uid {uids[row]}): routes of shape {known.shape} for {total[row]} tokens,"
+                f" others have {shape} a token"
+            )
+        out[row, width - total[row] :] = known
     return torch.from_numpy(out)

@@ -1,0 +1,29 @@
+"""Environments: the interface, the registry, and those that come with the package."""
+
+from skyrl_megatron.envs.base import BaseTextEnv, BaseTextEnvStepOutput, ConversationType, Message
+from skyrl_megatron.envs.registry import EnvSpec, deregister, make, register, registered, spec
+from skyrl_megatron.envs.tools import ToolGroup, tool
+
+__all__ = [
+    "BaseTextEnv",
+    "BaseTextEnvStepOutput",
+    "ConversationType",
+    "EnvSpec",
+    "Message",
+    "ToolGroup",
+    "deregister",
+    "make",
+    "register",
+    "registered",
+    "spec",
+    "tool",
+]
+
+register("addition", "skyrl_megatron.envs.arithmetic:AdditionEnv")
+register("aime", "skyrl_megatron.envs.aime:AIMEEnv")
+register("gsm8k", "skyrl_megatron.envs.gsm8k:GSM8kEnv")
+register("gsm8k_llm_judge", "skyrl_megatron.envs.llm_judge:GSM8kLLMJudgeEnv", config="llm_as_a_judge")
+register("gsm8k_multi_turn", "skyrl_megatron.envs.gsm8k:GSM8kMultiTurnEnv")
+register("multiply", "skyrl_megatron.envs.arithmetic:MultiplyEnv")
+register("search", "skyrl_megatron.envs.search:SearchEnv")
+register("text2sql", "skyrl_megatron.envs.text2sql:Text2SQLEnv")

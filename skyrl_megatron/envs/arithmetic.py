@@ -1,0 +1,61 @@
+"""Arithmetic with known answers: ``multiply`` (one or several turns) and ``addition``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from skyrl_megatron.envs.base import BaseTextEnv, BaseTextEnvStepOutput, require_ground_truth
+
+_BOXED = re.compile(r"\\boxed\{([^}]+)\}")
+
+
+class MultiplyEnv(BaseTextEnv):
+    r"""The answer stands in ``\boxed{}``.
+
+    With one turn (``max_turns=1``): 1 for the right answer, else 0. With several: wrong answers get feedback and
+    another turn; the last turn gets 1 for the right answer, 0.5 for a wrong one in the right form, else 0; the first
+    right answer ends the episode.
+    """
+
+    WRONG_BUT_WELL_FORMED = 0.5
+
+    def __init__(self, env_config: Any = None, extras: Mapping[str, Any] | None = None) -> None:
+        super().__init__(env_config, extras)
+        self.answer = str(require_ground_truth(self)).strip()
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        """See the class."""
+        self.turns += 1
+        found = _BOXED.search(action)
+        answer = found[1].strip() if found else None
+        right = answer == self.answer
+        done = right or self.turns >= self.max_turns
+        reward = float(right)
+        if done and not right and answer is not None and self.max_turns > 1:
+            reward = self.WRONG_BUT_WELL_FORMED
+        if answer is None:
+            feedback = "There is no answer yet: give it in the form \\boxed{your_answer}."
+        else:
+            feedback = f"The answer '{answer}' is wrong. Try again."
+        return {
+            "observations": [] if done else [{"role": "user", "content": feedback}],
+            "reward": reward,
+            "done": done,
+            "metadata": {"parsed_answer": answer},
+        }
+
+
+class AdditionEnv(BaseTextEnv):
+    """One turn; 1 if the response is the answer and nothing else but white space, else 0."""
+
+    def __init__(self, env_config: Any = None, extras: Mapping[str, Any] | None = None) -> None:
+        super().__init__(env_config, extras)
+        self.answer = str(require_ground_truth(self)).strip()
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        """See the class."""
+        said = action.strip()
+        reward = float(said == self.answer)
+        return {"observations": [], "reward": reward, "done": True, "metadata": {"parsed_answer": said}}

@@ -1,0 +1,132 @@
+"""Threads in which environments run: a bounded number, and none of them can hold up the run.
+
+Python cannot end a thread. A call that outlives the time limit is given up: its caller gets EnvTimeout, its thread is
+replaced by a new one and ends when the call returns, if ever. Threads are daemons, so they do not keep the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+
+class EnvTimeout(Exception):
+    """A call of an environment took longer than the limit."""
+
+
+class _Call:
+    """One function call on its way through the pool."""
+
+    __slots__ = ("arguments", "function", "future", "started", "worker")
+
+    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...], future: asyncio.Future[Any]) -> None:
+        self.function, self.arguments, self.future = function, arguments, future
+        self.started: float | None = None
+        self.worker: _Worker | None = None
+
+
+class _Worker(threading.Thread):
+    """Takes calls until it is told to end or given up."""
+
+    def __init__(self, calls: SimpleQueue[_Call | None]) -> None:
+        super().__init__(name="environment", daemon=True)
+        self.calls, self.given_up = calls, False
+
+    def run(self) -> None:
+        while not self.given_up and (call := self.calls.get()) is not None:
+            call.worker, call.started = self, time.monotonic()
+            try:
+                result, error = call.function(*call.arguments), None
+            except BaseException as raised:
+                result, error = None, raised
+            call.started = None
+            if not self.given_up:
+                _answer(call.future, result, error)
+
+
+class EnvPool:
+    """At most ``workers`` calls at a time, each of at most ``timeout_s`` seconds once it has begun.
+
+    Belongs to one event loop at a time; :meth:`close` ends the idle threads.
+    """
+
+    def __init__(self, workers: int, timeout_s: float) -> None:
+        self.workers, self.timeout_s = workers, timeout_s
+        self.abandoned = 0
+        """Calls given up so far."""
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._open: set[_Call] = set()
+        self._threads = 0
+        self._watched: asyncio.AbstractEventLoop | None = None
+
+    async def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """``function(*arguments)`` in a thread. Raises what it raises, and EnvTimeout after ``timeout_s``.
+
+        A cancelled caller leaves the call to run to its end.
+        """
+        loop = asyncio.get_running_loop()
+        call = _Call(function, arguments, loop.create_future())
+        self._open.add(call)
+        if self._threads < min(self.workers, len(self._open)):
+            self._start_worker()
+        self._calls.put(call)
+        if self._watched is not loop:
+            self._watched = loop
+            loop.call_later(self._interval, self._give_up_on_hung, loop)
+        try:
+            return await call.future
+        finally:
+            self._open.discard(call)
+
+    def close(self) -> None:
+        """End the threads as they fall idle."""
+        for _ in range(self._threads):
+            self._calls.put(None)
+        self._threads = 0
+
+    @property
+    def _interval(self) -> float:
+        return min(1.0, self.timeout_s / 4)
+
+    def _start_worker(self) -> None:
+        self._threads += 1
+        _Worker(self._calls).start()
+
+    def _give_up_on_hung(self, loop: asyncio.AbstractEventLoop) -> None:
+        now = time.monotonic()
+        for call in list(self._open):
+            started = call.started
+            if started is not None and now - started > self.timeout_s and not call.future.done():
+                assert call.worker is not None
+                call.worker.given_up = True
+                self.abandoned += 1
+                self._threads -= 1
+                self._start_worker()
+                call.future.set_exception(EnvTimeout(f"no answer within {self.timeout_s:g} s"))
+        if self._open:
+            loop.call_later(self._interval, self._give_up_on_hung, loop)
+        else:
+            self._watched = None
+
+
+def _answer(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    """Hand a result over to the event loop that waits for it."""
+
+    def deliver() -> None:
+        if future.done():  # the caller was cancelled, or had given up
+            return
+        if error is None:
+            future.set_result(result)
+        elif isinstance(error, Exception) and not isinstance(error, StopIteration):
+            future.set_exception(error)
+        else:  # SystemExit and the like are the environment's, not ours; a future cannot carry StopIteration
+            future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+
+    try:
+        future.get_loop().call_soon_threadsafe(deliver)
+    except RuntimeError:
+        pass  # the loop is closed: nobody waits

@@ -1,0 +1,145 @@
+"""Questions answered with a search engine (Search-R1, arXiv:2503.09516).
+
+The policy writes ``<search>query</search>`` to search and ``<answer>…</answer>`` to end; both end tags are to be stop
+strings (``generator.sampling_params.stop``).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import string
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import httpx
+
+from skyrl_megatron.envs.base import BaseTextEnv, BaseTextEnvStepOutput, ConversationType, require_ground_truth
+from skyrl_megatron.envs.tools import ToolGroup, tool
+
+logger = logging.getLogger(__name__)
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_SEARCH = re.compile(r"<search>(.*?)</search>", re.DOTALL)
+MAX_ANSWERS = 10
+"""More answers than this in one episode are guessing and get a quarter of the reward."""
+
+
+def normalize(text: str) -> str:
+    """Lower case without punctuation, articles and extra white space (the SQuAD normalisation)."""
+    kept = "".join(c for c in text.lower() if c not in string.punctuation)
+    return " ".join(_ARTICLES.sub(" ", kept).split())
+
+
+def score(transcript: str, targets: str | Iterable[str]) -> float:
+    """1 if the last answer in the transcript is one of ``targets``, ¼ of that after more than ten answers, else 0."""
+    answers = _ANSWER.findall(transcript)
+    wanted = {normalize(target) for target in ([targets] if isinstance(targets, str) else targets)}
+    if not answers or normalize(answers[-1]) not in wanted:
+        return 0.0
+    tags = max(transcript.count("<answer>"), transcript.count("</answer>"))
+    return 0.25 if tags > MAX_ANSWERS else 1.0
+
+
+class SearchToolGroup(ToolGroup):
+    """One tool, ``search``: POST ``{queries, topk, return_scores}`` to the retriever, which answers
+    ``{"result": [[{"document": {"contents": …}}, …]]}``. Connections are shared by all environments of a process."""
+
+    RETRIES = 4
+    FIRST_PAUSE_S = 0.5
+    _clients: dict[str, httpx.Client] = {}  # noqa: RUF012 - shared on purpose
+    _lock = threading.Lock()
+
+    def __init__(
+        self,
+        search_url: str = "http://127.0.0.1:8000/retrieve",
+        topk: int = 3,
+        timeout: float = 30.0,
+        log_requests: bool = False,
+    ) -> None:
+        self.search_url, self.topk, self.timeout, self.log_requests = search_url, topk, timeout, log_requests
+        super().__init__("SearchToolGroup")
+
+    @tool
+    def search(self, query: str | None) -> str:
+        """Passages as ``{"result": "Doc 1: …"}``; empty without a query. Raises RuntimeError naming the retriever."""
+        if query is None:
+            return ""
+        if self.log_requests:
+            logger.info("search %s: %r", self.search_url, query)
+        found = self._ask({"queries": [query.strip()], "topk": self.topk, "return_scores": True})
+        listings = [
+            "".join(f"Doc {i}: {hit['document']['contents'].strip()}\n" for i, hit in enumerate(hits, start=1))
+            for hits in found.get("result") or []
+        ]
+        return json.dumps({"result": "\n---\n".join(listings) if listings else "No search results found."})
+
+    def _ask(self, body: dict[str, Any]) -> dict[str, Any]:
+        deadline, pause = time.monotonic() + self.timeout, self.FIRST_PAUSE_S
+        for attempt in range(1 + self.RETRIES):
+            try:
+                left = max(deadline - time.monotonic(), 0.01)
+                response = self._client().post(self.search_url, json=body, timeout=left)
+                response.raise_for_status()
+                answer: dict[str, Any] = response.json()
+                return answer
+            except (httpx.HTTPError, ValueError) as error:
+                refused = isinstance(error, httpx.HTTPStatusError) and error.response.status_code < 500
+                if refused or attempt == self.RETRIES or time.monotonic() + pause > deadline:
+                    raise RuntimeError(f"search at {self.search_url} failed: {error}") from error
+                time.sleep(pause)
+                pause *= 2
+        raise AssertionError("unreachable")
+
+    def _client(self) -> httpx.Client:
+        with self._lock:
+            return self._clients.setdefault(self.search_url, httpx.Client())
+
+
+class SearchEnv(BaseTextEnv):
+    """Rewarded in the last turn by :func:`score` against ``reward_spec.ground_truth.target``. A failed search is told
+    to the policy as an observation."""
+
+    def __init__(self, env_config: Any = None, extras: Mapping[str, Any] | None = None) -> None:
+        super().__init__(env_config, extras)
+        truth = require_ground_truth(self)
+        self.targets = truth["target"] if isinstance(truth, Mapping) else truth
+        self.max_turns = self.extras.get("max_turns", 2)
+        tools = SearchToolGroup(env_config.search_url, env_config.topk, env_config.timeout, env_config.log_requests)
+        self.init_tool_groups([tools])
+        self.history: ConversationType = []
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        """See the class. Raises ValueError when text follows an end tag: the tags are not set as stop strings."""
+        check_end_tags(action, ("</search>", "</answer>"))
+        self.turns += 1
+        self.history.append({"role": "assistant", "content": action})
+        if self.turns >= self.max_turns or ("<answer>" in action and "</answer>" in action):
+            reward = score("".join(message["content"] for message in self.history), self.targets)
+            return {"observations": [], "reward": reward, "done": True, "metadata": {}}
+        query = _SEARCH.search(action)
+        words = query[1] if query else None
+        try:
+            found = self._execute_tool("SearchToolGroup", "search", [words])
+            observation = {"role": "user", "content": f"\n<information>{found}</information>\n"}
+        except RuntimeError as error:
+            observation = {"role": "user", "content": str(error)}
+        self.history.append(observation)
+        metadata = {"tool_group": "SearchToolGroup", "tool_name": "search", "tool_input": [words]}
+        return {"observations": [observation], "reward": 0.0, "done": False, "metadata": metadata}
+
+
+def check_end_tags(action: str, tags: tuple[str, ...]) -> None:
+    """Raises ValueError when anything follows the first of ``tags`` in the turn."""
+    for tag in tags:
+        before, found, after = action.partition(tag)
+        if found and after:
+            raise ValueError(
+                f"the turn goes on after {tag}: list {' and '.join(tags)} in generator.sampling_params.stop"
+            )
+        if found:
+            return

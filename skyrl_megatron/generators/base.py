@@ -1,0 +1,12 @@
+"""Re-exports for scripts written for SkyRL."""
+
+from skyrl_megatron.envs.base import ConversationType
+from skyrl_megatron.rollout.interface import (
+    BatchMetadata,
+    GeneratorInput,
+    GeneratorInterface,
+    GeneratorOutput,
+    MetricsOutput,
+    TrainingPhase,
+    TrajectoryID,
+)

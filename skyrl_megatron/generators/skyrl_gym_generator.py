@@ -1,0 +1,7 @@
+"""Re-exports for scripts written for SkyRL."""
+
+from skyrl_megatron.rollout.conversation import TrajectoryOutput
+from skyrl_megatron.rollout.generator import SkyRLGymGenerator
+from skyrl_megatron.rollout.metrics import get_rollout_metrics
+from skyrl_megatron.rollout.outputs import concatenate_generator_outputs, prepare_generator_input
+from skyrl_megatron.rollout.rewards import apply_overlong_filtering, get_metrics_from_generator_output

@@ -1,0 +1,121 @@
+"""Prompts whose responses all got the same reward teach nothing to group-relative estimators: what to do with them.
+
+``filter`` (DAPO, arXiv:2503.14476): leave them out and sample further batches until one is full.
+``replace`` (POLARIS): put useful prompts of the same batch in their place.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from skyrl_megatron.config import DynamicSamplingConfig
+from skyrl_megatron.errors import DataError
+from skyrl_megatron.rollout.interface import GeneratorOutput
+from skyrl_megatron.rollout.outputs import concatenate_generator_outputs, select_rows
+from skyrl_megatron.rollout.rewards import total_reward
+
+Batch = tuple[GeneratorOutput, list[str]]
+"""Rows, and the uid of each row."""
+SAME = 1e-6
+"""Rewards that differ by less are the same."""
+
+
+class DynamicSampler:
+    """Collects the batch of one optimizer step.
+
+    ``prompts``: how many a full batch has. ``seed`` chooses replacements. Per step: :meth:`offer` each sampled batch
+    until it returns one.
+    """
+
+    def __init__(self, config: DynamicSamplingConfig, prompts: int, seed: int = 0) -> None:
+        self.config, self.prompts = config, prompts
+        self.rng = np.random.default_rng(seed)
+        self.sampled_batches = 0
+        """Batches offered for the step under way."""
+        self._kept: list[Batch] = []
+
+    def offer(self, output: GeneratorOutput, uids: list[str]) -> Batch | None:
+        """The batch to train on, or None: sample another one. ``uids``: [rows], those of a prompt next to each other.
+
+        Raises DataError when ``max_sample_batches`` batches were not enough.
+        """
+        self.sampled_batches += 1
+        match self.config.type:
+            case None:
+                made: Batch | None = (output, uids)
+            case "filter":
+                made = self._filter(output, uids)
+            case _:
+                made = self._replace(output, uids)
+        if made is not None:
+            self.sampled_batches, self._kept = 0, []
+            return made
+        limit = self.config.max_sample_batches
+        if 0 <= limit <= self.sampled_batches:
+            raise DataError(
+                f"trainer.algorithm.dynamic_sampling.max_sample_batches={limit}: in so many batches too few prompts"
+                " had responses with different rewards; the task is too easy or too hard for the policy, or"
+                " generator.n_samples_per_prompt is too small"
+            )
+        return None
+
+    def _filter(self, output: GeneratorOutput, uids: list[str]) -> Batch | None:
+        useful = [rows for rows, good in groups(output, uids) if good]
+        if useful:
+            rows = [row for group in useful for row in group]
+            self._kept.append((select_rows(output, rows), [uids[row] for row in rows]))
+        if not self._kept:
+            return None
+        joined, names = (
+            concatenate_generator_outputs([o for o, _ in self._kept]),
+            _distinct([n for _, n in self._kept]),
+        )
+        starts = [row for row, name in enumerate(names) if row == 0 or name != names[row - 1]]
+        if len(starts) < self.prompts:
+            return None
+        end = starts[self.prompts] if len(starts) > self.prompts else len(names)
+        return select_rows(joined, range(end)), names[:end]
+
+    def _replace(self, output: GeneratorOutput, uids: list[str]) -> Batch | None:
+        found = groups(output, uids)
+        useful = [rows for rows, good in found if good]
+        if not useful or len(useful) < self.config.min_replace_ratio * len(found):
+            return None
+        poor = len(found) - len(useful)
+        chosen = self.rng.choice(len(useful), size=poor, replace=poor > len(useful)).tolist()
+        taken = [rows if good else useful[chosen.pop()] for rows, good in found]
+        names = _distinct([[uids[row] for row in rows] for rows in taken])
+        return select_rows(output, [row for rows in taken for row in rows]), names
+
+
+def groups(output: GeneratorOutput, uids: list[str]) -> list[tuple[list[int], bool]]:
+    """(rows, whether its responses got different rewards) of each prompt, in order.
+
+    Step-wise, a trajectory counts by its last row. Trajectories whose environment failed do not count. A prompt with
+    one sample in the batch is useful.
+    """
+    last = output.get("is_last_step") or [True] * len(uids)
+    errors = output.get("errors") or [None] * len(uids)
+    found: dict[str, tuple[list[int], list[float]]] = {}
+    samples: dict[str, int] = {}
+    for row, uid in enumerate(uids):
+        rows, rewards = found.setdefault(uid, ([], []))
+        rows.append(row)
+        samples[uid] = samples.get(uid, 0) + bool(last[row])
+        if last[row] and errors[row] is None:
+            rewards.append(total_reward(output["rewards"][row]))
+    return [
+        (rows, samples[uid] == 1 or max(rewards, default=0) - min(rewards, default=0) > SAME)
+        for uid, (rows, rewards) in found.items()
+    ]
+
+
+def _distinct(names: list[list[str]]) -> list[str]:
+    """Uids of several batches as one list; a prompt that comes again in a later batch gets a uid of its own."""
+    seen: dict[str, int] = {}
+    joined: list[str] = []
+    for batch in names:
+        for uid in dict.fromkeys(batch):
+            seen[uid] = seen.get(uid, -1) + 1
+        joined += [f"{uid}#{seen[uid]}" if seen[uid] else uid for uid in batch]
+    return joined

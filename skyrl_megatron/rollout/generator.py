@@ -1,0 +1,331 @@
+"""The generator: prompts, engine and environments in, trajectories out."""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import numpy as np
+
+from skyrl_megatron.envs import registry
+from skyrl_megatron.envs.base import ConversationType
+from skyrl_megatron.envs.pool import EnvPool
+from skyrl_megatron.errors import ConfigError, DataError, Problem, SkyRLMegatronWarning
+from skyrl_megatron.inference.sampling import engine_sampling, request_seed
+from skyrl_megatron.rollout.conversation import (
+    ChatConversation,
+    OneMessageConversation,
+    RetokenizedConversation,
+    StepwiseConversation,
+    TrajectoryOutput,
+)
+from skyrl_megatron.rollout.episode import Episode, Outcome, Rules
+from skyrl_megatron.rollout.interface import (
+    BatchMetadata,
+    GeneratorInput,
+    GeneratorInterface,
+    GeneratorOutput,
+    InferenceClient,
+    TrajectoryID,
+)
+from skyrl_megatron.rollout.metrics import get_rollout_metrics
+from skyrl_megatron.rollout.rewards import apply_overlong_filtering, zero_where_not_stopped
+from skyrl_megatron.rollout.stepwise import merge_stepwise_output
+from skyrl_megatron.rollout.templates import ChatFormat, load_template
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from skyrl_megatron.config import GeneratorConfig, SkyRLGymConfig
+
+
+class SkyRLGymGenerator(GeneratorInterface):
+    """Samples trajectories in environments of :mod:`skyrl_megatron.envs`.
+
+    Tokens go in and tokens come out: what trains is what was sampled (:mod:`skyrl_megatron.rollout.conversation`).
+    Trajectories run independently of each other (:meth:`agent_loop`), or, with ``batched`` or a ``seed``, in step:
+    one request holds the next turn of all, in the order of the input. With a ``seed`` every request also carries a
+    seed of its own, so that a run repeats itself.
+
+    ``nonfinite``: ``error``, or ``skip`` to mask trajectories with a reward that is NaN or infinite.
+
+    Raises ConfigError and DataError at once for settings that do not go together and for a tokenizer without a chat
+    template.
+    """
+
+    def __init__(
+        self,
+        generator_cfg: GeneratorConfig,
+        skyrl_gym_cfg: SkyRLGymConfig,
+        inference_engine_client: InferenceClient,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        seed: int | None = None,
+        nonfinite: str = "error",
+    ) -> None:
+        self.generator_cfg, self.skyrl_gym_cfg = generator_cfg, skyrl_gym_cfg
+        self.inference_engine_client, self.tokenizer = inference_engine_client, tokenizer
+        self.seed, self.nonfinite = seed, nonfinite
+        template = load_template(generator_cfg.chat_template)
+        self.chat = ChatFormat(tokenizer, template, generator_cfg.chat_template_kwargs)
+        self.pool = EnvPool(skyrl_gym_cfg.max_env_workers, skyrl_gym_cfg.env_timeout)
+        self.retokenizes = (
+            self.chat.marks_answers and generator_cfg.use_conversation_multi_turn and generator_cfg.max_turns > 1
+        )
+        """Whether each turn tokenizes the conversation anew (:class:`RetokenizedConversation`)."""
+        self._own_loop = type(self).agent_loop is not SkyRLGymGenerator.agent_loop
+        if problems := list(self._problems()):
+            raise ConfigError(problems)
+        if self._own_loop and seed is not None:
+            warnings.warn(
+                f"{type(self).__name__} has an agent_loop of its own: its requests carry no seeds, runs will differ",
+                SkyRLMegatronWarning,
+                stacklevel=2,
+            )
+
+    async def generate(self, input_batch: GeneratorInput, disable_tqdm: bool = False) -> GeneratorOutput:
+        """See :class:`GeneratorInterface`. Raises DataError for unknown environments, for environments that break
+        their contract, and when every trajectory of the batch failed; what the engine raises passes through."""
+        registry.require(input_batch["env_classes"])
+        ids = input_batch.get("trajectory_ids") or [TrajectoryID(uuid4().hex, 0) for _ in input_batch["prompts"]]
+        if (self.generator_cfg.batched or self.seed is not None) and not self._own_loop:
+            outcomes = await self._in_step(input_batch, ids)
+        else:
+            outcomes = await self._each_by_itself(input_batch, ids, disable_tqdm)
+        _check_failures(outcomes, input_batch["env_classes"])
+        return self._output(outcomes, input_batch["env_classes"], ids)
+
+    async def agent_loop(
+        self,
+        prompt: ConversationType,
+        env_class: str,
+        env_extras: dict[str, Any],
+        max_tokens: int,
+        max_input_length: int,
+        sampling_params: dict[str, Any] | None = None,
+        trajectory_id: TrajectoryID | None = None,
+    ) -> Outcome:
+        """One trajectory from its prompt to its end. Subclasses may override it, and the hooks below.
+
+        ``max_tokens``: sampled a turn, where ``sampling_params`` is None; ``max_input_length``: tokens that a turn may
+        start from.
+        """
+        trajectory = trajectory_id or TrajectoryID(uuid4().hex, 0)
+        rules = self._rules(sampling_params, max_tokens, max_input_length)
+        extras = self._setup_env_extras(env_class, env_extras, prompt, sampling_params, max_tokens, max_input_length)
+        episode = Episode(rules, prompt, env_class, extras, trajectory)
+        try:
+            await episode.begin()
+            while (tokens := episode.request()) is not None:
+                session = trajectory.to_string()
+                (generation,) = await self.inference_engine_client.generate([tokens], rules.sampling, [session])
+                await episode.answer(generation)
+            outcome = await episode.end()
+        except BaseException:
+            await episode.close()
+            raise
+        return self._post_process_agent_loop_output(outcome, trajectory)
+
+    # Hooks
+    def _setup_env_extras(
+        self,
+        env_class: str,
+        env_extras: dict[str, Any],
+        prompt: ConversationType,
+        sampling_params: dict[str, Any] | None,
+        max_tokens: int,
+        max_input_length: int,
+    ) -> dict[str, Any]:
+        """Extras that the environment is made with."""
+        return env_extras
+
+    def _post_process_agent_loop_output(self, output: Outcome, trajectory_id: TrajectoryID) -> Outcome:
+        """The outcome as it enters the batch."""
+        return output
+
+    # The two ways through a batch
+    async def _each_by_itself(
+        self, batch: GeneratorInput, ids: Sequence[TrajectoryID], disable_tqdm: bool
+    ) -> list[Outcome]:
+        from tqdm import tqdm
+
+        extras = batch.get("env_extras") or [{} for _ in ids]
+        max_tokens, max_input_length = self._limits()
+        with tqdm(total=len(ids), desc="trajectories", mininterval=5, disable=disable_tqdm or None) as progress:
+
+            async def one(prompt: ConversationType, env_class: str, extra: dict[str, Any], id: TrajectoryID) -> Any:
+                outcome = await self.agent_loop(
+                    prompt,
+                    env_class,
+                    extra,
+                    max_tokens,
+                    max_input_length,
+                    sampling_params=batch.get("sampling_params"),
+                    trajectory_id=id,
+                )
+                progress.update()
+                return outcome
+
+            arguments = zip(batch["prompts"], batch["env_classes"], extras, ids, strict=True)
+            try:
+                async with asyncio.TaskGroup() as group:  # the first error ends the others before it is raised
+                    tasks = [group.create_task(one(*argument)) for argument in arguments]
+            except BaseExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _in_step(self, batch: GeneratorInput, ids: Sequence[TrajectoryID]) -> list[Outcome]:
+        extras = batch.get("env_extras") or [{} for _ in ids]
+        sampling, metadata = batch.get("sampling_params"), batch.get("batch_metadata")
+        limits = self._limits()
+        rules = self._rules(sampling, *limits)
+        episodes = [
+            Episode(rules, prompt, env_class, self._setup_env_extras(env_class, extra, prompt, sampling, *limits), id)
+            for prompt, env_class, extra, id in zip(batch["prompts"], batch["env_classes"], extras, ids, strict=True)
+        ]
+        try:
+            await asyncio.gather(*(episode.begin() for episode in episodes))
+            while waiting := [(e, tokens) for e in episodes if (tokens := e.request()) is not None]:
+                generations = await self.inference_engine_client.generate(
+                    [tokens for _, tokens in waiting],
+                    [self._request(rules.sampling, e.trajectory, metadata, e.turns) for e, _ in waiting],
+                    [e.trajectory.to_string() for e, _ in waiting],
+                )
+                answers = zip(waiting, generations, strict=True)
+                await asyncio.gather(*(episode.answer(generation) for (episode, _), generation in answers))
+            outcomes = await asyncio.gather(*(episode.end() for episode in episodes))
+        except BaseException:
+            await asyncio.gather(*(episode.close() for episode in episodes))
+            raise
+        return [self._post_process_agent_loop_output(o, id) for o, id in zip(outcomes, ids, strict=True)]
+
+    # Parts
+    def _limits(self) -> tuple[int, int]:
+        """(tokens sampled a turn, tokens that a turn may start from)."""
+        limit = self.generator_cfg.max_input_length
+        if limit is None:
+            fix = "set it: the tokens that a turn may start from"
+            raise ConfigError([Problem("generator.max_input_length", None, fix)])
+        return self.generator_cfg.sampling_params.max_generate_length, limit
+
+    def _rules(self, sampling: Mapping[str, Any] | None, max_tokens: int, max_input_length: int) -> Rules:
+        cfg = self.generator_cfg
+        if sampling is None:
+            sampling = {**engine_sampling(cfg.sampling_params), "max_tokens": max_tokens}
+        if cfg.step_wise_trajectories:
+            kind: type[ChatConversation] = StepwiseConversation
+        elif self.retokenizes:
+            kind = RetokenizedConversation
+        else:
+            kind = ChatConversation if cfg.use_conversation_multi_turn else OneMessageConversation
+        append = cfg.append_eos_token_after_stop_str_in_multi_turn
+        return Rules(
+            self.chat,
+            partial(kind, self.chat, append_end_token=append),
+            self.pool,
+            self.skyrl_gym_cfg,
+            sampling,
+            cfg.max_turns,
+            max_input_length,
+            self.nonfinite == "skip",
+        )
+
+    def _request(
+        self, sampling: Mapping[str, Any], trajectory: TrajectoryID, metadata: BatchMetadata | None, turn: int
+    ) -> Mapping[str, Any]:
+        if self.seed is None:
+            return sampling
+        step = metadata.global_step if metadata else 0
+        uid = f"{trajectory.instance_id}/turn-{turn}" if turn else trajectory.instance_id
+        return {**sampling, "seed": request_seed(self.seed, uid, trajectory.repetition_id, step)}
+
+    def _problems(self) -> Any:
+        cfg = self.generator_cfg
+        if cfg.batched and cfg.max_turns > 1:
+            yield Problem("generator.batched", True, f"max_turns={cfg.max_turns} needs agent loops: set batched=false")
+        if cfg.step_wise_trajectories:
+            for key, conflict in (
+                ("batched", cfg.batched),
+                ("use_conversation_multi_turn", not cfg.use_conversation_multi_turn),
+                ("chat_template.name_or_path", self.retokenizes),
+            ):
+                if conflict:
+                    fix = f"step-wise rows are rendered by the template alone: change generator.{key}"
+                    yield Problem("generator.step_wise_trajectories", True, fix)
+        elif cfg.merge_stepwise_output:
+            yield Problem("generator.merge_stepwise_output", True, "needs generator.step_wise_trajectories=true")
+        if self.retokenizes and cfg.sampling_params.logprobs is not None and not cfg.step_wise_trajectories:
+            fix = (
+                "a template that marks answers tokenizes them anew, and sampled log-probs do not belong to those"
+                " tokens: set it to null, or use step_wise_trajectories with the tokenizer's template"
+            )
+            yield Problem("generator.sampling_params.logprobs", cfg.sampling_params.logprobs, fix)
+
+    def _output(
+        self, outcomes: Sequence[Outcome], env_classes: Sequence[str], ids: Sequence[TrajectoryID]
+    ) -> GeneratorOutput:
+        cfg = self.generator_cfg
+        rows = [row for outcome in outcomes for row in outcome.rows]
+        reasons = [row.stop_reason for row in rows]
+        responses, masks = [row.response_ids for row in rows], [row.loss_mask for row in rows]
+        one_turn = cfg.max_turns == 1 and not cfg.step_wise_trajectories
+        rewards: list[Any] = [sum(row.reward) for row in rows] if one_turn else [row.reward for row in rows]
+        logprobs = [row.rollout_logprobs for row in rows]
+        routes = [row.rollout_expert_indices for row in rows]
+        metrics = get_rollout_metrics(
+            responses,
+            rewards,
+            [outcome.rows[-1].env_metrics for outcome in outcomes],
+            env_classes,
+            masks,
+            [outcome.seconds for outcome in outcomes],
+            {"llm": [o.llm_seconds for o in outcomes], "env": [o.env_seconds for o in outcomes]},
+        )
+        output: GeneratorOutput = {
+            "prompt_token_ids": [row.prompt_ids for row in rows],
+            "response_ids": responses,
+            "rewards": zero_where_not_stopped(rewards, reasons) if cfg.zero_reward_on_non_stop else rewards,
+            "loss_masks": apply_overlong_filtering(masks, reasons) if cfg.apply_overlong_filtering else masks,
+            "stop_reasons": reasons,
+            "rollout_metrics": {**metrics, **_outcome_metrics(outcomes)},
+            "rollout_logprobs": None if any(row is None for row in logprobs) else logprobs,  # type: ignore[misc]
+            "trajectory_ids": [id for id, outcome in zip(ids, outcomes, strict=True) for _ in outcome.rows],
+            "rollout_expert_indices": None if all(row is None for row in routes) else routes,
+            "rollout_versions": [row.versions for row in rows],
+            "env_metrics": [row.env_metrics for row in rows],
+            "errors": [row.error for row in rows],
+            "is_last_step": None,
+        }
+        if cfg.step_wise_trajectories:
+            output["is_last_step"] = [row is outcome.rows[-1] for outcome in outcomes for row in outcome.rows]
+        return merge_stepwise_output(output) if cfg.merge_stepwise_output else output
+
+
+def _outcome_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """Counts of trajectories that did not go as planned."""
+    reasons = [outcome.rows[-1].stop_reason for outcome in outcomes]
+    return {
+        "generate/num_failed": float(sum(reason == "error" for reason in reasons)),
+        "generate/num_unfinished": float(sum(outcome.unfinished for outcome in outcomes)),
+        "generate/truncated_ratio": float(np.mean([reason == "length" for reason in reasons])),
+        "generate/avg_turns": float(np.mean([outcome.turns for outcome in outcomes])),
+    }
+
+
+def _check_failures(outcomes: Sequence[Outcome], env_classes: Sequence[str]) -> None:
+    """Tell of failed environments once a batch. Raises DataError when nothing else is left."""
+    failed = [(env, error) for env, o in zip(env_classes, outcomes, strict=True) if (error := o.rows[-1].error)]
+    if not failed:
+        return
+    env_class, error = failed[0]
+    text = f"{len(failed)} of {len(outcomes)} trajectories: environment {env_class!r} failed ({error})"
+    if len(failed) == len(outcomes):
+        raise DataError(f"{text}; there is nothing to train on")
+    warnings.warn(f"{text}; they are masked", SkyRLMegatronWarning, stacklevel=2)
+
+
+__all__ = ["Outcome", "SkyRLGymGenerator", "TrajectoryOutput"]

@@ -1,0 +1,110 @@
+"""What a generator is given and what it returns. SkyRL's generators and trainers fit these types."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NotRequired, Protocol, TypedDict
+
+import numpy as np
+
+from skyrl_megatron.envs.base import ConversationType
+from skyrl_megatron.inference.protocol import Generation
+
+TrainingPhase = Literal["train", "eval"]
+
+type Tokens = Sequence[int] | np.ndarray
+"""Token ids or values of tokens; our generator returns numpy arrays, others may return lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryID:
+    """One trajectory: the prompt it starts from, and which of its samples it is."""
+
+    instance_id: str
+    """The prompt's uid."""
+    repetition_id: int
+    """0, 1, 2 … for the samples of a prompt."""
+
+    def to_string(self) -> str:
+        """``uid_repetition``."""
+        return f"{self.instance_id}_{self.repetition_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchMetadata:
+    """When and what for a batch is generated."""
+
+    global_step: int
+    training_phase: TrainingPhase
+
+
+class GeneratorInput(TypedDict):
+    """One entry a trajectory in every list."""
+
+    prompts: list[ConversationType]
+    env_classes: list[str]
+    env_extras: list[dict[str, Any]] | None
+    """The other columns of the dataset row."""
+    sampling_params: dict[str, Any] | None
+    """Keys of vLLM's ``SamplingParams``; None: ``generator.sampling_params``."""
+    trajectory_ids: list[TrajectoryID] | None
+    batch_metadata: BatchMetadata | None
+
+
+class GeneratorOutput(TypedDict):
+    """One entry a row in every list, in the order of the input. A row is a trajectory or, step-wise, one turn of it;
+    n is the number of its response tokens."""
+
+    prompt_token_ids: list[Tokens]
+    response_ids: list[Tokens]
+    """[n] int: what the policy sampled and, between its turns, what the environment answered."""
+    rewards: list[float] | list[list[float]]
+    """A number a row where trajectories have one turn, else one a token, each turn's on its last token."""
+    loss_masks: list[Tokens]
+    """[n] in {0, 1}: 1 on tokens that the policy sampled and that are trained on."""
+    stop_reasons: list[str] | None
+    """``stop``, ``length`` or ``abort`` of the last turn; ``error`` where the environment failed."""
+    rollout_metrics: dict[str, Any] | None
+    rollout_logprobs: list[Tokens] | None
+    """[n] float, nats: of sampled tokens; 0 on all others."""
+    trajectory_ids: NotRequired[list[TrajectoryID] | None]
+    is_last_step: NotRequired[list[bool] | None]
+    """Step-wise only: last row of its trajectory."""
+    rollout_expert_indices: NotRequired[list[np.ndarray | None] | None]
+    """[prompt + n, L, K]: experts that each token was routed to."""
+    rollout_versions: NotRequired[list[list[tuple[str, int, int]]]]
+    """(policy version, first response token, token after the last) of each sampled span."""
+    env_metrics: NotRequired[list[dict[str, Any]]]
+    errors: NotRequired[list[str | None]]
+    """What went wrong in the environment; such rows hold one masked token and count in no group of a prompt."""
+
+
+class MetricsOutput(TypedDict):
+    """Scores of a batch."""
+
+    avg_score: float | None
+    pass_at_n: float | None
+    mean_positive_reward: float | None
+
+
+class GeneratorInterface(ABC):
+    """Turns prompts into trajectories."""
+
+    @abstractmethod
+    async def generate(self, input_batch: GeneratorInput, disable_tqdm: bool = False) -> GeneratorOutput:
+        """Trajectories of a batch, in its order."""
+
+
+class InferenceClient(Protocol):
+    """The part of ``inference.client`` that generators use."""
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[Sequence[int]],
+        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        session_ids: Sequence[str] | None = None,
+    ) -> Sequence[Generation]:
+        """One continuation for each prompt, in order. ``sampling_params``: for all, or one for each. Requests of a
+        session prefer the engine that has its prefix."""

@@ -1,0 +1,160 @@
+"""Generator inputs and outputs as a whole: making, checking, joining, picking rows, and the way into training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from skyrl_megatron.data.batch import collate, failed_uid
+from skyrl_megatron.errors import DataError
+from skyrl_megatron.rollout.interface import (
+    BatchMetadata,
+    GeneratorInput,
+    GeneratorOutput,
+    TrainingPhase,
+    TrajectoryID,
+)
+from skyrl_megatron.rollout.metrics import get_rollout_metrics
+from skyrl_megatron.types import TrainingBatch
+
+
+def prepare_generator_input(
+    prompts: Sequence[dict[str, Any]],
+    n_samples_per_prompt: int,
+    sampling_params: dict[str, Any] | None,
+    default_env_class: str,
+    training_phase: TrainingPhase,
+    global_step: int,
+) -> tuple[GeneratorInput, list[str]]:
+    """(input with every prompt ``n_samples_per_prompt`` times, uid of each entry).
+
+    ``prompts``: entries ``{prompt, env_class, env_extras, uid}`` of a data loader; those without ``env_class`` get
+    ``default_env_class``.
+    """
+    entries = [(entry, sample) for entry in prompts for sample in range(n_samples_per_prompt)]
+    uids = [str(entry["uid"]) for entry, _ in entries]
+    made: GeneratorInput = {
+        "prompts": [entry["prompt"] for entry, _ in entries],
+        "env_classes": [entry["env_class"] or default_env_class for entry, _ in entries],
+        "env_extras": [entry["env_extras"] for entry, _ in entries],
+        "sampling_params": sampling_params,
+        "trajectory_ids": [TrajectoryID(str(entry["uid"]), sample) for entry, sample in entries],
+        "batch_metadata": BatchMetadata(global_step, training_phase),
+    }
+    return made, uids
+
+
+def row_fields(output: GeneratorOutput) -> list[str]:
+    """The keys that hold one entry a row."""
+    rows = len(output["response_ids"])
+    return [key for key, value in output.items() if isinstance(value, list) and len(value) == rows]
+
+
+def select_rows(output: GeneratorOutput, rows: Sequence[int]) -> GeneratorOutput:
+    """The given rows, in the given order; everything that is not by row is kept."""
+    per_row = set(row_fields(output))
+    return {key: [value[row] for row in rows] if key in per_row else value for key, value in output.items()}  # type: ignore[return-value]
+
+
+def concatenate_generator_outputs(outputs: Sequence[GeneratorOutput]) -> GeneratorOutput:
+    """The rows of all outputs as one. Metrics of responses and rewards are taken anew over all rows; others are joined
+    by their names (mean for ``avg``, ``mean``, ``std`` and quantiles, extreme for ``min`` and ``max``, sum for the
+    rest).
+
+    Raises DataError where only some of the outputs have log-probs, routes or step marks.
+    """
+    if not outputs:
+        raise DataError("there are no generator outputs to join")
+    joined: dict[str, Any] = {}
+    for key in dict.fromkeys(key for output in outputs for key in output):
+        values = [output.get(key) for output in outputs]
+        if key == "rollout_metrics":
+            continue
+        if all(value is None for value in values):
+            joined[key] = None
+        elif any(value is None for value in values):
+            raise DataError(f"only some of the generator outputs have {key}: all must, or none")
+        else:
+            joined[key] = [entry for value in values for entry in value]  # type: ignore[union-attr]
+    metrics = _join_metrics([output.get("rollout_metrics") or {} for output in outputs])
+    fresh = get_rollout_metrics(joined["response_ids"], joined["rewards"], loss_masks=joined["loss_masks"])
+    joined["rollout_metrics"] = {**metrics, **fresh}
+    return joined  # type: ignore[return-value]
+
+
+def _join_metrics(metrics: Sequence[dict[str, Any]]) -> dict[str, float]:
+    joined: dict[str, float] = {}
+    for name in dict.fromkeys(name for some in metrics for name in some):
+        values = [some[name] for some in metrics if isinstance(some.get(name), int | float)]
+        if not values:
+            continue
+        if any(part in name for part in ("avg", "mean", "std", "p90")):
+            joined[name] = sum(values) / len(values)
+        elif "min" in name:
+            joined[name] = min(values)
+        else:
+            joined[name] = max(values) if "max" in name else sum(values)
+    return joined
+
+
+def validate_generator_output(output: GeneratorOutput, num_trajectories: int | None = None) -> None:
+    """Raises DataError naming what does not fit: lengths of lists, of rows within, or step marks that are not in order
+    (the rows of a trajectory must stand together and end with its last step)."""
+    rows = len(output["response_ids"])
+    if not rows:
+        raise DataError("the generator returned no rows")
+    steps = output.get("is_last_step")
+    if num_trajectories is not None and steps is None and rows != num_trajectories:
+        raise DataError(f"the generator returned {rows} rows for {num_trajectories} trajectories")
+    for key in ("prompt_token_ids", "rewards", "loss_masks", "stop_reasons", "rollout_logprobs", "trajectory_ids"):
+        value = output.get(key)
+        if value is not None and len(value) != rows:  # type: ignore[arg-type]
+            raise DataError(f"the generator returned {len(value)} {key} for {rows} rows")  # type: ignore[arg-type]
+    kinds = {isinstance(reward, list) for reward in output["rewards"]}
+    if len(kinds) > 1:
+        raise DataError("rewards must be one number a row, or one list a row; the generator returned both")
+    if steps is not None:
+        _check_steps(output, num_trajectories)
+
+
+def _check_steps(output: GeneratorOutput, num_trajectories: int | None) -> None:
+    steps, ids = output["is_last_step"], output.get("trajectory_ids")
+    assert steps is not None
+    if ids is None or len(steps) != len(output["response_ids"]):
+        raise DataError("step-wise rows need trajectory_ids and is_last_step for every row")
+    if num_trajectories is not None and sum(steps) != num_trajectories:
+        raise DataError(f"{sum(steps)} rows are marked as last steps for {num_trajectories} trajectories")
+    for row, last in enumerate(steps):
+        following = ids[row + 1] if row + 1 < len(ids) else None
+        if last == (following == ids[row]):
+            raise DataError(
+                f"row {row} of trajectory {ids[row].to_string()}: is_last_step={last} does not fit its place"
+            )
+
+
+def to_training_batch(output: GeneratorOutput, uids: Sequence[str]) -> TrainingBatch:
+    """The rows as right-aligned tensors; ``uids`` [rows] name the prompt of each row.
+
+    Rows whose environment failed get a uid of their own and a response mask of 0, so that they enter neither the
+    baseline of their prompt nor any mean. Raises DataError for an output that does not fit together.
+    """
+    validate_generator_output(output)
+    errors = output.get("errors") or [None] * len(uids)
+    batch = collate(
+        output["prompt_token_ids"],
+        output["response_ids"],
+        uids=[
+            failed_uid(uid, row) if error else uid for row, (uid, error) in enumerate(zip(uids, errors, strict=True))
+        ],
+        rewards=output["rewards"],
+        loss_masks=output["loss_masks"],
+        rollout_logprobs=output["rollout_logprobs"],
+        rollout_routes=output.get("rollout_expert_indices"),
+        is_last_step=output.get("is_last_step"),
+    )
+    failed = np.flatnonzero([error is not None for error in errors])
+    batch.response_mask[failed] = 0.0
+    batch.loss_mask[failed] = 0.0
+    return batch

@@ -1,0 +1,153 @@
+"""Chat templates: which tokens stand before, between and after the tokens that the policy samples.
+
+A conversation is never tokenized again as a whole, because decoding and tokenizing does not give sampled tokens back.
+Instead the tokens that a template puts *between* two turns are found once: a stand-in conversation is rendered whose
+answer is a marker, and what follows the marker in the text is tokenized. So the text after an answer is right also for
+templates that treat the last answer, or earlier thinking, differently.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skyrl_megatron.config import ChatTemplateConfig
+from skyrl_megatron.envs.base import ConversationType
+from skyrl_megatron.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_MARKER = "HEREstandsTHEanswer"
+_STAND_IN = ({"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKER})
+_GENERATION_TAG = re.compile(r"\{%-?\s*generation\b")
+
+_CHATML_OTHERS = (
+    "{% for message in messages %}{% if message['role'] != 'assistant' %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% else %}{{ '<|im_start|>assistant\n' }}"
+)
+_CHATML_END = (
+    "{{ '\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+BUILT_IN = {
+    # ChatML; assistant messages stand as they were written, thinking included.
+    "qwen3_with_thinking": (
+        _CHATML_OTHERS + "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}" + _CHATML_END
+    ),
+    # ChatML; thinking is kept in the last message only, as Qwen3's own template does it.
+    "qwen3_without_thinking": (
+        _CHATML_OTHERS
+        + "{% generation %}{% if loop.last %}{{ message['content'] }}"
+        + "{% else %}{{ message['content'].split('</think>')[-1].lstrip('\n') }}{% endif %}"
+        + "{{ '<|im_end|>' }}{% endgeneration %}"
+        + _CHATML_END
+    ),
+}
+
+
+def load_template(config: ChatTemplateConfig) -> str | None:
+    """The Jinja text that ``generator.chat_template`` names; None for the tokenizer's own.
+
+    Raises DataError for unknown names and for files that cannot be read.
+    """
+    name = config.name_or_path
+    if not name:
+        return None
+    if config.source == "file":
+        try:
+            return Path(name).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"generator.chat_template.name_or_path={name}: {error}") from error
+    if name not in BUILT_IN:
+        raise DataError(f"generator.chat_template.name_or_path={name}: built-in templates are {', '.join(BUILT_IN)}")
+    return BUILT_IN[name]
+
+
+class ChatFormat:
+    """A tokenizer with its chat template and the template's arguments.
+
+    Raises DataError where the tokenizer has no template and none is given, or where the template cannot render a
+    conversation.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: str | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        if template is None and not getattr(tokenizer, "chat_template", None):
+            raise DataError(
+                f"the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template: set"
+                " generator.chat_template, or take the tokenizer of an instruction-tuned model"
+            )
+        self.tokenizer, self.template, self.kwargs = tokenizer, template, dict(kwargs or {})
+        self.marks_answers = template is not None and _GENERATION_TAG.search(template) is not None
+        """Whether the template says which of its text is the assistant's (``{% generation %}``)."""
+        self._after_answer = lru_cache(maxsize=1024)(self._tokenize_after_answer)
+
+    @cached_property
+    def end_token(self) -> int:
+        """The token that ends an answer: the template's, or the tokenizer's end of sequence."""
+        after = self.after_answer([])
+        ends = after and after[0] in self.tokenizer.all_special_ids
+        return int(after[0] if ends else self.tokenizer.eos_token_id)
+
+    def prompt(self, messages: ConversationType, *, generation_prompt: bool = True) -> list[int]:
+        """Tokens of a conversation, by default with the beginning of the next answer."""
+        return self.tokenizer.encode(self._render(messages, generation_prompt), add_special_tokens=False)
+
+    def after_answer(self, observations: ConversationType) -> list[int]:
+        """Tokens between a turn and the next: the end of the answer, the observations, the next answer's beginning.
+
+        The first of them is the end token, where the template has one; leave it out if it was sampled.
+        """
+        if all(m.keys() == {"role", "content"} and isinstance(m["content"], str) for m in observations):
+            return list(self._after_answer(tuple((m["role"], m["content"]) for m in observations)))
+        return self._text_after_answer(observations)
+
+    def observation(self, observations: ConversationType) -> list[int]:
+        """Tokens of the bare texts, for conversations inside one assistant message."""
+        texts = (message["content"] for message in observations)
+        return [token for text in texts for token in self.tokenizer.encode(text, add_special_tokens=False)]
+
+    def answers(self, messages: ConversationType, start: int) -> tuple[list[int], list[int], list[int]]:
+        """(prompt, response, mask) of a whole conversation: tokens of the first ``start`` messages, of the others, and
+        1 on those of the others that the template marks as the assistant's."""
+        prompt = self.prompt(messages[:start], generation_prompt=False)
+        whole = self.tokenizer.apply_chat_template(
+            messages, chat_template=self.template, return_dict=True, return_assistant_tokens_mask=True, **self.kwargs
+        )
+        ids, mask = list(whole["input_ids"]), list(whole["assistant_masks"])
+        if ids[: len(prompt)] != prompt:
+            raise DataError("generator.chat_template changes the prompt when answers follow: it cannot be trained on")
+        return prompt, ids[len(prompt) :], mask[len(prompt) :]
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], generation_prompt: bool) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            return self.tokenizer.apply_chat_template(
+                list(messages),
+                chat_template=self.template,
+                add_generation_prompt=generation_prompt,
+                tokenize=False,
+                **self.kwargs,
+            )
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            roles = [message.get("role") for message in messages]
+            raise DataError(f"the chat template cannot render a conversation with roles {roles}: {error}") from error
+
+    def _tokenize_after_answer(self, observations: tuple[tuple[str, str], ...]) -> tuple[int, ...]:
+        return tuple(self._text_after_answer([{"role": role, "content": text} for role, text in observations]))
+
+    def _text_after_answer(self, observations: ConversationType) -> list[int]:
+        text = self._render([*_STAND_IN, *observations], True)
+        _, found, after = text.partition(_MARKER)
+        if not found:
+            raise DataError("the chat template leaves assistant messages out: it cannot be used for several turns")
+        return self.tokenizer.encode(after, add_special_tokens=False)
