@@ -147,7 +147,7 @@ def _te_block_spec(config: TransformerConfig, groups: ProcessGroups, stage: int 
 
 
 def _forget_attention_backend() -> None:
-    """Megatron (models/common/language_module) notes a model's attention backend in the environment and refuses a model
+    """Megatron (models/common/language_module) notes the attention backend in the environment and refuses a model
     with another one in the same process: a critic beside a policy, say. Each model sets it anew."""
     for kind in ("FLASH", "FUSED", "UNFUSED"):
         os.environ.pop(f"NVTE_{kind}_ATTN", None)
