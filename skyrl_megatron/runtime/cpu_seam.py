@@ -15,6 +15,7 @@ What is redirected, and for which file below ``megatron/core/``:
 - streams and events: transformer/moe/token_dispatcher.py, distributed/*.py, pipeline_parallel/*.py
 - random state: tensor_parallel/random.py
 - ``Tensor.type() == "torch.cuda.FloatTensor"``: optimizer/{clip_grads,optimizer,distrib_optimizer}.py
+- products of linear layers, by a faster library: tensor_parallel/layers.py
 - split sizes left on the device: transformer/moe/token_dispatcher.py
 - gathering and scattering unequal shares, which gloo cannot: tensor_parallel/mappings.py (etp > 1 with ep > 1)
 - ``torch.compile`` of small functions: fusions/*.py, activations.py, transformer/moe/router.py (needs no C++ compiler)
@@ -33,10 +34,12 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch.jit._builtins import _find_builtin, _register_builtin
 from torch.utils._device import _device_constructors
 
 from skyrl_megatron import device
+from skyrl_megatron.runtime.cpu_linear import linear
 
 CPU = torch.device("cpu")
 # Functions that Megatron calls with a device or with pin_memory.
@@ -54,12 +57,13 @@ def install() -> None:
     """Redirect Megatron to the CPU, for as long as the process lives. No-op with CUDA, and when already done."""
     if device.has_cuda() or _saved:
         return
-    # Imported first, with torch as it is: torch.compile, which they use, keeps tables of torch's functions.
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    layers = importlib.import_module("megatron.core.tensor_parallel.layers")
     mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
-    # torch.device("meta") as a context looks these functions up by identity: let it see the originals.
+    # torch.device("meta") as a context, and torch.compile, look functions up by identity: in tables of the originals.
     _device_constructors()
+    get_torch_obj_rule_map()
     for name in _MAKERS:
         _replace(torch, name, _on_cpu(getattr(torch, name)))
     for name in _NEW:
@@ -75,6 +79,8 @@ def install() -> None:
     _replace(random, "_get_cuda_rng_state", _get_rng_state)
     _replace(random, "_set_cuda_rng_state", _set_rng_state)
     _replace(dispatcher, "maybe_move_tensor_to_cpu", _split_sizes)
+    for name in ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight"):
+        _replace(layers, name, linear)
     _replace(mappings, "_gather_along_first_dim", _gather_shares(mappings._gather_along_first_dim))
     _replace(mappings, "_reduce_scatter_along_first_dim", _sum_shares(mappings._reduce_scatter_along_first_dim))
     logging.getLogger(random.__name__).addFilter(_expected_rng_change)

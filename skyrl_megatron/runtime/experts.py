@@ -12,60 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
-from torch.nn import functional as F
+
+from skyrl_megatron.runtime.products import grouped_product
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import TransformerConfig
-
-
-class _GroupedProduct(torch.autograd.Function):
-    """y[rows of expert e] = x[rows of expert e] @ w[e]ᵀ, with one autograd node for all experts."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.counts = counts
-        out = x.new_empty(x.shape[0], weight.shape[1])
-        start = 0
-        for expert, count in enumerate(counts):
-            if count:
-                torch.mm(x[start : start + count], weight[expert].t(), out=out[start : start + count])
-            start += count
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        grad = grads[0].contiguous()
-        needs_x, needs_weight, _ = ctx.needs_input_grad
-        grad_x = torch.empty_like(x) if needs_x else None
-        grad_weight = torch.empty_like(weight) if needs_weight else None
-        start = 0
-        for expert, count in enumerate(ctx.counts):
-            rows = slice(start, start + count)
-            if grad_x is not None and count:
-                torch.mm(grad[rows], weight[expert], out=grad_x[rows])
-            if grad_weight is not None:
-                torch.mm(grad[rows].t(), x[rows], out=grad_weight[expert])  # zeros for an expert without tokens
-            start += count
-        return grad_x, grad_weight, None
-
-
-def grouped_product(x: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor:
-    """[n, k] sorted by expert × [E, m, k] → [n, m]; ``tokens_per_expert`` [E] sums to n.
-
-    CUDA bfloat16 runs ``grouped_mm`` (one kernel; strides must be multiples of 16 bytes); everything else runs one
-    product per expert.
-    """
-    aligned = (x.shape[1] * x.element_size()) % 16 == 0 and (weight.shape[1] * x.element_size()) % 16 == 0
-    if x.is_cuda and x.dtype == torch.bfloat16 and aligned and x.shape[0]:
-        ends = tokens_per_expert.to(x.device).cumsum(0, dtype=torch.int32)
-        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
-    product: Tensor = _GroupedProduct.apply(x, weight, tokens_per_expert.tolist())
-    return product
 
 
 class GroupedLinear(torch.nn.Module):
