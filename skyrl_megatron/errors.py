@@ -58,6 +58,14 @@ class EngineError(SkyRLMegatronError):
     """An inference engine failed to start, answer, or update."""
 
 
+class EngineGoneError(EngineError):
+    """An engine died or hangs. Nothing of the request was delivered: it can be made again on another engine."""
+
+
+class RequestError(EngineError, ValueError):
+    """A request that no engine can serve: token ids, length, sampling keys."""
+
+
 class WeightSyncError(SkyRLMegatronError):
     """The weights on an engine are not provably those of the trainer."""
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 PauseMode = Literal["keep", "wait", "abort"]
 """What becomes of requests in flight: frozen until resume, finished first, or ended with what they have."""
+Announced = Sequence[Sequence[Any]]
+"""What each trainer rank sends: ``TensorMeta`` objects, or tuples of their fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,15 +18,32 @@ class Generation:
 
     token_ids: list[int]
     logprobs: list[float]
-    """Log-prob of each token under the distribution it was sampled from, nats."""
+    """Log-prob of each token under softmax(logits / temperature), nats; that is the distribution it was sampled from,
+    unless top-p, top-k, min-p or a penalty changed it further."""
     finish_reason: str
     """``stop`` (end of sequence or stop string), ``length``, or ``abort``."""
     versions: list[tuple[str, int, int]] = field(default_factory=list)
     """(policy version, first token, token after the last) of each span; more than one when weights changed midway."""
+    routed_experts: Any = None
+    """[tokens − 1, L, K] uint8/uint16: experts chosen for each token but the last, where the engine returns them."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """One continuation to sample."""
+
+    request_id: str
+    """Unique among the requests that an engine has in flight."""
+    prompt_token_ids: Sequence[int]
+    sampling: Mapping[str, Any]
+    """Keys of vLLM's ``SamplingParams``."""
 
 
 class InferenceEngine(Protocol):
-    """One engine, however many processes it takes. Every method is a coroutine."""
+    """One engine, however many processes it takes. Every method is a coroutine and may be called concurrently.
+
+    Raises EngineGoneError when the engine is dead, RequestError for a request that it cannot serve.
+    """
 
     async def start(self) -> None:
         """Load the model and get ready. Raises EngineError with the engine's own last words."""
@@ -34,8 +53,12 @@ class InferenceEngine(Protocol):
     ) -> Generation:
         """Sample one continuation. ``sampling``: keys of vLLM's ``SamplingParams``."""
 
+    async def generate_batch(self, requests: Sequence[SampleRequest]) -> list[Generation]:
+        """Sample all requests, admitted in the given order before the first one starts: the engine then forms the same
+        batches every time."""
+
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probs of tokens 1 … n−1 given those before them, under the current weights, nats."""
+        """Log-probs of tokens 1 … n−1 given those before them, at temperature 1, under the current weights, nats."""
 
     async def abort(self, request_id: str) -> None:
         """End a request with the tokens it has."""
@@ -46,17 +69,47 @@ class InferenceEngine(Protocol):
     async def resume(self) -> None:
         """Go on after :meth:`pause`."""
 
-    async def connect_weights(self, senders: Sequence[tuple[str, int]], rank_offset: int, world_size: int) -> None:
-        """Join the group of every trainer rank that sends weights."""
+    async def sleep(self, level: int = 1) -> None:
+        """Free the GPU memory of the KV cache and of the weights (level 1 keeps a copy on the host, 2 drops them)."""
 
-    async def update_weights(self, metadata: Sequence[Sequence[tuple[str, str, Sequence[int]]]], version: str) -> None:
-        """Start, receive, finish: everything that the senders announced, then take on ``version``."""
+    async def wake(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory again: ``weights``, ``kv_cache``, or both (None)."""
 
-    async def weight_checksums(self) -> list[list[list[int]]]:
-        """Per worker rank, per sender, per bucket of the last update."""
+    async def worker_count(self) -> int:
+        """Processes that hold weights: tp · pp · dp."""
+
+    async def connect_weights(
+        self, senders: Sequence[tuple[str, int]], rank_offset: int, world_size: int, **options: Any
+    ) -> None:
+        """Join the group of every trainer rank that sends weights. ``options``: ``transport``, ``bucket_bytes``,
+        ``timeout_s``."""
+
+    async def start_update(self) -> None:
+        """Get ready for new weights. The engine must be paused, and serves nothing until :meth:`finish_update`."""
+
+    async def receive_weights(self, announced: Announced) -> list[list[list[int]]]:
+        """Receive and load what the senders announced; checksums per worker, per sender, per bucket."""
+
+    async def finish_update(self, version: str) -> None:
+        """Process what was loaded, forget cached keys and values, take on ``version``."""
+
+    async def abort_update(self) -> None:
+        """Leave an update that cannot be finished. The weights are wrong until the next whole update."""
 
     async def version(self) -> str:
         """The version of the weights in use."""
 
+    async def set_version(self, version: str) -> None:
+        """Name the weights in use."""
+
+    async def health(self) -> None:
+        """Return once every process of the engine has answered. Raises EngineGoneError."""
+
+    def openai(self, path: str, body: bytes) -> AsyncIterator[tuple[int, str] | bytes]:
+        """vLLM's own answer to an OpenAI request: first (status, content type), then the body in pieces."""
+
     async def shutdown(self) -> None:
         """End the engine and its processes."""
+
+    async def kill(self) -> None:
+        """End the processes of an engine that does not answer any more."""

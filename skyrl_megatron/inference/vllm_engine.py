@@ -2,165 +2,345 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
+import tempfile
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import astuple, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from skyrl_megatron import device
-from skyrl_megatron.errors import EngineError
-from skyrl_megatron.inference.protocol import Generation, PauseMode
+from skyrl_megatron.errors import EngineError, EngineGoneError, RequestError, WeightSyncError
+from skyrl_megatron.inference.asgi import call_app
+from skyrl_megatron.inference.engine_log import child_output, last_errors
+from skyrl_megatron.inference.protocol import Announced, Generation, PauseMode, SampleRequest
+from skyrl_megatron.inference.sampling import unknown_key
+from skyrl_megatron.inference.settings import INITIAL_VERSION, EngineSettings, cpu_bytes_needed, hf_config
 
-
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """What an engine is started with."""
-
-    model: str
-    """HF folder."""
-    tensor_parallel_size: int = 1
-    dtype: str = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int | None = None
-    kv_cache_bytes: int | None = None
-    """Memory of the KV cache. Must be set on CPU, where vLLM's default takes 92 % of the machine's memory."""
-    gpu_memory_utilization: float = 0.8
-    enforce_eager: bool = True
-    seed: int = 0
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of vLLM's engine arguments, applied last."""
+__all__ = ["EngineSettings", "VLLMEngine"]
 
 
 class VLLMEngine:
-    """AsyncLLM with sampled-token log-probs after temperature, and weights updated by our transfer backend."""
+    """AsyncLLM with sampled-token log-probs after temperature, and weights updated by our transfer backend.
+
+    The engine's cores and workers are child processes of this one, and write what they print to ``log_file``.
+    """
 
     def __init__(self, settings: EngineSettings) -> None:
         self.settings = settings
+        self.log_file = (
+            settings.log_file or Path(tempfile.gettempdir()) / f"skyrl-megatron-engine-{uuid.uuid4().hex}.log"
+        )
         self._llm: Any = None
+        self._processes: list[psutil.Process] = []
+        self._announced: list[list[list[Any]]] | None = None
+        self._openai: Any = None
 
+    # ------------------------------------------------------------------ start and end
     async def start(self) -> None:
-        """Start vLLM's processes and load the model. Raises EngineError naming what is missing."""
+        """Start vLLM's processes and load the model. Raises EngineError naming what is missing, or with the last error
+        lines of the processes."""
         settings = self.settings
-        if not (Path(settings.model) / "config.json").is_file():
-            raise EngineError(f"{settings.model}: no config.json there; give a HF folder as the engine's model")
-        if settings.kv_cache_bytes is None and not device.has_cuda():
-            raise EngineError("an engine on CPU needs an explicit KV cache size: set kv_cache_bytes")
+        hf = hf_config(settings.model)
+        _require_memory(settings)
         from skyrl_megatron.weight_sync import vllm_compat
 
         os.environ.update(vllm_compat.worker_environment())
-        arguments: dict[str, Any] = {
-            "model": settings.model,
-            "tensor_parallel_size": settings.tensor_parallel_size,
-            "dtype": settings.dtype,
-            "max_model_len": settings.max_model_len,
-            "max_num_seqs": settings.max_num_seqs,
-            "max_num_batched_tokens": settings.max_num_batched_tokens,
-            "enforce_eager": settings.enforce_eager,
-            "seed": settings.seed,
-            "logprobs_mode": "processed_logprobs",
+        platform = vllm_compat.platform_arguments(hf)
+        arguments = {
             "worker_extension_cls": vllm_compat.WORKER_EXTENSION,
             "weight_transfer_config": {"backend": vllm_compat.BACKEND},
-            "disable_log_stats": True,
-        }
-        if settings.kv_cache_bytes is not None:
-            arguments["kv_cache_memory_bytes"] = settings.kv_cache_bytes
-        else:
-            arguments["gpu_memory_utilization"] = settings.gpu_memory_utilization
-        if not device.has_cuda():
-            arguments["distributed_executor_backend"] = "mp"
-        try:
-            self._llm = vllm_compat.AsyncLLM.from_engine_args(
-                vllm_compat.AsyncEngineArgs(**(arguments | dict(settings.extra)))
-            )
-        except Exception as error:
-            raise EngineError(f"vLLM did not start on {settings.model}: {error}") from error
+        } | (settings.arguments() | platform | dict(settings.extra))
 
+        def launch() -> Any:
+            with child_output(self.log_file):
+                before = set(psutil.Process().children(recursive=True))
+                try:
+                    args = vllm_compat.AsyncEngineArgs(**arguments)
+                    loggers = vllm_compat.ray_stat_loggers() if settings.ray_prometheus_stats else None
+                    return vllm_compat.AsyncLLM.from_engine_args(args, stat_loggers=loggers)
+                finally:
+                    self._processes = [p for p in psutil.Process().children(recursive=True) if p not in before]
+
+        try:
+            self._llm = await asyncio.wait_for(asyncio.to_thread(launch), settings.start_timeout_s)
+            await self._llm.update_weight_version(INITIAL_VERSION)
+            if settings.logprobs_at_temperature:
+                await self._llm.collective_rpc("skyrl_logprobs_at_temperature")
+        except Exception as error:
+            await self.kill()
+            if isinstance(error, TimeoutError):
+                error = TimeoutError(f"not ready after start_timeout_s={settings.start_timeout_s:g}")
+            raise EngineError(f"vLLM did not start on {settings.model}: {self._last_words(error)}") from error
+
+    async def shutdown(self) -> None:
+        """See the protocol."""
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            await asyncio.to_thread(llm.shutdown)
+        await self.kill()
+        if self.settings.log_file is None:
+            self.log_file.unlink(missing_ok=True)
+
+    async def kill(self) -> None:
+        """See the protocol. A stopped process (SIGSTOP) is killed too."""
+        for process in self._processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        await asyncio.to_thread(psutil.wait_procs, self._processes, 10)
+        self._processes = []
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            await asyncio.to_thread(llm.shutdown, 0.0)
+
+    def process_ids(self) -> list[int]:
+        """The engine's processes, cores before their workers."""
+        return [process.pid for process in self._processes]
+
+    async def health(self) -> None:
+        """See the protocol: asks the core, and through it every worker."""
+        with self._alive():
+            await self._llm.check_health()
+            await self._llm.collective_rpc("skyrl_ping")
+
+    # ------------------------------------------------------------------ sampling
     async def generate(
         self, request_id: str, prompt_token_ids: Sequence[int], sampling: Mapping[str, Any]
     ) -> Generation:
-        """See the protocol. Raises EngineError for prompts or sampling keys that vLLM refuses."""
+        """See the protocol. Without stop strings nothing is turned into text."""
+        return _generation(await self._finished(request_id, prompt_token_ids, _parameters(request_id, sampling)))
+
+    async def generate_batch(self, requests: Sequence[SampleRequest]) -> list[Generation]:
+        """See the protocol. The scheduler is paused while the requests are admitted."""
         from skyrl_megatron.weight_sync import vllm_compat
 
-        try:
-            parameters = vllm_compat.SamplingParams(
-                **{**sampling, "logprobs": 0}, output_kind=vllm_compat.RequestOutputKind.FINAL_ONLY
-            )
-            prompt = vllm_compat.TokensPrompt(prompt_token_ids=list(prompt_token_ids))
-            final = None
-            async for output in self._llm.generate(prompt, parameters, request_id):
-                final = output
-        except (ValueError, TypeError, vllm_compat.VLLMValidationError) as error:
-            raise EngineError(f"request {request_id}: {error}") from error
-        if final is None:
-            raise EngineError(f"request {request_id}: the engine returned nothing")
-        sample = final.outputs[0]
-        ids = list(sample.token_ids)
-        return Generation(
-            token_ids=ids,
-            logprobs=[position[token].logprob for token, position in zip(ids, sample.logprobs or [], strict=True)],
-            finish_reason=sample.finish_reason or "abort",
-            versions=[(span.version, span.start, span.end) for span in sample.weight_versions or []],
-        )
+        prepared = [(r, _parameters(r.request_id, r.sampling)) for r in requests]
+        with self._alive():
+            await self._llm.pause_generation(mode="keep", clear_cache=False)
+            admitted = []
+            try:
+                for request, parameters in prepared:
+                    prompt = vllm_compat.tokens_input(list(request.prompt_token_ids))
+                    with _refusals(request.request_id):
+                        admitted.append(await self._llm.add_request(request.request_id, prompt, parameters))
+            except BaseException:
+                await self._llm.abort([request.request_id for request, _ in prepared[: len(admitted)]])
+                raise
+            finally:
+                await self._llm.resume_generation()
+            return [_generation(await queue.get()) for queue in admitted]
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """See the protocol."""
+        request_id = f"score-{uuid.uuid4().hex}"
+        parameters = _parameters(request_id, {"max_tokens": 1, "prompt_logprobs": 0, "logprobs": None})
+        final = await self._finished(request_id, token_ids, parameters)
+        scored = zip(token_ids[1:], final.prompt_logprobs[1:], strict=True)
+        return [position[token].logprob for token, position in scored]
+
+    async def _finished(self, request_id: str, token_ids: Sequence[int], parameters: Any) -> Any:
+        """vLLM's output of one request."""
         from skyrl_megatron.weight_sync import vllm_compat
 
-        parameters = vllm_compat.SamplingParams(
-            max_tokens=1, prompt_logprobs=0, output_kind=vllm_compat.RequestOutputKind.FINAL_ONLY
-        )
-        prompt = vllm_compat.TokensPrompt(prompt_token_ids=list(token_ids))
-        final = None
-        async for output in self._llm.generate(prompt, parameters, f"score-{uuid.uuid4().hex}"):
-            final = output
-        assert final is not None and final.prompt_logprobs is not None
-        return [
-            position[token].logprob for token, position in zip(token_ids[1:], final.prompt_logprobs[1:], strict=True)
-        ]
+        output = None
+        with self._alive(), _refusals(request_id):
+            async for latest in self._llm.generate(vllm_compat.tokens_input(list(token_ids)), parameters, request_id):
+                output = latest
+        if output is None:
+            raise EngineGoneError(f"request {request_id}: the engine returned nothing")
+        return output
 
     async def abort(self, request_id: str) -> None:
         """See the protocol."""
-        await self._llm.abort(request_id)
+        with self._alive():
+            await self._llm.abort(request_id)
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """See the protocol. Keeps the KV cache of frozen requests."""
-        await self._llm.pause_generation(mode=mode, clear_cache=False)
+        with self._alive():
+            await self._llm.pause_generation(mode=mode, clear_cache=False)
 
     async def resume(self) -> None:
         """See the protocol."""
-        await self._llm.resume_generation()
+        with self._alive():
+            await self._llm.resume_generation()
 
-    async def connect_weights(self, senders: Sequence[tuple[str, int]], rank_offset: int, world_size: int) -> None:
+    async def sleep(self, level: int = 1) -> None:
+        """See the protocol. Without GPUs there is nothing to free."""
+        if self.settings.sleep_mode:
+            with self._alive():
+                await self._llm.sleep(level)
+
+    async def wake(self, tags: Sequence[str] | None = None) -> None:
+        """See the protocol."""
+        if self.settings.sleep_mode:
+            with self._alive():
+                await self._llm.wake_up(None if tags is None else list(tags))
+
+    async def openai(self, path: str, body: bytes) -> AsyncIterator[tuple[int, str] | bytes]:
         """See the protocol."""
         from skyrl_megatron.weight_sync import vllm_compat
 
-        info = {"senders": [list(s) for s in senders], "rank_offset": rank_offset, "world_size": world_size}
-        await self._llm.init_weight_transfer_engine(vllm_compat.WeightTransferInitRequest(init_info=info))
+        with self._alive():
+            if self._openai is None:
+                name = self.settings.served_model_name or self.settings.model
+                self._openai = await vllm_compat.openai_app(self._llm, self.settings.model, name)
+            async for piece in call_app(self._openai, path, body):
+                yield piece
 
-    async def update_weights(self, metadata: Sequence[Sequence[tuple[str, str, Sequence[int]]]], version: str) -> None:
-        """See the protocol. The prefix cache is reset: it holds keys and values of the old weights."""
+    # ------------------------------------------------------------------ weights
+    async def worker_count(self) -> int:
+        """See the protocol."""
+        return self.settings.workers
+
+    async def connect_weights(
+        self, senders: Sequence[tuple[str, int]], rank_offset: int, world_size: int, **options: Any
+    ) -> None:
+        """See the protocol."""
         from skyrl_megatron.weight_sync import vllm_compat
 
-        await self._llm.start_weight_update()
-        info = {"senders": [[[n, d, list(s)] for n, d, s in sender] for sender in metadata]}
-        await self._llm.update_weights(vllm_compat.WeightTransferUpdateRequest(update_info=info))
-        await self._llm.finish_weight_update(version)
-        await self._llm.reset_prefix_cache()
+        self._announced = None
+        info = {"senders": [list(s) for s in senders], "rank_offset": rank_offset, "world_size": world_size} | options
+        with self._alive(), _sync_errors("connect"):
+            await self._llm.init_weight_transfer_engine(vllm_compat.WeightTransferInitRequest(init_info=info))
+
+    async def start_update(self) -> None:
+        """See the protocol."""
+        with self._alive(), _sync_errors("start"):
+            await self._llm.start_weight_update()
+
+    async def receive_weights(self, announced: Announced) -> list[list[list[int]]]:
+        """See the protocol. What was announced before is not sent to the workers again."""
+        from skyrl_megatron.weight_sync import vllm_compat
+
+        plain = [[list(astuple(m) if is_dataclass(m) else m) for m in sender] for sender in announced]  # type: ignore[call-overload]
+        info = {"senders": None if plain == self._announced else plain}
+        with self._alive(), _sync_errors("receive"):
+            self._announced = None
+            await self._llm.update_weights(vllm_compat.WeightTransferUpdateRequest(update_info=info))
+            self._announced = plain
+        return await self.weight_checksums()
+
+    async def finish_update(self, version: str) -> None:
+        """See the protocol."""
+        with self._alive(), _sync_errors("finish"):
+            await self._llm.finish_weight_update(version)
+            await self._llm.reset_prefix_cache()
+
+    async def abort_update(self) -> None:
+        """See the protocol."""
+        with self._alive(), _sync_errors("abort"):
+            await self._llm.collective_rpc("skyrl_abort_update")
+
+    async def update_weights(self, announced: Announced, version: str) -> None:
+        """Start, receive and finish in one."""
+        await self.start_update()
+        await self.receive_weights(announced)
+        await self.finish_update(version)
 
     async def weight_checksums(self) -> list[list[list[int]]]:
-        """See the protocol."""
-        checksums: list[list[list[int]]] = await self._llm.collective_rpc("skyrl_checksums")
+        """Of the last update, per worker, per sender, per bucket."""
+        with self._alive():
+            checksums: list[list[list[int]]] = await self._llm.collective_rpc("skyrl_checksums")
         return checksums
 
     async def version(self) -> str:
         """See the protocol."""
-        return str(await self._llm.get_weight_version())
+        with self._alive():
+            return str(await self._llm.get_weight_version())
 
-    async def shutdown(self) -> None:
+    async def set_version(self, version: str) -> None:
         """See the protocol."""
-        if self._llm is not None:
-            self._llm.shutdown()
-            self._llm = None
+        with self._alive():
+            await self._llm.update_weight_version(version)
+
+    # ------------------------------------------------------------------ errors
+    @contextlib.contextmanager
+    def _alive(self) -> Iterator[None]:
+        """Turn vLLM's "engine dead" into EngineGoneError with what its processes said last."""
+        if self._llm is None:
+            raise EngineGoneError(f"the engine on {self.settings.model} is not running")
+        from skyrl_megatron.weight_sync import vllm_compat
+
+        try:
+            yield
+        except vllm_compat.EngineDeadError as error:
+            raise EngineGoneError(f"the engine on {self.settings.model} died: {self._last_words(error)}") from error
+
+    def _last_words(self, error: BaseException) -> str:
+        lines = last_errors(self.log_file)
+        return "\n  ".join(lines) if lines else f"{type(error).__name__}: {error}"
+
+
+def _require_memory(settings: EngineSettings) -> None:
+    """Refuse to start an engine that the machine has no room for: vLLM would be killed halfway."""
+    if device.has_cuda():
+        return
+    if settings.kv_cache_bytes is None:
+        raise EngineError("an engine on CPU needs an explicit KV cache size: set kv_cache_bytes")
+    available, needed = psutil.virtual_memory().available, cpu_bytes_needed(settings)
+    if available < needed:
+        raise EngineError(
+            f"memory: {available / 2**30:.1f} GiB available, the engine on {settings.model} needs about "
+            f"{needed / 2**30:.1f} GiB (KV cache {settings.kv_cache_bytes / 2**30:.1f} GiB per worker): lower "
+            "generator.inference_engine.engine_init_kwargs.kv_cache_memory_bytes, or end other processes"
+        )
+
+
+def _parameters(request_id: str, sampling: Mapping[str, Any]) -> Any:
+    """vLLM's sampling parameters; the sampled token's log-prob alone. Raises RequestError."""
+    from skyrl_megatron.weight_sync import vllm_compat
+
+    keys = dict(sampling)
+    known = vllm_compat.sampling_keys()
+    for key in keys:
+        if key not in known:
+            raise RequestError(f"request {request_id}: {unknown_key(key, known)}")
+    keys["logprobs"] = None if keys.get("logprobs", 0) is None else 0
+    keys.setdefault("detokenize", bool(keys.get("stop")))
+    with _refusals(request_id):
+        return vllm_compat.SamplingParams(**keys, output_kind=vllm_compat.RequestOutputKind.FINAL_ONLY)
+
+
+def _generation(final: Any) -> Generation:
+    if isinstance(final, BaseException):
+        raise final
+    sample = final.outputs[0]
+    ids = list(sample.token_ids)
+    logprobs = sample.logprobs
+    return Generation(
+        token_ids=ids,
+        logprobs=[] if logprobs is None else [at[token].logprob for token, at in zip(ids, logprobs, strict=True)],
+        finish_reason=sample.finish_reason or "abort",
+        versions=[(span.version, span.start, span.end) for span in sample.weight_versions or []],
+        routed_experts=sample.routed_experts,
+    )
+
+
+@contextlib.contextmanager
+def _refusals(request_id: str) -> Iterator[None]:
+    """vLLM's objections to a request, as RequestError."""
+    from skyrl_megatron.weight_sync import vllm_compat
+
+    try:
+        yield
+    except (ValueError, TypeError, vllm_compat.VLLMClientError) as error:
+        raise RequestError(f"request {request_id}: {error}") from error
+
+
+@contextlib.contextmanager
+def _sync_errors(phase: str) -> Iterator[None]:
+    """A worker's error in a weight update, as WeightSyncError: vLLM raises a bare Exception with its text."""
+    from skyrl_megatron.weight_sync import vllm_compat
+
+    try:
+        yield
+    except vllm_compat.EngineDeadError:
+        raise
+    except Exception as error:
+        raise WeightSyncError(f"{phase}: {error}") from error

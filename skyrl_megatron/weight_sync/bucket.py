@@ -1,4 +1,9 @@
-"""Buckets: tensors laid into flat byte buffers, the same way on the sending and on the receiving side."""
+"""Buckets: what every trainer rank sends, laid into flat byte buffers in one order that all sides compute alike.
+
+A rank announces the tensors it contributes, each whole or some rows of it (an expert-parallel rank owns rows of a
+fused expert tensor, a pipeline stage its layers). :func:`plan_buckets` cuts the announcements of all ranks into
+buckets and puts the buckets into one order. Senders and receivers compute the plan from the same announcements.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +13,50 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-ALIGNMENT = 16  # bytes: every tensor starts where any dtype may be viewed
+from skyrl_megatron.errors import WeightSyncError
+
+ALIGNMENT = 16  # bytes: every segment starts where any dtype may be viewed
+PAGE = 4096  # bytes: size of a buffer is a multiple, see checksum()
 DEFAULT_BUCKET_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """A tensor as it travels: HF name, dtype (``"float32"``), whole shape."""
+    """What a rank contributes of a tensor as it travels: HF name, dtype (``"float32"``), shape of the whole."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+    rows: tuple[int, int] | None = None
+    """First row and row after the last of dim 0 that the rank contributes; None: the whole tensor."""
+    position: int = -1
+    """Place in the order in which all ranks walk through the model. −1: the place in the rank's own list.
+
+    When ranks gather tensors from one another, the order in which they do so has to agree with this one: a rank waits
+    with its bucket until all buckets before it were received, and must not be needed meanwhile.
+    """
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Shape of what the rank contributes."""
+        return self.shape if self.rows is None else (self.rows[1] - self.rows[0], *self.shape[1:])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data."""
+        """Bytes that the rank contributes."""
+        return torch.Size(self.part_shape).numel() * self.torch_dtype.itemsize
+
+    @property
+    def whole_nbytes(self) -> int:
+        """Bytes of the whole tensor."""
         return torch.Size(self.shape).numel() * self.torch_dtype.itemsize
+
+    @property
+    def first_byte(self) -> int:
+        """Where the rank's contribution starts in the whole tensor."""
+        if self.rows is None:
+            return 0
+        return self.rows[0] * torch.Size(self.shape[1:]).numel() * self.torch_dtype.itemsize
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -33,51 +66,85 @@ class TensorMeta:
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
-    """Consecutive tensors of a list and where each starts; ``nbytes`` is the size of the buffer."""
+class Segment:
+    """A stretch of one contribution in a bucket."""
 
-    first: int
-    offsets: tuple[int, ...]
+    index: int
+    """Which of the sender's announcements."""
+    start: int
+    """First byte within the contribution."""
     nbytes: int
-
-    @property
-    def last(self) -> int:
-        """Index after the last tensor."""
-        return self.first + len(self.offsets)
+    offset: int
+    """First byte within the bucket."""
 
 
-def plan_buckets(tensors: Sequence[TensorMeta], bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> list[Bucket]:
-    """Cut a list of tensors into buckets of at most ``bucket_bytes``; a larger tensor gets a bucket of its own."""
-    buckets, first, offsets, size = [], 0, [], 0
-    for index, tensor in enumerate(tensors):
-        space = -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        if offsets and size + space > bucket_bytes:
-            buckets.append(Bucket(first, tuple(offsets), size))
-            first, offsets, size = index, [], 0
-        offsets.append(size)
-        size += space
-    if offsets:
-        buckets.append(Bucket(first, tuple(offsets), size))
-    return buckets
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One buffer of one sender. ``nbytes`` includes the padding of its segments."""
+
+    sender: int
+    segments: tuple[Segment, ...]
+    nbytes: int
+    position: tuple[int, int]
 
 
-def write_tensor(buffer: Tensor, offset: int, tensor: Tensor) -> None:
-    """Copy a tensor's bytes into the buffer ([nbytes] uint8)."""
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    buffer[offset : offset + data.numel()].copy_(data)
+def plan_buckets(senders: Sequence[Sequence[TensorMeta]], bucket_bytes: int) -> list[Bucket]:
+    """All buckets of all senders in the order in which they travel.
 
-
-def read_tensor(buffer: Tensor, offset: int, meta: TensorMeta) -> Tensor:
-    """A view of the buffer as the tensor."""
-    return buffer[offset : offset + meta.nbytes].view(meta.torch_dtype).view(meta.shape)
-
-
-def checksum(buffer: Tensor) -> int:
-    """64-bit checksum of a buffer: every byte and its place count, on CPU and CUDA alike.
-
-    The bytes are read as int64 words; the sum of words times odd numbers that depend on their place wraps modulo 2⁶⁴,
-    so a flipped bit, a lost tail and two exchanged pieces all change it.
+    A contribution that does not fit into what is left of a bucket starts the next one; one larger than a bucket is cut
+    into several. Buckets are ordered by the place of their last tensor in the model, so that every bucket only waits
+    for work that lies before it. Raises WeightSyncError for a sender that walks backwards through the model.
     """
-    words = buffer.view(torch.int64)
-    places = torch.arange(words.numel(), dtype=torch.int64, device=buffer.device)
-    return int((words * (places * 0x5851F42D4C957F2D + 0x14057B7EF767814F | 1)).sum())
+    assert bucket_bytes % PAGE == 0, bucket_bytes
+    plan: list[Bucket] = []
+    for sender, announced in enumerate(senders):
+        segments: list[Segment] = []
+        size, place = 0, -1
+        for index, meta in enumerate(announced):
+            if 0 <= meta.position < place:
+                raise WeightSyncError(f"sender {sender}: {meta.name} stands before the tensor announced before it")
+            place = meta.position
+            start = 0
+            while True:
+                left = meta.nbytes - start
+                if segments and size + min(left, bucket_bytes) > bucket_bytes:
+                    plan.append(_bucket(sender, announced, segments, size))
+                    segments, size = [], 0
+                piece = min(left, bucket_bytes)
+                segments.append(Segment(index, start, piece, size))
+                size += -(-piece // ALIGNMENT) * ALIGNMENT
+                start += piece
+                if start >= meta.nbytes:
+                    break
+        if segments:
+            plan.append(_bucket(sender, announced, segments, size))
+    return sorted(plan, key=lambda bucket: (bucket.position, bucket.sender))
+
+
+def _bucket(sender: int, announced: Sequence[TensorMeta], segments: list[Segment], size: int) -> Bucket:
+    last = segments[-1]
+    position = announced[last.index].position
+    place = (position if position >= 0 else last.index, last.start)
+    return Bucket(sender, tuple(segments), max(-(-size // PAGE) * PAGE, PAGE), place)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The tensor's memory as [nbytes] uint8; copies only if it is not contiguous."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def checksum(buffer: Tensor) -> Tensor:
+    """64-bit checksum ([] int64) of a buffer ([n · PAGE] uint8), on CPU and CUDA alike.
+
+    The bytes are read as a matrix of int64 words, 512 to the row. Sums over its rows and over its columns, each times
+    an odd number that depends on the place, are added modulo 2⁶⁴: a flipped bit, a lost or stale stretch and any two
+    exchanged words change it, at two passes over the memory and nothing else.
+    """
+    words = buffer.view(torch.int64).view(-1, PAGE // 8)
+    by_row, by_column = words.sum(1), words.sum(0)
+    return (by_row * _odd(by_row, 0x5851F42D4C957F2D)).sum() + (by_column * _odd(by_column, 0x2545F4914F6CDD1D)).sum()
+
+
+def _odd(like: Tensor, multiplier: int) -> Tensor:
+    places = torch.arange(like.numel(), dtype=torch.int64, device=like.device)
+    return places * multiplier | 1

@@ -1,25 +1,20 @@
-"""Broadcast over gloo, in a group of its own that leaves the default process group alone."""
+"""Weights over gloo: CPU tensors, any network."""
 
 from __future__ import annotations
 
-import datetime
+from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+
+from skyrl_megatron.weight_sync import transport
+from skyrl_megatron.weight_sync.transport import own_address
 
 
-class GlooTransport:
-    """One sender (rank 0) and its receivers. Creation waits for everybody, at most ``timeout_s``."""
+class Transport(transport.Transport):
+    """Broadcast over TCP, bound to the interface that leads to the sender."""
 
-    def __init__(self, host: str, port: int, rank: int, world_size: int, timeout_s: float = 120.0) -> None:
-        timeout = datetime.timedelta(seconds=timeout_s)
-        self._store = dist.TCPStore(
-            host, port, world_size=None, is_master=rank == 0, timeout=timeout, wait_for_workers=False
-        )
-        self._group = dist.ProcessGroupGloo(dist.PrefixStore("weights", self._store), rank, world_size, timeout)
-
-    def broadcast(self, buffer: Tensor) -> None:
-        """Rank 0's bytes into everybody's buffer."""
-        options = dist.BroadcastOptions()
-        options.rootRank = options.rootTensor = 0
-        self._group.broadcast([buffer], options).wait()
+    def new_group(self, store: dist.Store, host: str, rank: int, world_size: int) -> Any:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address(host))]
+        options._timeout = self.timeout
+        return dist.ProcessGroupGloo(store, rank, world_size, options)

@@ -6,12 +6,14 @@ registers our weight-transfer backend, before the model is built.
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from vllm import SamplingParams, TokensPrompt
+from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -21,27 +23,32 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import VLLMClientError
+from vllm.inputs.engine import tokens_input
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.sample.sampler import Sampler
 
 from skyrl_megatron.weight_sync.bucket import DEFAULT_BUCKET_BYTES, TensorMeta
 from skyrl_megatron.weight_sync.receiver import WeightReceiver
-from skyrl_megatron.weight_sync.transport_gloo import GlooTransport
+from skyrl_megatron.weight_sync.transport import DEFAULT_TIMEOUT_S, default_transport, open_transport
 
 __all__ = [
     "BACKEND",
     "WORKER_EXTENSION",
     "AsyncEngineArgs",
     "AsyncLLM",
+    "EngineDeadError",
     "RequestOutputKind",
     "SamplingParams",
-    "TokensPrompt",
-    "VLLMValidationError",
+    "VLLMClientError",
     "WeightTransferInitRequest",
     "WeightTransferUpdateRequest",
+    "tokens_input",
     "worker_environment",
 ]
 
@@ -49,6 +56,7 @@ BACKEND = "skyrl_megatron"
 WORKER_EXTENSION = "skyrl_megatron.weight_sync.vllm_compat.WorkerExtension"
 
 
+# ------------------------------------------------------------------ starting an engine
 def worker_environment() -> dict[str, str]:
     """Environment that engine processes need. Set before an engine is started."""
     shared = {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -58,6 +66,47 @@ def worker_environment() -> dict[str, str]:
     return shared
 
 
+def platform_arguments(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Engine arguments that the platform needs for a model."""
+    if not current_platform.is_cpu():
+        return {}
+    arguments: dict[str, Any] = {"distributed_executor_backend": "mp"}
+    if "kv_lora_rank" in hf_config:
+        # vLLM's CPU rotary kernel is wrong for the 3-D queries of multi-head latent attention: use the torch one
+        arguments["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
+    return arguments
+
+
+def sampling_keys() -> frozenset[str]:
+    """Keys that a request may set; one request is one continuation, delivered whole."""
+    ours = {"n", "output_kind", "skip_clone", "stream_interval"}
+    return frozenset(name for name in SamplingParams.__struct_fields__ if not name.startswith("_")) - ours
+
+
+def ray_stat_loggers() -> list[Any]:
+    """Engine metrics through Ray's Prometheus exporter."""
+    from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
+
+    return [RayPrometheusStatLogger]
+
+
+# ------------------------------------------------------------------ OpenAI endpoint
+async def openai_app(llm: AsyncLLM, model: str, served_model_name: str) -> Any:
+    """vLLM's own OpenAI-compatible ASGI application over an engine."""
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.app import build_app
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    arguments = ["--model", model, "--served-model-name", served_model_name, "--disable-fastapi-docs"]
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
+    tasks = await llm.get_supported_tasks()
+    app = build_app(args, tasks, llm.model_config)
+    await init_app_state(llm, app.state, args, tasks)
+    return app
+
+
+# ------------------------------------------------------------------ weights, worker side
 @dataclass
 class InitInfo(WeightTransferInitInfo):
     """Where the senders listen: ``(host, port)`` each. ``rank_offset``: rank of this engine's first worker."""
@@ -65,15 +114,16 @@ class InitInfo(WeightTransferInitInfo):
     senders: list[tuple[str, int]] = field(default_factory=list)
     rank_offset: int = 1
     world_size: int = 2
+    transport: str | None = None
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
-    timeout_s: float = 120.0
+    timeout_s: float = DEFAULT_TIMEOUT_S
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """What each sender sends: lists of (name, dtype, shape)."""
+    """What each sender sends: lists of :class:`TensorMeta` fields. None: what was announced before."""
 
-    senders: list[list[tuple[str, str, list[int]]]] = field(default_factory=list)
+    senders: list[list[list[Any]]] | None = None
 
 
 class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -81,48 +131,96 @@ class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
+    receiver: WeightReceiver | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
+        self.shutdown()
         config = self.parallel_config
         rank = init_info.rank_offset + config.data_parallel_index * config.world_size + config.rank
         transports = [
-            GlooTransport(host, port, rank, init_info.world_size, init_info.timeout_s)
+            open_transport(
+                init_info.transport or default_transport(), host, port, rank, init_info.world_size, init_info.timeout_s
+            )
             for host, port in init_info.senders
         ]
-        self.receiver = WeightReceiver(transports, init_info.bucket_bytes)
-        WorkerExtension.receiver = self.receiver
+        self.receiver = WeightReceiver(transports, init_info.bucket_bytes, torch.device(self.device))
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        metadata = [[TensorMeta(n, d, tuple(s)) for n, d, s in sender] for sender in update_info.senders]
-        self.model.load_weights(self.receiver.tensors(metadata))
+        if self.receiver is None:
+            raise RuntimeError("no trainer is connected")
+        if update_info.senders is not None:
+            self.receiver.announce([[_meta(*item) for item in sender] for sender in update_info.senders])
+        try:
+            self.model.load_weights(self.receiver.tensors())
+        except BaseException:
+            self.shutdown()
+            self.finish_weight_update()  # leaves wrong weights, and a model that the next update starts afresh on
+            raise
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
+        if self.receiver is not None:
+            self.receiver.close()
         self.receiver = None
 
 
-class WorkerExtension:
-    """Methods that ``collective_rpc`` finds on every worker."""
+def _meta(name: str, dtype: str, shape: list[int], rows: list[int] | None = None, position: int = -1) -> TensorMeta:
+    return TensorMeta(name, dtype, tuple(shape), None if rows is None else (rows[0], rows[1]), position)
 
-    receiver: WeightReceiver | None = None
+
+class WorkerExtension:
+    """Methods that ``collective_rpc`` finds on every worker, which this class is mixed into."""
+
+    def skyrl_ping(self) -> None:
+        """Answer."""
 
     def skyrl_checksums(self) -> list[list[int]]:
         """Checksums of the last update's buckets, per sender."""
-        return [] if WorkerExtension.receiver is None else WorkerExtension.receiver.checksums
+        receiver = self.weight_transfer_engine.receiver  # type: ignore[attr-defined]
+        return [] if receiver is None else receiver.checksums
+
+    def skyrl_abort_update(self) -> None:
+        """Leave an update that was started and not finished. The weights are wrong until the next whole update."""
+        if self._weight_update_active:  # type: ignore[attr-defined]
+            self.finish_weight_update()  # type: ignore[attr-defined]
+
+    def skyrl_logprobs_at_temperature(self) -> None:
+        """Log-probs of sampled tokens are of softmax(logits / temperature), whatever truncates the distribution."""
+        Sampler.forward = _with_temperature_logprobs(Sampler.forward)
 
 
-def _repack_experts_after_reload() -> None:
+# ------------------------------------------------------------------ log-probabilities
+def _with_temperature_logprobs(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``Sampler.forward`` whose raw log-probs are taken after the temperature, before any truncation."""
+    if getattr(forward, "at_temperature", False):
+        return forward
+
+    def forward_at_temperature(self: Any, logits: torch.Tensor, metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        temperature = metadata.temperature  # [requests]; None when all are greedy
+        if temperature is None:
+            return forward(self, logits, metadata, *args, **kwargs)
+        scale = torch.where(temperature < 1e-5, 1.0, temperature).unsqueeze(1)
+        self.compute_logprobs = lambda raw: torch.log_softmax(raw.float() / scale, dim=-1)
+        try:
+            return forward(self, logits, metadata, *args, **kwargs)
+        finally:
+            del self.compute_logprobs
+
+    forward_at_temperature.at_temperature = True  # type: ignore[attr-defined]
+    return forward_at_temperature
+
+
+# ------------------------------------------------------------------ CPU work-arounds
+def repack_experts_after_reload() -> None:
     """On CPU, vLLM packs expert weights for its kernel only the first time they are loaded; a reload then writes
     unpacked weights into packed tensors, and log-probs are silently wrong. Pack after every load."""
-    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-
     original = UnquantizedFusedMoEMethod._setup_kernel
-    if getattr(original, "repacks", False):
+    if getattr(original, "packs_once", None):
         return
 
     def _setup_kernel(self: Any, layer: Any, w13: torch.Tensor, w2: torch.Tensor) -> None:
@@ -131,11 +229,11 @@ def _repack_experts_after_reload() -> None:
         if reloading:
             self.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
-    _setup_kernel.repacks = True  # type: ignore[attr-defined]
+    _setup_kernel.packs_once = original  # type: ignore[attr-defined]
     UnquantizedFusedMoEMethod._setup_kernel = _setup_kernel
 
 
 if current_platform.is_cpu():
-    _repack_experts_after_reload()
-if BACKEND not in WeightTransferEngineFactory._registry:
+    repack_experts_after_reload()
+with contextlib.suppress(ValueError):  # registered already
     WeightTransferEngineFactory.register_engine(BACKEND, BroadcastTransferEngine)

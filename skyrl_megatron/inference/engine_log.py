@@ -1,0 +1,52 @@
+"""The output of an engine's processes: kept in a file, so that its last words can be told when it dies."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+_starting = threading.Lock()
+_PREFIX = re.compile(r"^(\([^)]*\)\s*)?((INFO|WARNING|ERROR|DEBUG)\s+\d\d-\d\d [\d:]+\s+\[[^\]]*\]\s*)?")
+_TELLING = re.compile(r"^\w*(Error|Exception|Exit|Fault)\b.*:|out of memory|Killed|Segmentation fault|Aborted")
+
+
+@contextlib.contextmanager
+def child_output(path: Path) -> Iterator[None]:
+    """Processes started within the block write what they print to ``path``, as does this process meanwhile.
+
+    File descriptors belong to the whole process: blocks of several threads take turns.
+    """
+    with _starting, path.open("ab") as log:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        saved = os.dup(1), os.dup(2)
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for descriptor, original in zip((1, 2), saved, strict=True):
+                os.dup2(original, descriptor)
+                os.close(original)
+
+
+def last_errors(path: Path, count: int = 4) -> list[str]:
+    """The last few lines of an engine's output that name an error, each once, without vLLM's prefixes."""
+    try:
+        text = path.read_bytes()[-200_000:].decode(errors="replace")
+    except OSError:
+        return []
+    found: dict[str, None] = {}
+    for line in text.splitlines():
+        words = _PREFIX.sub("", line).strip()
+        if _TELLING.search(words):
+            found.pop(words, None)
+            found[words] = None
+    return list(found)[-count:]
