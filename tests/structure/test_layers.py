@@ -129,10 +129,13 @@ def test_no_dumping_grounds():
 
 @pytest.mark.parametrize("folder", ["utils", "generators"])
 def test_compatibility_modules_only_reexport(folder):
+    """Imports and names, and a module-level ``__getattr__`` where an import must be lazy."""
     for path in (ROOT / "skyrl_megatron" / folder).rglob("*.py"):
-        body = ast.parse(path.read_text()).body
-        kinds = {type(node).__name__ for node in body if not (isinstance(node, ast.Expr))}
-        assert kinds <= {"Import", "ImportFrom", "Assign"}, f"{relative(path)} holds more than re-exports: {kinds}"
+        for node in ast.parse(path.read_text()).body:
+            lazy = isinstance(node, ast.FunctionDef) and node.name == "__getattr__"
+            typing = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+            plain = isinstance(node, ast.Import | ast.ImportFrom | ast.Assign | ast.Expr)
+            assert plain or lazy or typing, f"{relative(path)}:{node.lineno} holds more than re-exports"
 
 
 def test_test_modules_import_no_heavy_package_at_collection():
