@@ -1,11 +1,30 @@
 #!/usr/bin/env bash
-# Set up the environment if needed, then run one step of everything on the embedded Qwen3-MoE: prompts → vLLM → reward →
-# GRPO step in Megatron → weights back to vLLM.   launch/run_moe.sh [--seed N] [--dir DIR]   |   --check key=value …
+# Train a Mixture-of-Experts model with RL.
+#   launch/run_moe.sh [key=value ...]                          the embedded default: two-digit sums on two CPU cores
+#   launch/run_moe.sh model=PATH_OR_NAME [key=value ...]       that model
+#   launch/run_moe.sh --recipe NAME [key=value ...]            launch/recipes/NAME.yaml
+# --check shows what a configuration comes to and starts nothing. A Ray cluster is joined when RAY_ADDRESS names one or
+# this machine belongs to one that 'ray start' made; otherwise Ray is started here and ends with the run.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 launch/setup.sh
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-for argument in "$@"; do
-  if [ "$argument" = --check ]; then exec .venv/bin/python -m skyrl_megatron.entrypoints.main_base "$@"; fi
+if [ -z "${RAY_ADDRESS:-}" ] && [ -s /tmp/ray/ray_current_cluster ]; then export RAY_ADDRESS=auto; fi
+
+entrypoint=embedded
+arguments=()
+while [ $# -gt 0 ]; do
+  case $1 in
+    --recipe|--recipe=*)
+      if [ "$1" = --recipe ]; then shift; name=${1:-}; else name=${1#--recipe=}; fi
+      [ -f "launch/recipes/$name.yaml" ] || {
+        echo "no recipe '$name'; there are: $(cd launch/recipes && ls -- *.yaml | sed 's/\.yaml$//' | tr '\n' ' ')" >&2; exit 2; }
+      entrypoint=main_base
+      if [ "$name" = embedded ]; then entrypoint=embedded; else arguments+=(--config "launch/recipes/$name.yaml"); fi ;;
+    model=*) entrypoint=main_base; arguments+=("trainer.policy.model.path=${1#model=}") ;;
+    trainer.policy.model.path=*) entrypoint=main_base; arguments+=("$1") ;;
+    *) arguments+=("$1") ;;
+  esac
+  if [ $# -gt 0 ]; then shift; fi
 done
-exec .venv/bin/python -W ignore -m skyrl_megatron.entrypoints.one_step "$@"
+exec .venv/bin/python -m "skyrl_megatron.entrypoints.$entrypoint" ${arguments[@]+"${arguments[@]}"}

@@ -20,6 +20,9 @@ from skyrl_megatron.entrypoints.command import run_command
 from skyrl_megatron.entrypoints.main_base import config_dir
 
 NEEDED_GIB = 5.0
+PROBLEMS = 90 * 91 // 2
+"""Unordered pairs of two-digit numbers."""
+HELD_OUT = PROBLEMS // 5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +38,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def arguments(args: Sequence[str]) -> list[str]:
     """The recipe, the model and data made for the seed that ``args`` ask for, and ``args`` themselves, which win."""
-    from skyrl_megatron.entrypoints.embedded_data import write_problems
     from skyrl_megatron.entrypoints.embedded_model import write_embedded_model
 
     seed = next((arg.partition("=")[2] for arg in reversed(args) if arg.startswith("trainer.seed=")), "42")
@@ -43,18 +45,28 @@ def arguments(args: Sequence[str]) -> list[str]:
     home = Path(os.environ.get("SKYRL_MEGATRON_HOME", "~/.cache/skyrl_megatron")).expanduser()
     folder = home / "embedded" / f"seed_{number}"
     model = write_embedded_model(folder / "model", number)
-    train, held_out = write_problems(folder / "data", number)
+    data = write_problems(folder / "data", number)
     return [
         f"--config={config_dir}/embedded.yaml",
         f"trainer.policy.model.path={model}",
-        f"data.train_data=['{train}']",
-        f"data.val_data=['{held_out}']",
+        f"data.train_data=['{data}/train.parquet']",
+        f"data.val_data=['{data}/validation.parquet']",
         f"trainer.seed={number}",
         f"trainer.ckpt_path={folder}/ckpts",
         f"trainer.export_path={folder}/exports",
         f"trainer.log_path={folder}/logs",
         *args,
     ]
+
+
+def write_problems(folder: Path, seed: int) -> Path:
+    """All sums of two two-digit numbers, once each; a fifth held out, with operand pairs that training never sees."""
+    from skyrl_megatron.data import prepare
+
+    sizes = [f"--train-size={PROBLEMS - HELD_OUT}", f"--test-size={HELD_OUT}", f"--seed={seed}"]
+    if not (folder / "validation.parquet").exists():
+        prepare.main(["addition", f"--output-dir={folder}", "--num-digits=2", *sizes])
+    return folder
 
 
 def _train(args: Sequence[str]) -> int:

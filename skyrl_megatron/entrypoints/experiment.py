@@ -125,8 +125,15 @@ class BasePPOExp:
 
     def _dataset(self, sources: Sequence[str]) -> PromptDataset:
         from skyrl_megatron.data.prompts import PromptDataset
+        from skyrl_megatron.rollout.templates import load_template
 
-        return PromptDataset(sources, self.tokenizer, self.cfg.trainer.max_prompt_length)
+        return PromptDataset(
+            sources,
+            self.tokenizer,
+            self.cfg.trainer.max_prompt_length,
+            template=load_template(self.cfg.generator.chat_template),
+            template_kwargs=self.cfg.generator.chat_template_kwargs,
+        )
 
 
 @ray.remote(num_cpus=0)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skyrl_megatron.inference.sampling import engine_sampling
 from skyrl_megatron.rollout.interface import GeneratorInterface, GeneratorOutput
 from skyrl_megatron.rollout.outputs import concatenate_generator_outputs, prepare_generator_input, select_rows
 from skyrl_megatron.rollout.rewards import get_metrics_from_generator_output, total_reward
-from skyrl_megatron.rollout.sampling import engine_sampling_params
 from skyrl_megatron.trainer.experience import within
 
 if TYPE_CHECKING:
@@ -31,13 +31,14 @@ async def evaluate(
     """
     settings = cfg.generator
     assert settings.eval_sampling_params is not None
-    sampling = engine_sampling_params(settings.eval_sampling_params)
+    sampling = engine_sampling(settings.eval_sampling_params)
     samples, size = settings.eval_n_samples_per_prompt, cfg.trainer.eval_batch_size
     outputs: list[GeneratorOutput] = []
     uids: list[str] = []
     sources: list[str] = []
     for start in range(0, len(eval_dataset), size):
-        prompts = [eval_dataset[row] for row in range(start, min(start + size, len(eval_dataset)))]
+        rows = range(start, min(start + size, len(eval_dataset)))
+        prompts = eval_dataset.collate_fn([eval_dataset[row] for row in rows])
         generator_input, batch_uids = prepare_generator_input(
             prompts, samples, sampling, cfg.environment.env_class, "eval", global_step
         )

@@ -21,6 +21,8 @@ from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.config import get_config_as_yaml_str
 from skyrl_megatron.config.role_layout import active_roles, engine_ranks
 from skyrl_megatron.config.run_folder import run_folder
+from skyrl_megatron.data.loader import PromptLoader
+from skyrl_megatron.rollout.dynamic_sampling import DynamicSampler
 from skyrl_megatron.rollout.interface import GeneratorInput, GeneratorOutput, TrainingPhase
 from skyrl_megatron.rollout.outputs import prepare_generator_input, to_training_batch
 from skyrl_megatron.runtime.checkpoint.export import export_due, prepare_export
@@ -67,9 +69,13 @@ class RayPPOTrainer:
         self.inference_engine_client, self.generator = inference_engine_client, generator
         self.placement, self.callbacks = colocate_pg, list(callbacks)
         self.global_step = 0
-        self.train_dataloader = experience.dataloader(cfg, train_dataset)
+        self.train_dataloader = PromptLoader(train_dataset, cfg.trainer.train_batch_size, seed=cfg.trainer.seed)
         self.kl_controller = get_kl_controller(cfg.trainer.algorithm) if self._kl_in_reward else None
-        self.phases, self.metrics = Phases(), Metrics()
+        self.sampler = DynamicSampler(
+            cfg.trainer.algorithm.dynamic_sampling, cfg.trainer.train_batch_size, cfg.trainer.seed
+        )
+        self.phases, self.metrics = Phases(), {}
+        self.finite = True
         self.stop, self.runner = StopSignal(), asyncio.Runner()
         self.roles: dict[str, Role] = {}
 
@@ -121,19 +127,16 @@ class RayPPOTrainer:
 
     def collect_experience(self) -> TrainingBatch:
         """Responses and rewards for one step; with dynamic sampling, of as many batches of prompts as it takes."""
-        kept = None
-        for attempt in range(1, 10**9):
-            prompts = self.next_prompts()
-            generator_input, uids = self.prepare_generator_input(prompts, "train")
+        chosen = None
+        while chosen is None:
+            generator_input, uids = self.prepare_generator_input(self.next_prompts(), "train")
             with self.phases("generate"), self.stop.interruptible():
                 output = self.generate(generator_input)
             with self.phases("postprocess_generator_output"):
                 output = self.postprocess_generator_output(output, uids)
-            output, uids, kept = self.handle_dynamic_sampling(output, uids, kept, attempt)
-            if output is not None:
-                break
+            chosen = self.handle_dynamic_sampling(output, uids)
         with self.phases("convert_to_training_input"):
-            return self.convert_to_training_input(output, uids)
+            return self.convert_to_training_input(*chosen)
 
     # ------------------------------------------------------------------ start
     def build_models(self) -> None:
@@ -158,6 +161,7 @@ class RayPPOTrainer:
             found, data, state = loaded
             self.global_step = found.step
             self.train_dataloader.load_state_dict(data)
+            self.sampler.rng.bit_generator.state = state["sampler_rng"]
             if self.kl_controller is not None:
                 self.kl_controller.value = state["kl_coef"]
             self.tracker.say(f"resumed from {found.folder} (step {found.step} of {self.total_steps})")
@@ -210,10 +214,11 @@ class RayPPOTrainer:
         return output
 
     def handle_dynamic_sampling(
-        self, output: Any, uids: list[str], kept: Any, attempt: int
-    ) -> tuple[Any | None, list[str], Any]:
-        """(output to train on, or None to sample more, its uids, what to keep of the batches so far)."""
-        return experience.dynamic_sampling(self.cfg, output, uids, kept, attempt)
+        self, generator_output: GeneratorOutput, uids: list[str]
+    ) -> tuple[GeneratorOutput, list[str]] | None:
+        """The rows to train on and their uids; None: sample more (``algorithm.dynamic_sampling``)."""
+        self.metrics["generate/sampled_batches"] = float(self.sampler.sampled_batches + 1)
+        return self.sampler.offer(generator_output, uids)
 
     def convert_to_training_input(self, generator_output: GeneratorOutput, uids: list[str]) -> TrainingBatch:
         """Right-aligned tensors; samples that are not finite are masked when ``algorithm.nonfinite=skip``."""
@@ -313,9 +318,9 @@ class RayPPOTrainer:
 
     def save_checkpoints(self) -> None:
         """Everything needed to go on from here."""
-        state = {"global_step": self.global_step} | (
-            {} if self.kl_controller is None else {"kl_coef": self.kl_controller.value}
-        )
+        state: dict[str, Any] = {"global_step": self.global_step, "sampler_rng": self.sampler.rng.bit_generator.state}
+        if self.kl_controller is not None:
+            state["kl_coef"] = self.kl_controller.value
         with self.phases("save_checkpoints"):
             folder = self.checkpoints.save(self.global_step, self.position, state, finite=self.finite)
         if folder is not None:

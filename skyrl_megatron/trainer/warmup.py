@@ -73,7 +73,8 @@ class WarmedUpTrainer(RayPPOTrainer):
 
     def answers(self, rng: random.Random, rows: int) -> TrainingBatch:
         """Random training prompts with their known answers as responses."""
-        picked = [self.train_dataset[rng.randrange(len(self.train_dataset))] for _ in range(rows)]
+        drawn = [self.train_dataset[rng.randrange(len(self.train_dataset))] for _ in range(rows)]
+        picked = self.train_dataset.collate_fn(drawn)
         chat: Any = self.generator.chat
         prompts = [chat.prompt(row["prompt"]) for row in picked]
         truths = [str(row["env_extras"]["reward_spec"]["ground_truth"]) for row in picked]

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from skyrl_megatron import device
 from skyrl_megatron.config.role_layout import engine_ranks
 from skyrl_megatron.errors import EngineError
-from skyrl_megatron.inference.protocol import Generation
-from skyrl_megatron.inference.vllm_engine import EngineSettings
+from skyrl_megatron.inference.protocol import Generation, SampleRequest
+from skyrl_megatron.inference.settings import engine_settings
 from skyrl_megatron.workers.engine_actor import EngineActor
 
 if TYPE_CHECKING:
@@ -20,27 +19,6 @@ if TYPE_CHECKING:
     from skyrl_megatron.workers.placement import Place
 
 STOP_TIMEOUT_S = 30.0
-CPU_CACHE_BYTES = 256 << 20
-"""KV cache of an engine on CPU, unless ``engine_init_kwargs.kv_cache_memory_bytes`` says otherwise."""
-
-
-def engine_settings(cfg: SkyRLTrainConfig) -> EngineSettings:
-    """What every engine of the run is started with."""
-    engine = cfg.generator.inference_engine
-    extra = dict(engine.engine_init_kwargs)
-    cache = extra.pop("kv_cache_memory_bytes", None if device.has_cuda() else CPU_CACHE_BYTES)
-    return EngineSettings(
-        cfg.trainer.policy.model.path,
-        tensor_parallel_size=engine.tensor_parallel_size,
-        dtype=engine.model_dtype,
-        max_num_seqs=engine.max_num_seqs,
-        max_num_batched_tokens=engine.max_num_batched_tokens,
-        kv_cache_bytes=cache,
-        gpu_memory_utilization=engine.gpu_memory_utilization,
-        enforce_eager=engine.enforce_eager,
-        seed=cfg.trainer.seed,
-        extra=extra,
-    )
 
 
 class Engines:
@@ -78,12 +56,17 @@ class Engines:
     ) -> list[Generation]:
         """One continuation for each prompt, in order; prompts are dealt out to the engines in turn."""
         each = [sampling_params] * len(prompt_token_ids) if isinstance(sampling_params, Mapping) else sampling_params
-        references = []
-        for number, (prompt, sampling) in enumerate(zip(prompt_token_ids, each, strict=True)):
-            engine = self.actors[number % len(self.actors)]
+        requests = []
+        for prompt, sampling in zip(prompt_token_ids, each, strict=True):
             self._requests += 1
-            references.append(engine.generate.remote(f"request-{self._requests}", prompt, sampling))
-        return list(await asyncio.gather(*references))
+            requests.append(SampleRequest(f"request-{self._requests}", prompt, sampling))
+        shares = [requests[number :: len(self.actors)] for number in range(len(self.actors))]
+        batches = [engine.generate_batch.remote(share) for engine, share in zip(self.actors, shares, strict=True)]
+        answers = await asyncio.gather(*batches)
+        out: list[Any] = [None] * len(requests)
+        for number, batch in enumerate(answers):
+            out[number :: len(self.actors)] = batch
+        return out
 
     def stop(self) -> None:
         """Ask every engine to end its processes, then end the actors."""

@@ -30,6 +30,8 @@ FORWARDED_PREFIXES = ("HF_", "WANDB_", "MLFLOW_", "SWANLAB_", "VLLM_", "NCCL_", 
 SPARE_SLOTS = 4
 """Logical CPUs beyond those of ranks and engines: for entry points and environments that ask for one."""
 CPU_STORE_BYTES = 1 << 30
+START_ATTEMPTS = 2
+"""Ray waits 30 s for its own processes, which a busy machine may take longer to start."""
 NODE_CHECK_S = 60.0
 CONNECT_TIMEOUT_S = 10.0
 
@@ -98,20 +100,24 @@ def local_ray(slots: int, *, object_store_bytes: int = 256 << 20) -> Iterator[No
 
 def _start(slots: int, environment: dict[str, Any], store_bytes: int | None, *, show_output: bool) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    try:
-        ray.init(
-            address="local",
-            num_cpus=slots,
-            include_dashboard=False,
-            object_store_memory=store_bytes,
-            log_to_driver=show_output,
-            logging_level="ERROR",
-            runtime_env=environment,
-            _node_ip_address=LOOPBACK,
-        )
-    except Exception as error:
-        ray.shutdown()
-        raise LaunchError(f"Ray did not start on {LOOPBACK}: {_first_line(error)}") from error
+    os.environ.setdefault("RAY_worker_niceness", "0")  # ranks and engines are the work, not helpers of it
+    for attempt in range(START_ATTEMPTS):
+        try:
+            ray.init(
+                address="local",
+                num_cpus=slots,
+                include_dashboard=False,
+                object_store_memory=store_bytes,
+                log_to_driver=show_output,
+                logging_level="ERROR",
+                runtime_env=environment,
+                _node_ip_address=LOOPBACK,
+            )
+            return
+        except Exception as error:
+            ray.shutdown()
+            if attempt + 1 == START_ATTEMPTS:
+                raise LaunchError(f"Ray did not start on {LOOPBACK}: {_first_line(error)}") from error
 
 
 def _join(address: str, environment: dict[str, Any]) -> None:
