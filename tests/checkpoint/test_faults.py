@@ -87,7 +87,7 @@ def two_saves(folder, root, layout="single", **options):
     for step in (1, 2):
         training.train(engine, [step])
         checkpointer.save(step, training.state_of(engine))
-    checkpointer.finish()
+        checkpointer.finish()
     training.train(engine, [3])
     return engine, checkpointer
 
