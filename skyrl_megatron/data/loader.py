@@ -1,0 +1,82 @@
+"""Batches of prompts in an order that can be taken up again exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+
+from skyrl_megatron.errors import DataError
+
+
+class Items(Protocol):
+    """What a loader draws from."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, item: int) -> Any: ...
+
+
+class PromptLoader:
+    """Iterating yields the batches of one epoch, from where the loader stands; the next iteration is the next epoch.
+
+    The order of an epoch follows from ``seed`` and the epoch's number alone, so the position is two numbers. With
+    ``drop_last`` an incomplete batch at the end is left out. Raises DataError when not even one batch fits.
+    """
+
+    def __init__(
+        self, dataset: Items, batch_size: int, *, seed: int = 0, shuffle: bool = True, drop_last: bool = True
+    ) -> None:
+        self.dataset, self.batch_size, self.seed = dataset, batch_size, seed
+        self.shuffle, self.drop_last = shuffle, drop_last
+        self.epoch = 0
+        """Epoch of the next batch, from 0."""
+        self.batch = 0
+        """Number of the next batch in its epoch, from 0."""
+        if not len(self):
+            raise DataError(
+                f"{len(dataset)} prompts do not fill one batch of {batch_size}: lower trainer.train_batch_size, or"
+                " give more data"
+            )
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        full, rest = divmod(len(self.dataset), self.batch_size)
+        return full + (0 if self.drop_last or not rest else 1)
+
+    def __iter__(self) -> Iterator[Any]:
+        order = self._order(self.epoch)
+        while self.batch < len(self):
+            rows = order[self.batch * self.batch_size : (self.batch + 1) * self.batch_size]
+            self.batch += 1
+            items = [self.dataset[int(row)] for row in rows]
+            yield getattr(self.dataset, "collate_fn", list)(items)
+        self.epoch, self.batch = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int | bool]:
+        """Plain numbers: where the loader stands, and what its order follows from."""
+        return {"epoch": self.epoch, "batch": self.batch, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state``. Raises DataError when data, batch size or seed are not those of the state."""
+        for key, value in self._identity().items():
+            if state.get(key) != value:
+                raise DataError(
+                    f"the checkpoint's data position has {key}={state.get(key)}, this run has {value}: resume with the"
+                    " same data, batch size and seed, or start with trainer.resume_mode=none"
+                )
+        self.epoch, self.batch = int(state["epoch"]), int(state["batch"])
+
+    def _identity(self) -> dict[str, int | bool]:
+        return {
+            "rows": len(self.dataset),
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "drop_last": self.drop_last,
+        }
+
+    def _order(self, epoch: int) -> np.ndarray:
+        rows = len(self.dataset)
+        return np.random.default_rng([self.seed, epoch]).permutation(rows) if self.shuffle else np.arange(rows)

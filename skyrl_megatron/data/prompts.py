@@ -1,0 +1,180 @@
+"""Prompts from files: rows ``{prompt: chat messages, env_class, reward_spec, extra_info, …}``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from skyrl_megatron.errors import DataError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
+BATCH_ROWS = 1000
+
+
+class PromptDataset:
+    """The prompts of one or several sources, without those that are too long.
+
+    ``datasets``: paths of parquet, json or jsonl files, or ``name[:split]`` of a Hugging Face dataset (split
+    ``train`` unless given). Files are converted once to Arrow in the ``datasets`` cache and mapped into memory, and
+    prompts are measured a thousand at a time, so that memory does not grow with the files. ``template`` and
+    ``template_kwargs`` are what the generator renders prompts with; a prompt is kept if it has at most
+    ``max_prompt_length`` tokens, the beginning of the answer included.
+
+    An item is ``(messages, env_class, extras, uid)``: ``env_class`` is None where the row has none, ``extras`` are all
+    other columns, ``uid`` is the row's number over all sources and does not depend on what was filtered.
+
+    Raises DataError for files that are missing or cannot be read, and for rows without a prompt (file and row).
+    """
+
+    def __init__(
+        self,
+        datasets: str | Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        max_prompt_length: int,
+        num_workers: int = 1,
+        prompt_key: str = "prompt",
+        env_class_key: str = "env_class",
+        *,
+        template: str | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        from datasets import concatenate_datasets
+
+        names = [datasets] if isinstance(datasets, str) else list(datasets)
+        if not names:
+            raise DataError("no dataset is given: set data.train_data")
+        self.prompt_key, self.env_class_key = prompt_key, env_class_key
+        self.tokenizer, self.max_prompt_length = tokenizer, max_prompt_length
+        self._render = {"chat_template": template, **(template_kwargs or {})}
+        if template is None and not getattr(tokenizer, "chat_template", None):
+            raise DataError(
+                f"the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template: set"
+                " generator.chat_template, or take the tokenizer of an instruction-tuned model"
+            )
+        sources = [_load(name, num_workers) for name in names]
+        for name, source in zip(names, sources, strict=True):
+            if prompt_key not in source.column_names:
+                columns = ", ".join(source.column_names)
+                raise DataError(f"{name}, row 0: no column {prompt_key!r}; the columns are {columns}")
+        self.rows = _joined(sources, names, concatenate_datasets)
+        self.kept = self._short_enough(names, [len(source) for source in sources])
+        self.num_filtered = len(self.rows) - len(self.kept)
+        """Prompts left out because they are too long."""
+        if self.num_filtered:
+            logger.info("%d of %d prompts are longer than %d", self.num_filtered, len(self.rows), max_prompt_length)
+        if not len(self.kept):
+            raise DataError(
+                f"{', '.join(names)}: none of {len(self.rows)} prompts has at most {max_prompt_length} tokens: raise"
+                " trainer.max_prompt_length"
+            )
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def __getitem__(self, item: int) -> tuple[list[dict[str, Any]], str | None, dict[str, Any], str]:
+        number = int(self.kept[item])
+        extras = dict(self.rows[number])
+        messages, env_class = extras.pop(self.prompt_key), extras.pop(self.env_class_key, None)
+        return [_without_nulls(message) for message in messages], env_class, extras, str(number)
+
+    def collate_fn(self, items: Sequence[tuple[Any, Any, Any, str]]) -> list[dict[str, Any]]:
+        """Items as entries ``{prompt, env_class, env_extras, uid}``."""
+        return [
+            {"prompt": prompt, "env_class": env_class, "env_extras": extras, "uid": uid}
+            for prompt, env_class, extras, uid in items
+        ]
+
+    def _short_enough(self, names: Sequence[str], sizes: Sequence[int]) -> np.ndarray:
+        """Numbers of the rows to keep, after every prompt was checked and measured."""
+        kept, starts = [], np.cumsum([0, *sizes])
+        for first, prompts in self._batches():
+            for offset, messages in enumerate(prompts):
+                if problem := _problem(messages):
+                    source = int(np.searchsorted(starts, first + offset, side="right")) - 1
+                    row = first + offset - int(starts[source])
+                    raise DataError(f"{names[source]}, row {row}: {self.prompt_key} {problem}")
+            texts = [
+                self.tokenizer.apply_chat_template(
+                    [_without_nulls(message) for message in messages],
+                    add_generation_prompt=True,
+                    tokenize=False,
+                    **self._render,
+                )
+                for messages in prompts
+            ]
+            lengths = [len(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]]
+            kept.append(first + np.flatnonzero(np.asarray(lengths) <= self.max_prompt_length))
+        return np.concatenate(kept) if kept else np.zeros(0, np.int64)
+
+    def _batches(self) -> Iterator[tuple[int, list[Any]]]:
+        only_prompts = self.rows.select_columns([self.prompt_key])
+        for first in range(0, len(only_prompts), BATCH_ROWS):
+            yield first, only_prompts[first : first + BATCH_ROWS][self.prompt_key]
+
+
+def _load(name: str, num_workers: int) -> Dataset:
+    from datasets import DatasetDict, load_dataset
+
+    path = Path(name).expanduser()
+    reader = READERS.get(path.suffix.lower())
+    if reader is None:
+        return _load_from_hub(name)
+    if not path.is_file():
+        raise DataError(
+            f"{path}: no such file; prepare it with python -m skyrl_megatron.data.prepare, or name another"
+        )
+    try:
+        found = load_dataset(reader, data_files=str(path), num_proc=num_workers if num_workers > 1 else None)
+    except Exception as error:
+        cause = error.__cause__ or error
+        raise DataError(f"{path} cannot be read as {reader}: {cause}") from error
+    assert isinstance(found, DatasetDict)
+    return found["train"]
+
+
+def _load_from_hub(name: str) -> Dataset:
+    from datasets import load_dataset
+
+    dataset, _, split = name.partition(":")
+    try:
+        found = load_dataset(dataset)
+    except Exception as error:
+        kinds = ", ".join(READERS)
+        raise DataError(f"{name} is neither a file ({kinds}) nor a dataset that can be loaded: {error}") from error
+    if (wanted := split or "train") not in found:
+        raise DataError(f"{dataset}: there is no split {wanted!r}, the splits are {', '.join(found)}")
+    return found[wanted]
+
+
+def _joined(sources: list[Dataset], names: Sequence[str], concatenate: Any) -> Dataset:
+    try:
+        return sources[0] if len(sources) == 1 else concatenate(sources)
+    except ValueError as error:
+        raise DataError(f"the columns of {', '.join(names)} do not fit together: {error}") from error
+
+
+def _problem(messages: Any) -> str | None:
+    """What is wrong with a prompt."""
+    if messages is None or (isinstance(messages, list) and not messages):
+        return "is empty"
+    if not isinstance(messages, list):
+        return f"is {messages!r:.80}, it must be a list of messages with role and content"
+    for message in messages:
+        if not isinstance(message, dict) or message.get("role") is None or message.get("content") is None:
+            return f"holds {message!r:.80}, which is no message with role and content"
+    return None
+
+
+def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:
+    """A message without the fields that Arrow added because other messages have them."""
+    return {key: value for key, value in message.items() if value is not None}

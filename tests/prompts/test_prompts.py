@@ -1,0 +1,247 @@
+"""Datasets of prompts: formats, filtering, bad rows, memory; the loader's order and resume; prepared datasets."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from skyrl_megatron.data.loader import PromptLoader
+from skyrl_megatron.errors import DataError
+from tests.rollout.scripted import tokenizer_of
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """Converted files go to the test's own folder."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    datasets.disable_progress_bars()
+
+
+def rows_of(count, words=lambda i: i % 7):
+    return [
+        {
+            "data_source": "test",
+            "prompt": [{"role": "user", "content": "the " * words(i) + f"{i}?"}],
+            "env_class": "gsm8k" if i % 2 else None,
+            "reward_spec": {"method": "rule", "ground_truth": str(i)},
+            "extra_info": {"index": i},
+        }
+        for i in range(count)
+    ]
+
+
+def save(rows, path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=1000)
+    else:
+        lines = [json.dumps(row) for row in rows]
+        path.write_text("\n".join(lines) if path.suffix == ".jsonl" else "[" + ",".join(lines) + "]")
+    return str(path)
+
+
+def dataset(paths, max_prompt_length=1000, **options):
+    from skyrl_megatron.data.prompts import PromptDataset
+
+    return PromptDataset(paths, tokenizer_of("chatml"), max_prompt_length, **options)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".json", ".jsonl"])
+def test_every_format_gives_the_same_rows(tmp_path, suffix):
+    found = dataset([save(rows_of(5), tmp_path / f"data{suffix}")])
+    assert [found[i] for i in range(len(found))] == [
+        (
+            row["prompt"],
+            row["env_class"],
+            {key: row[key] for key in ("data_source", "reward_spec", "extra_info")},
+            str(number),
+        )
+        for number, row in enumerate(rows_of(5))
+    ]
+    assert found.collate_fn([found[1]])[0].keys() == {"prompt", "env_class", "env_extras", "uid"}
+
+
+def test_long_prompts_are_left_out_and_counted(tmp_path):
+    """More rows than are measured at a time, over two files; uids do not depend on the limit."""
+    tokenizer = tokenizer_of("chatml")
+    rows = rows_of(1500)
+    paths = [save(rows[:1100], tmp_path / "a.parquet"), save(rows[1100:], tmp_path / "b.parquet")]
+    lengths = [len(tokenizer.apply_chat_template(r["prompt"], add_generation_prompt=True)["input_ids"]) for r in rows]
+    limit = int(np.median(lengths))
+    found = dataset(paths, limit)
+    short = [i for i, length in enumerate(lengths) if length <= limit]
+    assert 0 < len(short) < 1500
+    assert [found[i][3] for i in range(len(found))] == [str(i) for i in short]
+    assert found.num_filtered == 1500 - len(short)
+    assert found[len(found) - 1][0] == rows[short[-1]]["prompt"]
+
+
+def test_the_generators_template_measures(tmp_path):
+    path = save(rows_of(4), tmp_path / "a.jsonl")
+    longer = tokenizer_of("chatml").chat_template + "{{ extra }}"
+    plain = dataset([path], 40)
+    assert len(plain) == 4
+    with pytest.raises(DataError, match=r"none of 4 prompts has at most 40 tokens: raise trainer.max_prompt_length"):
+        dataset([path], 40, template=longer, template_kwargs={"extra": "the " * 40})
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({"prompt": None}, "row 3: prompt is empty"),
+        ({"prompt": []}, "row 3: prompt is empty"),
+        ({"prompt": [{"role": "user", "content": None}]}, "row 3: prompt holds .* no message with role and content"),
+    ],
+)
+def test_a_row_without_a_prompt_is_named(tmp_path, row, message):
+    good = save(rows_of(6), tmp_path / "good.parquet")
+    rows = rows_of(5)
+    rows[3] |= row
+    with pytest.raises(DataError, match=f"bad.parquet, {message}"):
+        dataset([good, save(rows, tmp_path / "bad.parquet")])
+
+
+def test_files_that_do_not_serve(tmp_path):
+    with pytest.raises(DataError, match=r"none.parquet: no such file"):
+        dataset([str(tmp_path / "none.parquet")])
+    (tmp_path / "broken.parquet").write_bytes(b"PAR1 this is not parquet")
+    with pytest.raises(DataError, match=r"broken.parquet cannot be read as parquet"):
+        dataset([str(tmp_path / "broken.parquet")])
+    text = [{"prompt": "What is 1 + 1?"}]
+    with pytest.raises(DataError, match=r"row 0: prompt is 'What is 1 \+ 1\?', it must be a list of messages"):
+        dataset([save(text, tmp_path / "text.jsonl")])
+    with pytest.raises(DataError, match="row 0: no column 'prompt'; the columns are question"):
+        dataset([save([{"question": "?"}], tmp_path / "column.jsonl")])
+    with pytest.raises(DataError, match=r"neither a file .* nor a dataset that can be loaded"):
+        dataset(["nobody/nothing:test"])
+    from skyrl_megatron.data.prompts import PromptDataset
+
+    class Bare:
+        chat_template, name_or_path = None, "bare"
+
+    with pytest.raises(DataError, match="tokenizer 'bare' has no chat template"):
+        PromptDataset([save(rows_of(1), tmp_path / "one.jsonl")], Bare(), 10)
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path):
+    """30,000 prompts of 2 kB: once converted, they are measured and read in a few MB of memory."""
+    code = """
+import sys
+import datasets
+datasets.config.HF_DATASETS_CACHE = sys.argv[2]
+datasets.disable_progress_bars()
+from skyrl_megatron.data.prompts import PromptDataset
+from skyrl_megatron.data.loader import PromptLoader
+from tests.rollout.scripted import tokenizer_of
+tokenizer = tokenizer_of("chatml")
+tokenizer.__class__.__call__ = lambda self, texts, **_: {"input_ids": [[0]] * len(texts)}  # not what is measured
+def anonymous():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon"))
+before = anonymous()
+found = PromptDataset([sys.argv[1]], tokenizer, 10)
+for batch in PromptLoader(found, 64):
+    pass
+print(len(found), anonymous() - before)
+"""
+    rows = [{"prompt": [{"role": "user", "content": f"{i} " + "x" * 2000}]} for i in range(30_000)]
+    path = save(rows, tmp_path / "large.parquet")
+    dataset([path], 10_000)  # converts it
+    command = [sys.executable, "-c", code, path, str(tmp_path / "cache")]
+    count, used = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert int(count) == 30_000 and int(used) < 20_000  # kB; the file holds 60,000
+
+
+def test_loader_resumes_exactly():
+    def epochs(loader, batches):
+        made = []
+        while len(made) < batches:
+            for batch in loader:
+                made.append(batch)
+                if len(made) == batches:
+                    break
+        return made
+
+    whole = epochs(PromptLoader(range(23), 5, seed=3), 14)
+    for stop in (0, 1, 4, 5, 9):
+        loader = PromptLoader(range(23), 5, seed=3)
+        first = epochs(loader, stop) if stop else []
+        state = json.loads(json.dumps(loader.state_dict()))
+        resumed = PromptLoader(range(23), 5, seed=3)
+        resumed.load_state_dict(state)
+        assert first + epochs(resumed, 14 - stop) == whole, stop
+    for epoch in range(3):
+        seen = {row for batch in whole[4 * epoch : 4 * epoch + 4] for row in batch}
+        assert len(seen) == 20
+    assert whole[:4] != whole[4:8]
+    assert whole != epochs(PromptLoader(range(23), 5, seed=4), 14)
+
+
+def test_loader_edges():
+    loader = PromptLoader(range(7), 3, shuffle=False, drop_last=False)
+    assert len(loader) == 3 and list(loader) == [[0, 1, 2], [3, 4, 5], [6]]
+    with pytest.raises(DataError, match=r"7 prompts do not fill one batch of 8: lower trainer.train_batch_size"):
+        PromptLoader(range(7), 8)
+    with pytest.raises(DataError, match="data position has rows=7, this run has 8"):
+        PromptLoader(range(8), 3, shuffle=False, drop_last=False).load_state_dict(loader.state_dict())
+
+
+# ------------------------------------------------------- prepared datasets
+def prepare(*argv):
+    from skyrl_megatron.data.prepare import main
+
+    return main([str(arg) for arg in argv])
+
+
+def read(path):
+    import pyarrow.parquet as pq
+
+    return pq.read_table(path).to_pylist()
+
+
+@pytest.mark.parametrize("name, digits", [("addition", 2), ("multiply", 3)])
+def test_arithmetic_is_right_distinct_and_held_out(tmp_path, name, digits):
+    from skyrl_megatron.envs import make
+
+    assert prepare(name, "--output-dir", tmp_path, "--num-digits", digits, "--train-size", 2500) == 0
+    train, held_out = read(tmp_path / "train.parquet"), read(tmp_path / "validation.parquet")
+    assert (len(train), len(held_out)) == (2500, 600)
+
+    def operands(row):
+        text = row["prompt"][-1]["content"].rstrip("=").replace("*", "+")
+        return tuple(sorted(int(part) for part in text.split("+")))
+
+    problems = [operands(row) for row in train + held_out]
+    assert len(set(problems)) == len(problems)  # so no pair is in both, in either order
+    for row in train[:50]:
+        a, b = operands(row)
+        answer = row["reward_spec"]["ground_truth"]
+        assert int(answer) == (a + b if name == "addition" else a * b) and len(answer) >= 2
+        env = make(row["env_class"], extras={**row, "max_turns": 1})
+        said = answer if name == "addition" else f"It is \\boxed{{{answer}}}."
+        assert env.step(said)["reward"] == 1.0 and env.step(said + "0")["reward"] == float(name == "multiply")
+    assert dataset([str(tmp_path / "train.parquet")])[0][1] == name
+
+
+def test_too_many_problems_are_refused(tmp_path, capsys):
+    assert prepare("addition", "--output-dir", tmp_path, "--num-digits", 1) == 1
+    assert "there are 45 pairs of numbers of 1 digits, 3600 are asked for" in capsys.readouterr().err
+    assert prepare("addition", "--output-dir", tmp_path, "--num-digits", 1, "--train-size", 30, "--test-size", 15) == 0
+    assert len(read(tmp_path / "train.parquet")) == 30
+
+
+def test_gsm8k_from_its_files(tmp_path):
+    records = [{"question": f"{i} + 1000?", "answer": f"It is {i + 1000}.\n#### 1,00{i}"} for i in range(3)]
+    for split in ("train", "test"):
+        save(records, tmp_path / f"{split}.jsonl")
+    folder = tmp_path / "out"
+    assert prepare("gsm8k_multi_turn", "--source", tmp_path, "--output-dir", folder, "--max-turns", 3) == 0
+    row = read(folder / "validation.parquet")[1]
+    assert row["reward_spec"]["ground_truth"] == "1001" and row["env_class"] == "gsm8k_multi_turn"
+    assert row["extra_info"]["max_turns"] == 3 and row["prompt"][0]["content"].startswith("1 + 1000?")
+    assert prepare("gsm8k", "--source", tmp_path / "nowhere", "--output-dir", folder) == 1
