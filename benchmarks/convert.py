@@ -40,7 +40,7 @@ start = time.perf_counter()
 if kind == "import":
     import_hf(source, target, workers=2)
 elif kind == "export":
-    export_megatron(source, target, workers=2)
+    export_megatron(source, target, workers=2, max_shard_size=10**9)  # files of the size of the original's
 else:
     AutoModelForCausalLM.from_pretrained(source, dtype="auto").save_pretrained(target)
 os.sync()

@@ -138,7 +138,7 @@ def _interrupt(*_: object) -> NoReturn:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. Returns the exit code; user mistakes print one message and no traceback."""
     args = parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, _interrupt)
+    previous = signal.signal(signal.SIGTERM, _interrupt)
     try:
         return run(args)
     except BridgeError as error:
@@ -149,6 +149,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; nothing was left under the name of the output", file=sys.stderr)
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 if __name__ == "__main__":

@@ -95,3 +95,27 @@ def test_export_of_a_training_checkpoint(ranks, tmp_path):
     assert result.equal and result.tensors > 50, result.differences[:5]
     moved = compare(hf, tmp_path / "bridges")
     assert len(moved.differences) > result.tensors // 2, "training changed nothing"
+
+
+@pytest.mark.parametrize("broken", [False, pytest.param(True, marks=pytest.mark.full_matrix)])
+def test_logits_of_both_folders_are_compared(broken, tmp_path, capsys):
+    import json
+
+    from bridges.__main__ import main
+    from bridges.convert import import_hf
+
+    hf = save_tiny("qwen3_moe", tmp_path / "hf", num_key_value_heads=2, initializer_range=0.2)
+    import_hf(hf, tmp_path / "megatron")
+    if broken:
+        hf = save_tiny("qwen3_moe", tmp_path / "other", seed=1, num_key_value_heads=2, initializer_range=0.2)
+    assert main(["verify", "--logits", str(hf), str(tmp_path / "megatron"), "--layout", "tp=2,ep=2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["layout"] == {"tp": 2, "ep": 2} and found["reference_max"] > 5
+    assert (found["max_abs_difference"] > 1) if broken else (found["max_abs_difference"] <= 1e-4)
+
+
+def test_logits_with_a_layout_that_does_not_fit_is_an_error(tmp_path, capsys):
+    from bridges.__main__ import main
+
+    assert main(["verify", "--logits", str(tmp_path), str(tmp_path), "--layout", "tp=two"]) == 2
+    assert "write e.g. tp=2,ep=2" in capsys.readouterr().err
