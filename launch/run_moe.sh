@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Train a Mixture-of-Experts model with RL.
-#   launch/run_moe.sh [key=value ...]                          the embedded default: two-digit sums on two CPU cores
+#   launch/run_moe.sh                                          one step of everything on the embedded Qwen3-MoE
+#   launch/run_moe.sh --recipe embedded [key=value ...]        the embedded run: two-digit sums on two CPU cores
 #   launch/run_moe.sh model=PATH_OR_NAME [key=value ...]       that model
 #   launch/run_moe.sh --recipe NAME [key=value ...]            launch/recipes/NAME.yaml
 # --check shows what a configuration comes to and starts nothing. A Ray cluster is joined when RAY_ADDRESS names one or
@@ -11,7 +12,7 @@ launch/setup.sh
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 if [ -z "${RAY_ADDRESS:-}" ] && [ -s /tmp/ray/ray_current_cluster ]; then export RAY_ADDRESS=auto; fi
 
-entrypoint=embedded
+entrypoint=one_step
 arguments=()
 while [ $# -gt 0 ]; do
   case $1 in
@@ -23,7 +24,8 @@ while [ $# -gt 0 ]; do
       if [ "$name" = embedded ]; then entrypoint=embedded; else arguments+=(--config "launch/recipes/$name.yaml"); fi ;;
     model=*) entrypoint=main_base; arguments+=("trainer.policy.model.path=${1#model=}") ;;
     trainer.policy.model.path=*) entrypoint=main_base; arguments+=("$1") ;;
-    *) arguments+=("$1") ;;
+    -h|--help) sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    *) if [ "$entrypoint" = one_step ]; then entrypoint=embedded; fi; arguments+=("$1") ;;
   esac
   if [ $# -gt 0 ]; then shift; fi
 done
