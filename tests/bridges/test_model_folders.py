@@ -60,7 +60,7 @@ def test_import_fills_a_built_model(model_type, overrides, layout, world_size, r
 
     hf = save_tiny(model_type, tmp_path / "hf", num_hidden_layers=4, num_key_value_heads=2, **overrides)
     import_hf(hf, tmp_path / "megatron")
-    assert min(ranks(world_size, load_body, hf, tmp_path / "megatron", layout)) > 15
+    assert min(ranks(world_size, load_body, hf, tmp_path / "megatron", layout)) >= 15
 
 
 def train_body(hf, root, layout):

@@ -116,7 +116,7 @@ def check_all(ranks, layouts):
         wrong = {key: pair for key, pair in found.items() if pair[0] != pair[1]}
         families = {family for _, family, _ in wrong}
         assert families == NOT_BUILT_YET, f"rank {rank}: (built, predicted) {wrong}"
-        assert len(found) >= 8 * len(layouts)
+        assert len(found) >= 7 * len(layouts)
 
 
 def test_parameters_per_rank_are_those_of_built_models(ranks):
