@@ -127,13 +127,13 @@ class Megatron:
         self.count = response.sum()
 
     def step(self) -> float:
-        from skyrl_megatron.runtime.vocab_parallel import logprobs_and_entropy
+        from skyrl_megatron.runtime.vocab_parallel import SoftmaxSettings, logprobs_and_entropy
 
         chunk = self.model.chunks[0]
         chunk.zero_grad()
         logits = chunk(**self.packed.model_arguments()).flatten(0, 1)
         logprobs, _ = logprobs_and_entropy(
-            logits, self.packed.targets, self.groups.tp, vocab_size=self.model.vocab_size
+            logits, self.packed.targets, self.groups.tp, SoftmaxSettings(self.model.vocab_size)
         )
         loss = -self.packed.to_responses(logprobs).sum() / self.count
         loss.backward()

@@ -32,14 +32,17 @@ from skyrl_megatron.runtime import cpu_seam, loss_scale, parallel_state
 from skyrl_megatron.runtime.agreement import raise_together
 from skyrl_megatron.runtime.engine_settings import ddp_config, hf_model, parameter_dtype, transformer_kwargs
 from skyrl_megatron.runtime.flops import model_flops, peak_flops
-from skyrl_megatron.runtime.forward_step import Logits, LogprobStep, MicroBatch, PolicyStep
+from skyrl_megatron.runtime.forward_step import LogprobHead, LogprobStep, MicroBatch, PolicyStep
 from skyrl_megatron.runtime.hf_load import load_hf
+from skyrl_megatron.runtime.lm_head import return_hidden_states
 from skyrl_megatron.runtime.micro_batches import plan_micro_batches
 from skyrl_megatron.runtime.model_build import build_model
 from skyrl_megatron.runtime.optimizer import StepResult, build_lr_schedule, build_optimizer, step_if_finite
 from skyrl_megatron.runtime.packed_inputs import pack
 from skyrl_megatron.runtime.profiling import MemoryRecorder, profiled
+from skyrl_megatron.runtime.router import router_metrics
 from skyrl_megatron.runtime.schedule import run_schedule, share_from_last_stage
+from skyrl_megatron.runtime.vocab_parallel import SoftmaxSettings
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -74,6 +77,8 @@ class MegatronEngine:
         )
         load_hf(self.model, self.settings.model.path, self.groups)
         self.chunks: list[torch.nn.Module] = list(self.model.chunks)
+        fused = cfg.trainer.fused_lm_head_logprob and self.groups.is_last_stage
+        self._head_weight = return_hidden_states(self.model.chunks[-1], self.groups) if fused else None
         self.flops = model_flops(self.model.config, self.model.vocab_size)
         self.memory = MemoryRecorder(
             getattr(self.settings, "record_memory", False), Path(cfg.trainer.ckpt_path) / "memory_snapshots"
@@ -111,6 +116,7 @@ class MegatronEngine:
             use_distributed_optimizer=distributed,
             overlap_param_gather=buffers.overlap_param_gather,
         )
+        self.overlaps_param_gather = distributed and buffers.overlap_param_gather
         self.lr_schedule = build_lr_schedule(self.optimizer, self.settings.optimizer_config, total_steps)
 
     # ------------------------------------------------------------------ where this rank stands
@@ -137,7 +143,7 @@ class MegatronEngine:
         ``batch``: the rows of this replica. ``temperature`` defaults to ``algorithm.temperature``. Every rank of the
         model gets the result of its replica.
         """
-        step = LogprobStep(self._logits(temperature))
+        step = LogprobStep(self._head(temperature))
         micro_batches = self._micro_batches(batch, self.cfg.trainer.micro_forward_batch_size_per_gpu)
         with self._mode(training=False):
             results = run_schedule(step, micro_batches, self.chunks, self.groups, forward_only=True)
@@ -191,17 +197,22 @@ class MegatronEngine:
                     chunk.scale_gradients(1.0 - share)
             self.auxiliary_scale.over(self._count_valid_tokens(batch), share)
             seed = (self.cfg.trainer.seed, self.steps, self.dp_rank)
-            step = PolicyStep(self._logits(), objective, combined, entropy=self._wants_entropy, seed=seed)
+            step = PolicyStep(self._head(), objective, combined, entropy=self._wants_entropy, seed=seed)
             micro_batches = self._micro_batches(batch, self.cfg.trainer.micro_train_batch_size_per_gpu)
             with self._mode(training=True), self._local_gradients(accumulate), self._profile("forward_backward"):
                 results = run_schedule(step, micro_batches, self.chunks, self.groups, forward_only=False)
             raise_together(step.failure)
             self._accumulated = combined
         metrics = self._reduce(merge_metrics(*results))
+        per_layer = self.megatron.moe_per_layer_logging
+        metrics |= router_metrics(self.chunks, self.model.config, per_layer=per_layer)
         return metrics | self._speed(batch, time.perf_counter() - started, len(micro_batches))
 
-    def optim_step(self) -> StepResult:
+    def optim_step(self, *, more_follow: bool = False) -> StepResult:
         """Reduce the accumulated gradients over dp, clip, and step; clears them.
+
+        ``more_follow`` says that another :meth:`forward_backward` comes before anything else reads the weights: with
+        ``ddp_config.overlap_param_gather`` they are then gathered during its forward pass, otherwise here.
 
         A gradient that is not finite anywhere is not applied: weights, moments and schedule stay as they are, the
         result says so and names the first parameter, and :attr:`skipped_steps` counts it. Raises ValueError when there
@@ -211,6 +222,9 @@ class MegatronEngine:
         with self._profile("optim_step"):
             result = step_if_finite(self.optimizer, self.lr_schedule, self.chunks)
         self.clear_gradients()
+        if self.overlaps_param_gather and not more_follow:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
         self.steps += 1
         self.skipped_steps += result.skipped
         self.memory.snapshot(f"step_{self.steps}", dist.get_rank())
@@ -239,10 +253,15 @@ class MegatronEngine:
         self._reduced = False
 
     # ------------------------------------------------------------------ parts of the step
-    def _logits(self, temperature: float | None = None) -> Logits:
+    def _head(self, temperature: float | None = None) -> LogprobHead:
         given = self.cfg.trainer.algorithm.temperature if temperature is None else temperature
-        chunk = self.cfg.trainer.logprobs_chunk_size or 0
-        return Logits(self.model.vocab_size, 1.0 if given is None else given, chunk)
+        settings = SoftmaxSettings(
+            self.model.vocab_size,
+            temperature=1.0 if given is None else given,
+            chunk_size=self.cfg.trainer.logprobs_chunk_size or 0,
+            compiled=device.has_cuda() and getattr(self.settings, "use_torch_compile", False),
+        )
+        return LogprobHead(settings, self._head_weight)
 
     @property
     def _wants_entropy(self) -> bool:

@@ -6,6 +6,7 @@ chunk, it returns the chunk's output and the closure that the schedule calls wit
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,11 @@ from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.algorithms.reduction import StepTotals
 from skyrl_megatron.runtime.loss_scale import loss_for_schedule
 from skyrl_megatron.runtime.packed_inputs import PackedInputs
-from skyrl_megatron.runtime.vocab_parallel import logprobs_and_entropy
+from skyrl_megatron.runtime.vocab_parallel import (
+    SoftmaxSettings,
+    fused_logprobs_and_entropy,
+    logprobs_and_entropy,
+)
 
 if TYPE_CHECKING:
     from skyrl_megatron.types import TrainingBatch
@@ -41,29 +46,26 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Logits:
-    """How logits become log-probs: the real vocabulary, the sampling temperature, tokens handled at once."""
+class LogprobHead:
+    """How the model's output becomes log-probs of response tokens."""
 
-    vocab_size: int
-    temperature: float
-    chunk_size: int
+    settings: SoftmaxSettings
+    weight: Tensor | None = None
+    """[V_padded / tp, H]: the LM head's, where the model returns hidden states (``lm_head.py``)."""
 
-    def logprobs(
-        self, logits: Tensor, packed: PackedInputs, *, with_entropy: bool = False
+    def __call__(
+        self, output: Tensor, packed: PackedInputs, *, with_entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """(log-probs, entropies) of the response tokens, [b, T] each, equal on all tp and cp ranks of the stage.
 
-        ``logits``: [1, p, V_padded / tp]; with padded inputs [b, S, V_padded / tp].
+        ``output``: logits [1, p, V_padded / tp], or hidden states [1, p, H]; with padded inputs [b, S, …].
         """
-        logprobs, entropy = logprobs_and_entropy(
-            logits.flatten(0, -2),
-            packed.targets,
-            packed.groups.tp,
-            vocab_size=self.vocab_size,
-            temperature=self.temperature,
-            chunk_size=self.chunk_size,
-            with_entropy=with_entropy,
-        )
+        output, targets, tp = output.flatten(0, -2), packed.targets, packed.groups.tp
+        settings = dataclasses.replace(self.settings, with_entropy=with_entropy)
+        if self.weight is None:
+            logprobs, entropy = logprobs_and_entropy(output, targets, tp, settings)
+        else:
+            logprobs, entropy = fused_logprobs_and_entropy(output, self.weight, targets, tp, settings)
         return packed.to_responses(logprobs), None if entropy is None else packed.to_responses(entropy)
 
 
@@ -83,11 +85,11 @@ class ForwardStep:
 class LogprobStep(ForwardStep):
     """Forward only: the schedule's results are log-probs [b, T] of each micro-batch."""
 
-    def __init__(self, logits: Logits) -> None:
-        self.logits = logits
+    def __init__(self, head: LogprobHead) -> None:
+        self.head = head
 
     def on_last_stage(self, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logprobs, _ = self.logits.logprobs(output, micro_batch.packed)
+        logprobs, _ = self.head(output, micro_batch.packed)
         return loss_for_schedule(logprobs.new_zeros(()), logprobs)
 
 
@@ -100,14 +102,14 @@ class PolicyStep(ForwardStep):
 
     def __init__(
         self,
-        logits: Logits,
+        head: LogprobHead,
         objective: PolicyObjective,
         totals: StepTotals,
         *,
         entropy: bool,
         seed: tuple[int, ...],
     ) -> None:
-        self.logits, self.objective, self.totals, self.entropy = logits, objective, totals, entropy
+        self.head, self.objective, self.totals, self.entropy = head, objective, totals, entropy
         self.seed = seed
         """Random picks of a loss come from this and the micro-batch's number: alike on all tp, cp and pp ranks."""
         self.finished = 0
@@ -115,7 +117,7 @@ class PolicyStep(ForwardStep):
 
     def on_last_stage(self, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Metrics]:
         batch = micro_batch.batch
-        logprobs, entropy = self.logits.logprobs(output, micro_batch.packed, with_entropy=self.entropy)
+        logprobs, entropy = self.head(output, micro_batch.packed, with_entropy=self.entropy)
         assert batch.advantages is not None
         seed_random_picks(*self.seed, self.finished)
         self.finished += 1

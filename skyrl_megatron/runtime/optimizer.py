@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -75,15 +76,34 @@ def build_optimizer(
         "pin_cpu_grads": device.has_cuda(),
         "pin_cpu_params": device.has_cuda(),
     }
-    known = OptimizerConfig.__dataclass_fields__
-    unknown = [name for name in extra if name not in known]
+    key = "trainer.policy.megatron_config.optimizer_config_kwargs"
+    unknown = [name for name in extra if name not in OptimizerConfig.__dataclass_fields__]
     if unknown:
-        key = "trainer.policy.megatron_config.optimizer_config_kwargs"
         raise ConfigError(
             [Problem(f"{key}.{name}", extra[name], "megatron's OptimizerConfig has no such field") for name in unknown]
         )
-    config = OptimizerConfig(**(fields | extra))
+    fields |= extra
+    _require_hardware(fields, key)
+    try:
+        config = OptimizerConfig(**fields)
+    except (ValueError, AssertionError) as error:
+        raise ConfigError([Problem(key, extra, f"Megatron rejects it: {error}")]) from error
     return get_megatron_optimizer(config, chunks, use_gloo_process_groups=False, pg_collection=groups.collection)
+
+
+def _require_hardware(fields: dict[str, Any], key: str) -> None:
+    """Raise ConfigError for optimizers that this machine or precision cannot run, which Megatron finds out late."""
+    offloaded, name = fields.get("optimizer_cpu_offload"), "optimizer_cpu_offload"
+    if offloaded and not device.has_cuda():
+        fix = "there is no GPU to keep the optimizer state away from; leave it out"
+        raise ConfigError([Problem(f"{key}.{name}", offloaded, fix)])
+    if offloaded and fields["use_distributed_optimizer"] and fields["params_dtype"] == torch.float32:
+        fix = "Megatron cannot split float32 weights that it updates on the host; use trainer.bf16=true"
+        raise ConfigError([Problem(f"{key}.{name}", offloaded, fix)])
+    name = "use_precision_aware_optimizer"
+    if fields.get(name) and importlib.util.find_spec("transformer_engine") is None:
+        fix = "its Adam is Transformer Engine's, which is not installed; install it or leave this out"
+        raise ConfigError([Problem(f"{key}.{name}", fields[name], fix)])
 
 
 def build_lr_schedule(

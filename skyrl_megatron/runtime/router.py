@@ -1,14 +1,20 @@
-"""The router of our MoE layers: Megatron's, with a load-balancing loss that counts valid tokens exactly."""
+"""The router of our MoE layers: Megatron's, with a load-balancing loss that counts valid tokens exactly. Metrics."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import (
     get_tokens_per_expert_and_token_count,
     switch_load_balancing_loss_func,
 )
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+from skyrl_megatron import device
 
 
 class TokenWeightedRouter(TopKRouter):
@@ -19,6 +25,26 @@ class TokenWeightedRouter(TopKRouter):
     sequences of odd lengths do not, and a micro-batch without a valid token divides by zero. Both are mended here; the
     gradient is then the same for every tp and cp.
     """
+
+    load: Tensor | None = None
+    """What :func:`router_metrics` reads, of this rank's tokens since it last did: [E + 2] float64, tokens per expert,
+    Σ entropy in nats, tokens. Training passes only; a pass that is recomputed counts once."""
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """See ``TopKRouter``; ``padding_mask`` is True on padding."""
+        probs, routing_map = super().routing(logits, padding_mask=padding_mask)
+        if self.training and torch.is_grad_enabled() and not self.is_mtp_layer:
+            self._count(logits.detach().flatten(0, -2), routing_map, padding_mask)
+        return probs, routing_map
+
+    def _count(self, logits: Tensor, routing_map: Tensor, padding_mask: Tensor | None) -> None:
+        scores = logits.softmax(-1) if self.score_function == "softmax" else logits.sigmoid()
+        entropy = torch.special.entr(scores / scores.sum(-1, keepdim=True)).sum(-1)
+        columns = torch.cat([routing_map, entropy[:, None], torch.ones_like(entropy)[:, None]], dim=1)
+        if padding_mask is not None:
+            columns = columns.masked_fill(padding_mask.reshape(-1, 1), 0.0)
+        found = columns.sum(0, dtype=torch.float64)
+        self.load = found if self.load is None else self.load + found
 
     def _apply_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
@@ -47,3 +73,36 @@ class TokenWeightedRouter(TopKRouter):
             self.tp_cp_group,
             valid_token_count=total / self.tp_cp_group.size(),
         )
+
+
+def router_metrics(
+    chunks: Sequence[torch.nn.Module], config: TransformerConfig, *, per_layer: bool
+) -> dict[str, float]:
+    """Balance and entropy of the routers over all valid tokens of all ranks since the last call; {} without experts.
+
+    ``moe_load_imbalance``: the busiest expert's tokens over the mean of all (1 is even); ``moe_router_entropy``: mean
+    entropy of the routing distribution, in nats. Means over layers; ``per_layer`` adds each layer as ``…/layer_N``.
+    Collective over all ranks: with tp > 1 the sequence is split, so that each token is counted on one rank.
+    """
+    if not config.num_moe_experts:
+        return {}
+    routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TokenWeightedRouter)]
+    load = torch.zeros(config.num_layers, config.num_moe_experts + 2, dtype=torch.float64, device=device.device())
+    for router in routers:
+        if router.load is not None:
+            load[router.layer_number - 1] += router.load
+            router.load = None
+    dist.all_reduce(load)
+    layers = load[:, -1].nonzero().flatten().tolist()
+    if not layers:
+        return {}
+    load = load[layers]
+    found = {
+        "moe_load_imbalance": (load[:, :-2].amax(1) / load[:, :-2].mean(1)).tolist(),
+        "moe_router_entropy": (load[:, -2] / load[:, -1]).tolist(),
+    }
+    metrics = {name: sum(values) / len(values) for name, values in found.items()}
+    if per_layer:
+        for name, values in found.items():
+            metrics |= {f"{name}/layer_{layer}": value for layer, value in zip(layers, values, strict=True)}
+    return metrics

@@ -1,11 +1,15 @@
-"""Log-probabilities and entropy from logits whose vocabulary is split over tp.
+"""Log-probabilities and entropy over a vocabulary that is split over tp: from logits, or from hidden states.
 
 One pass over chunks of tokens computes both in fp32 with two small all-reduces per chunk (maximum, sums). The backward
-recomputes the softmax chunk by chunk from the logits, so nothing of size [P, V] is kept but the logits.
+recomputes the softmax chunk by chunk, so nothing of size [P, V] is kept but the logits; starting from hidden states
+(``trainer.fused_lm_head_logprob``) not even those.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,80 +17,126 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class _LogprobsAndEntropy(torch.autograd.Function):
-    """log p(target) = z_target − log Z;  H = log Z − Σ p z, with z = logits / temperature over the real vocabulary.
+@dataclass(frozen=True, slots=True)
+class SoftmaxSettings:
+    """How the softmax over the vocabulary is computed."""
 
-    Gradients: ∂logp/∂z_j = 1[j = target] − p_j;  ∂H/∂z_j = −p_j (z_j − Σ p z).
+    vocab_size: int
+    """Entries that are not padding."""
+    temperature: float = 1.0
+    chunk_size: int = 1024
+    """Tokens handled at once, which bounds the fp32 copies; 0: all."""
+    with_entropy: bool = False
+    compiled: bool = False
+    """Fuse the operations on a chunk with ``torch.compile``."""
+
+
+def logprobs_and_entropy(
+    logits: Tensor, targets: Tensor, group: dist.ProcessGroup, settings: SoftmaxSettings
+) -> tuple[Tensor, Tensor | None]:
+    """Log-prob of each target and, if asked for, the entropy of each distribution; both [P] float32, in nats.
+
+    ``logits``: [P, V_padded / tp], this rank's columns; ``targets``: [P] int64 in [0, vocab_size). Vocabulary padding
+    takes no probability. The result is equal on every rank of ``group``; each rank gets the gradient of its own
+    columns.
     """
+    logprobs, entropy = _FromLogits.apply(logits, targets, group, settings)
+    return logprobs, entropy if settings.with_entropy else None
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        targets: Tensor,
-        group: dist.ProcessGroup,
-        vocab_size: int,
-        temperature: float,
-        chunk: int,
-        with_entropy: bool,
-    ) -> tuple[Tensor, Tensor]:
-        width = logits.shape[-1]
+
+def fused_logprobs_and_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, group: dist.ProcessGroup, settings: SoftmaxSettings
+) -> tuple[Tensor, Tensor | None]:
+    """As :func:`logprobs_and_entropy` of the logits ``hidden @ weightᵀ``, of which only a chunk exists at a time.
+
+    ``hidden``: [P, H], the same on every rank of ``group``, of which each gets its part of the gradient (to be summed
+    over the group); ``weight``: [V_padded / tp, H], this rank's rows.
+    """
+    logprobs, entropy = _FromHidden.apply(hidden, weight, targets, group, settings)
+    return logprobs, entropy if settings.with_entropy else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """This rank's columns of the vocabulary, and where in them the targets are."""
+
+    group: dist.ProcessGroup
+    real: int
+    """Columns that are not vocabulary padding."""
+    local: Tensor
+    """[P] int64: the target's column here; 0 where another rank has it."""
+    here: Tensor
+    """[P] bool."""
+
+    @classmethod
+    def of(cls, targets: Tensor, width: int, group: dist.ProcessGroup, vocab_size: int) -> _Columns:
         first = group.rank() * width
-        real = max(0, min(width, vocab_size - first))  # columns of this rank that are not vocabulary padding
+        real = max(0, min(width, vocab_size - first))
         local = targets - first
         here = (local >= 0) & (local < real)
-        local = torch.where(here, local, 0)
-        logprobs = torch.empty(len(targets), dtype=torch.float32, device=logits.device)
-        log_z, mean_z = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        for start in range(0, len(targets), chunk):
-            rows = slice(start, start + chunk)
-            z = _scaled(logits[rows, :real], temperature)
-            peak = z.amax(-1) if real else torch.full((len(z),), -torch.inf, device=z.device)
-            if group.size() > 1:
-                dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
-            if real:
-                target = z.gather(1, local[rows, None]).squeeze(1)
-            else:
-                target = torch.zeros_like(peak)
-            target = torch.where(here[rows], target - peak, 0.0)
-            shifted = z - peak[:, None]
-            weights = shifted.exp()
-            sums = [weights.sum(-1), target]
-            if with_entropy:
-                sums.append((weights * shifted).sum(-1))
-            stacked = torch.stack(sums)
-            if group.size() > 1:
-                dist.all_reduce(stacked, group=group)
-            log_sum = stacked[0].log()
-            logprobs[rows] = stacked[1] - log_sum
-            log_z[rows] = log_sum + peak
-            if with_entropy:
-                mean_z[rows] = stacked[2] / stacked[0] + peak
-        ctx.save_for_backward(logits, local, here, log_z, mean_z)
-        ctx.real, ctx.temperature, ctx.chunk, ctx.with_entropy = real, temperature, chunk, with_entropy
-        entropy = log_z - mean_z if with_entropy else torch.zeros_like(log_z)
-        if not with_entropy:
-            ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        return cls(group, real, torch.where(here, local, 0), here)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        logits, local, here, log_z, mean_z = ctx.saved_tensors
-        grad_logprobs, grad_entropy = grads
-        grad = torch.zeros_like(logits) if ctx.real < logits.shape[-1] else torch.empty_like(logits)
-        for start in range(0, len(local), ctx.chunk):
-            rows = slice(start, start + ctx.chunk)
-            z = _scaled(logits[rows, : ctx.real], ctx.temperature)
-            p = (z - log_z[rows, None]).exp()
-            scale = -grad_logprobs[rows, None]
-            if ctx.with_entropy:
-                scale = scale - grad_entropy[rows, None] * (z - mean_z[rows, None])
-            p.mul_(scale)
-            if ctx.real:
-                mine = torch.where(here[rows], grad_logprobs[rows], 0.0)
-                p.scatter_add_(1, local[rows, None], mine[:, None])
-            grad[rows, : ctx.real] = p if ctx.temperature == 1.0 else p.div_(ctx.temperature)
-        return grad, None, None, None, None, None, None
+
+def _softmax(
+    logits_of: Callable[[slice], Tensor], columns: _Columns, settings: SoftmaxSettings
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(log p(target), log Z, Σ p z), [P] each; z = logits / temperature. ``logits_of``: rows → [rows, real]."""
+    tokens = len(columns.local)
+    logprobs = torch.empty(tokens, dtype=torch.float32, device=columns.local.device)
+    log_z, mean_z = torch.empty_like(logprobs), torch.empty_like(logprobs)
+    sums_of = _compiled(_sums) if settings.compiled else _sums
+    for rows in _chunks(tokens, settings):
+        logits, local, here = logits_of(rows), columns.local[rows], columns.here[rows]
+        if columns.real:
+            peak = logits.amax(-1).float() / settings.temperature
+        else:
+            peak = torch.full((len(local),), -torch.inf, dtype=torch.float32, device=local.device)
+        if columns.group.size() > 1:
+            dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=columns.group)
+        if columns.real:
+            sums = sums_of(logits, peak, local, here, settings.temperature, settings.with_entropy)
+        else:
+            sums = torch.zeros(2 + settings.with_entropy, len(local), dtype=torch.float32, device=local.device)
+        if columns.group.size() > 1:
+            dist.all_reduce(sums, group=columns.group)
+        log_sum = sums[0].log()
+        logprobs[rows] = sums[1] - log_sum
+        log_z[rows] = log_sum + peak
+        if settings.with_entropy:
+            mean_z[rows] = sums[2] / sums[0] + peak
+    return logprobs, log_z, mean_z
+
+
+def _sums(logits: Tensor, peak: Tensor, local: Tensor, here: Tensor, temperature: float, with_entropy: bool) -> Tensor:
+    """This rank's share of Σ exp(z − peak), of z_target − peak and, for the entropy, of Σ exp(z − peak) (z − peak)."""
+    shifted = _scaled(logits, temperature) - peak[:, None]
+    target = torch.where(here, shifted.gather(1, local[:, None]).squeeze(1), 0.0)
+    weights = shifted.exp()
+    sums = [weights.sum(-1), target]
+    if with_entropy:
+        sums.append((weights * shifted).sum(-1))
+    return torch.stack(sums)
+
+
+def _logits_gradient(
+    logits: Tensor,
+    local: Tensor,
+    here: Tensor,
+    log_z: Tensor,
+    mean_z: Tensor,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor,
+    temperature: float,
+    with_entropy: bool,
+) -> Tensor:
+    """∂logp/∂z_j = 1[j = target] − p_j;  ∂H/∂z_j = −p_j (z_j − Σ p z). [rows, real] fp32."""
+    z = _scaled(logits, temperature)
+    scale = -grad_logprobs[:, None]
+    if with_entropy:
+        scale = scale - grad_entropy[:, None] * (z - mean_z[:, None])
+    grad = (z - log_z[:, None]).exp_().mul_(scale)
+    grad.scatter_add_(1, local[:, None], torch.where(here, grad_logprobs, 0.0)[:, None])
+    return grad if temperature == 1.0 else grad.div_(temperature)
 
 
 def _scaled(logits: Tensor, temperature: float) -> Tensor:
@@ -94,22 +144,80 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
     return z if temperature == 1.0 else z / temperature
 
 
-def logprobs_and_entropy(
-    logits: Tensor,
-    targets: Tensor,
-    group: dist.ProcessGroup,
-    *,
-    vocab_size: int,
-    temperature: float = 1.0,
-    chunk_size: int = 1024,
-    with_entropy: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Log-prob of each target and, if asked for, the entropy of each distribution; both [P] float32, in nats.
+@functools.cache
+def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return torch.compile(function, dynamic=True)
 
-    ``logits``: [P, V_padded / tp], this rank's columns; ``targets``: [P] int64 in [0, ``vocab_size``). Vocabulary
-    padding takes no probability. The result is equal on every rank of ``group``; each rank gets the gradient of its
-    own columns. ``chunk_size``: tokens handled at once, which bounds the fp32 copies.
-    """
-    chunk = chunk_size if chunk_size > 0 else max(len(targets), 1)
-    logprobs, entropy = _LogprobsAndEntropy.apply(logits, targets, group, vocab_size, temperature, chunk, with_entropy)
-    return logprobs, entropy if with_entropy else None
+
+def _outputs(ctx: Any, logprobs: Tensor, log_z: Tensor, mean_z: Tensor) -> tuple[Tensor, Tensor]:
+    """(log-probs, entropies) of an autograd function; H = log Z − Σ p z."""
+    if ctx.settings.with_entropy:
+        return logprobs, log_z - mean_z
+    entropy = torch.zeros_like(log_z)
+    ctx.mark_non_differentiable(entropy)
+    return logprobs, entropy
+
+
+def _gradient(ctx: Any, rows: slice, logits: Tensor, softmax: Sequence[Tensor], grads: tuple[Tensor, ...]) -> Tensor:
+    """∂loss/∂logits of some rows, [rows, real] fp32. ``softmax``: local, here, log_z, mean_z."""
+    function = _compiled(_logits_gradient) if ctx.settings.compiled else _logits_gradient
+    of_rows = [tensor[rows] for tensor in (*softmax, *grads)]
+    return function(logits, *of_rows, ctx.settings.temperature, ctx.settings.with_entropy)
+
+
+def _chunks(tokens: int, settings: SoftmaxSettings) -> list[slice]:
+    size = settings.chunk_size or max(tokens, 1)
+    return [slice(start, start + size) for start in range(0, tokens, size)]
+
+
+class _FromLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup, settings: SoftmaxSettings
+    ) -> tuple[Tensor, Tensor]:
+        columns = _Columns.of(targets, logits.shape[-1], group, settings.vocab_size)
+        logprobs, log_z, mean_z = _softmax(lambda rows: logits[rows, : columns.real], columns, settings)
+        ctx.save_for_backward(logits, columns.local, columns.here, log_z, mean_z)
+        ctx.settings, ctx.real = settings, columns.real
+        return _outputs(ctx, logprobs, log_z, mean_z)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        logits, *softmax = ctx.saved_tensors
+        grad = torch.empty_like(logits)
+        grad[:, ctx.real :] = 0.0
+        if ctx.real:
+            for rows in _chunks(len(logits), ctx.settings):
+                grad[rows, : ctx.real] = _gradient(ctx, rows, logits[rows, : ctx.real], softmax, grads)
+        return grad, None, None, None
+
+
+class _FromHidden(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        group: dist.ProcessGroup,
+        settings: SoftmaxSettings,
+    ) -> tuple[Tensor, Tensor]:
+        columns = _Columns.of(targets, len(weight), group, settings.vocab_size)
+        rows_of_head = weight[: columns.real]
+        logprobs, log_z, mean_z = _softmax(lambda rows: hidden[rows] @ rows_of_head.t(), columns, settings)
+        ctx.save_for_backward(hidden, weight, columns.local, columns.here, log_z, mean_z)
+        ctx.settings, ctx.real = settings, columns.real
+        return _outputs(ctx, logprobs, log_z, mean_z)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, *softmax = ctx.saved_tensors
+        grad_hidden = torch.zeros_like(hidden)
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        head = weight[: ctx.real]
+        if ctx.real:
+            for rows in _chunks(len(hidden), ctx.settings):
+                here = _gradient(ctx, rows, hidden[rows] @ head.t(), softmax, grads).to(hidden.dtype)
+                grad_hidden[rows] = here @ head
+                grad_weight[: ctx.real] += here.t() @ hidden[rows]
+        return grad_hidden, grad_weight.to(weight.dtype), None, None, None

@@ -193,3 +193,28 @@ def policy_gradient_step(folder, batch, scratch, *, aux_coefficient=0.0, z_coeff
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
         optimizer.step()
     return Reference(*numbers, grads, on_disk(model, scratch / "weights"))
+
+
+def router_load(folder, batch):
+    """(tokens of the busiest expert over the mean, mean entropy in nats) of each layer, over all tokens."""
+    import torch
+
+    model = load_model(folder)
+    seen, layers = router_logits(model), None
+    with torch.no_grad():
+        for row in range(len(batch)):
+            model(batch.sequences[row, -int(batch.attention_mask[row].sum()) :][None], use_cache=False)
+            layers = seen[:] if layers is None else [torch.cat(pair) for pair in zip(layers, seen, strict=True)]
+            seen.clear()
+    loads = []
+    for logits in layers:
+        counts = (
+            logits.topk(model.config.num_experts_per_tok, -1).indices.flatten().bincount(minlength=logits.shape[1])
+        )
+        loads.append(
+            (
+                float(counts.max() / counts.double().mean()),
+                float(torch.distributions.Categorical(logits=logits).entropy().mean()),
+            )
+        )
+    return loads

@@ -105,3 +105,29 @@ def accumulated(folder, batch):
 
 def test_several_forward_backward_accumulate(ranks, folder, batch):
     assert ranks(1, accumulated, folder, batch)[0] < 1e-5
+
+
+def refused_optimizers(folder, names):
+    from skyrl_megatron.errors import ConfigError
+    from skyrl_megatron.runtime import parallel_state
+    from skyrl_megatron.runtime.engine import MegatronEngine
+
+    messages = {}
+    for name in names:
+        cfg = bodies.config(folder, overrides={f"{bodies.MEGATRON}optimizer_config_kwargs.{name}": True}, world=2)
+        with pytest.raises(ConfigError) as caught:
+            MegatronEngine(cfg)
+        messages[name] = str(caught.value)
+        parallel_state.destroy()
+    return messages
+
+
+def test_optimizers_that_cannot_run_here_are_refused(ranks, folder):
+    expected = {
+        "use_precision_aware_optimizer": "which is not installed",
+        "optimizer_cpu_offload": "there is no GPU",
+        "no_such_field": "has no such field",
+    }
+    for messages in ranks(2, refused_optimizers, folder, list(expected)):
+        for name, words in expected.items():
+            assert f"optimizer_config_kwargs.{name}=True" in messages[name] and words in messages[name]

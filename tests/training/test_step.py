@@ -33,6 +33,7 @@ CUTS = {
         "trainer.gradient_checkpointing": True,
         f"{MEGATRON}transformer_config_kwargs.recompute_granularity": "selective",
     },
+    "from hidden states": {"trainer.fused_lm_head_logprob": True, "trainer.logprobs_chunk_size": 7},
 }
 
 
@@ -78,6 +79,23 @@ def test_every_cut(ranks, folder, batch, expected, cut):
 
 
 @pytest.mark.parametrize(
+    "name", ["tp2·cp2·ep4", *(pytest.param(name, marks=pytest.mark.full_matrix) for name in ("tp2", "pp2·vpp2"))]
+)
+def test_from_hidden_states(ranks, folder, batch, expected, name):
+    """Log-probs straight from hidden states: their gradient is summed over the ranks of the vocabulary."""
+    layout = LAYOUTS[name]
+    overrides = NO_DISTRIBUTED | CUTS["from hidden states"]
+    bodies.check(ranks(layout["world"], bodies.three_steps, folder, batch, expected, layout, overrides), expected)
+
+
+def test_overlapped_reduction_and_gathering(ranks, folder, batch, expected):
+    """Weights are whole after each step, though Megatron would gather them in the next forward pass."""
+    layout = LAYOUTS["dp2·ep2"]
+    overrides = {f"{MEGATRON}ddp_config.{name}": True for name in ("overlap_grad_reduce", "overlap_param_gather")}
+    bodies.check(ranks(layout["world"], bodies.three_steps, folder, batch, expected, layout, overrides), expected)
+
+
+@pytest.mark.parametrize(
     "fault, layout",
     [
         ("KL counts twice", dict(world=1)),
@@ -112,3 +130,27 @@ def test_auxiliary_losses(ranks, folder, batch, with_auxiliary, name):
     overrides = NO_DISTRIBUTED | AUXILIARY
     outcomes = ranks(layout["world"], bodies.three_steps, folder, batch, with_auxiliary, layout, overrides)
     bodies.check(outcomes, with_auxiliary)
+
+
+def router_metrics(folder, batch, layout):
+    from skyrl_megatron.runtime.engine import MegatronEngine
+    from skyrl_megatron.runtime.micro_batches import split_for_dp
+
+    overrides = {f"{MEGATRON}moe_per_layer_logging": True, "trainer.gradient_checkpointing": True}
+    engine = MegatronEngine(bodies.config(folder, **layout, overrides=overrides))
+    part = batch.select(split_for_dp(batch.lengths, engine.dp_size, engine.flops)[engine.dp_rank])
+    engine.compute_logprobs(part)  # does not count
+    first = engine.forward_backward(part)
+    return first, engine.forward_backward(part)
+
+
+@pytest.mark.parametrize("name", ["single", "tp2·cp2·ep4", pytest.param("pp2·cp2·ep2", marks=pytest.mark.full_matrix)])
+def test_router_metrics(ranks, folder, batch, name):
+    """Each token counts once for each layer, though layers are recomputed and a sequence is padded and split."""
+    loads = reference.router_load(folder, batch)
+    expected = {"moe_load_imbalance": [load for load, _ in loads], "moe_router_entropy": [h for _, h in loads]}
+    for calls in ranks(LAYOUTS[name]["world"], router_metrics, folder, batch, LAYOUTS[name]):
+        for metrics in calls:
+            for metric, values in expected.items():
+                assert [metrics[f"{metric}/layer_{n}"] for n in range(4)] == pytest.approx(values, rel=1e-5)
+                assert metrics[metric] == pytest.approx(sum(values) / 4, rel=1e-5)

@@ -1,0 +1,30 @@
+"""A model that returns hidden states, so that log-probs can be computed from them chunk by chunk."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor
+
+from skyrl_megatron.runtime.parallel_state import ProcessGroups
+
+
+def return_hidden_states(chunk: torch.nn.Module, groups: ProcessGroups) -> Tensor:
+    """Make the last chunk return [b, s, H] instead of [b, s, V_padded / tp]; returns the head's weight.
+
+    The output layer stays where it is, with its weight, its checkpoint key and its hooks; only its ``forward`` hands
+    the hidden states on, gathered over tp where the sequence is split. Their gradient is summed over tp on the way
+    back, since each tp rank computes the part that its columns of the vocabulary give.
+    """
+
+    def hand_on(
+        hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        if chunk.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, group=groups.tp)
+        return hidden, None
+
+    chunk.output_layer.forward = hand_on
+    if chunk.share_embeddings_and_output_weights:
+        return chunk.shared_embedding_or_output_weight()
+    return chunk.output_layer.weight
