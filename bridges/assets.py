@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,8 +32,11 @@ def parse_dtype(name: str | None) -> torch.dtype | None:
 
 
 def output_config(config: Mapping[str, Any], dtype: torch.dtype | None, drop_mtp: bool) -> dict[str, Any]:
-    """``config.json`` of the output: the input's, with its dtype and number of prediction layers made true."""
-    result = dict(config)
+    """``config.json`` of the output: the input's, with its dtype and number of prediction layers made true.
+
+    ``quantization_config`` goes: what is written is never quantised.
+    """
+    result = {key: value for key, value in config.items() if key != "quantization_config"}
     if dtype in HF_DTYPE:
         for key in ("dtype", "torch_dtype"):
             if key in result:
@@ -50,5 +52,5 @@ def copy_assets(source: Path, target: Path, config: Mapping[str, Any]) -> None:
     for pattern in ASSETS:
         for path in sorted(source.glob(pattern)):
             if path.is_file() and path.suffix != ".safetensors":
-                shutil.copyfile(path, target / path.name)
+                write_file(target / path.name, path.read_bytes())
     write_file(target / "config.json", (json.dumps(config, indent=2) + "\n").encode())

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from skyrl_megatron.runtime.context_parallel import gather_tokens
+from skyrl_megatron.runtime.rotary import rotate
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -142,6 +143,7 @@ class PackedAttention(torch.nn.Module):
         self.config, self.groups = config, pg_collection
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         head_dim = channels.get("k_channels") or config.kv_channels
+        self.own_rotary = config.multi_latent_attention  # applied before, to a part of each head
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(head_dim)
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size[0] + 1 if windowed else None
@@ -170,6 +172,8 @@ class PackedAttention(torch.nn.Module):
             out = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), self._window_mask(query))
             return out.permute(2, 0, 1, 3).flatten(2)
         lengths: tuple[int, ...] = packed_seq_params.padded_lengths
+        if (table := getattr(packed_seq_params, "rotary", None)) is not None and not self.own_rotary:
+            query, key = (rotate(x, table, interleaved=self.config.rotary_interleaved) for x in (query, key))
         cp = self.groups.cp
         if query.is_cuda and cp.size() == 1 and self.softmax_offset is None and query.dtype != torch.float32:
             return self._varlen(query, key, value, packed_seq_params)

@@ -24,6 +24,7 @@ from skyrl_megatron.errors import ConfigError
 from skyrl_megatron.runtime.hf_model import HfModel, read_hf_model
 from skyrl_megatron.runtime.layer_spec import block_spec
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
+from skyrl_megatron.runtime.rotary import PackedRotary
 from skyrl_megatron.runtime.router import TokenWeightedRouter
 from skyrl_megatron.runtime.transformer_settings import has_transformer_engine, transformer_config
 from skyrl_megatron.runtime.value_head import ValueHead
@@ -131,6 +132,8 @@ def _chunk(
         pg_collection=groups.collection,
         **arguments,
     )
+    if not use_te and hasattr(chunk, "rotary_pos_emb"):
+        chunk.rotary_pos_emb = PackedRotary(chunk.rotary_pos_emb)
     if last and head == "value":
         chunk.output_layer = ValueHead(config, groups)
     return chunk

@@ -90,7 +90,7 @@ def pack(batch: TrainingBatch, groups: ProcessGroups, device: torch.device, *, p
     else:
         mine = local_positions(padded_lengths, groups.cp.size(), groups.cp.rank())
         tokens, targets, positions, padding = (x[mine] for x in (tokens, targets, positions, padding))
-        shape, params = (1, len(tokens)), _sequence_params(padded_lengths, device)
+        shape, params = (1, len(tokens)), _sequence_params(padded_lengths, positions.to(device), device)
     return PackedInputs(
         tokens=tokens.view(shape).to(device),
         position_ids=positions.view(shape).to(device),
@@ -116,7 +116,7 @@ def _response_index(batch: TrainingBatch, lengths: list[int], starts: list[int])
     return torch.where(valid, columns, 0), valid
 
 
-def _sequence_params(padded_lengths: tuple[int, ...], device: torch.device) -> PackedSeqParams:
+def _sequence_params(padded_lengths: tuple[int, ...], positions: Tensor, device: torch.device) -> PackedSeqParams:
     """Boundaries over the global pack; Megatron divides them by cp where it works on local tokens."""
     boundaries = torch.zeros(len(padded_lengths) + 1, dtype=torch.int32)
     boundaries[1:] = torch.tensor(padded_lengths).cumsum(0)
@@ -131,4 +131,5 @@ def _sequence_params(padded_lengths: tuple[int, ...], device: torch.device) -> P
         max_seqlen_kv=max(padded_lengths),
     )
     params.padded_lengths = padded_lengths  # read by PackedAttention: host numbers, no device synchronisation
+    params.positions = positions  # read by PackedRotary: [p], of this rank's tokens
     return params

@@ -115,7 +115,7 @@ def test_fp8_blocks_are_dequantised_while_streaming(tmp_path):
     """Against the definition written out per element, with blocks that do not divide the matrix."""
     import torch
 
-    from bridges.convert import import_hf
+    from bridges.convert import export_megatron, import_hf
 
     hf = save_tiny("deepseek_v3", tmp_path / "plain")
     config = json.loads((hf / "config.json").read_text())
@@ -136,7 +136,11 @@ def test_fp8_blocks_are_dequantised_while_streaming(tmp_path):
     got = tensors_of(tmp_path / "megatron")
     assert got.keys() == expected.keys()
     assert all(torch.equal(got[name], expected[name]) and got[name].dtype == expected[name].dtype for name in got)
-    assert "quantization_config" not in json.loads((tmp_path / "megatron" / "huggingface" / "config.json").read_text())
+    # The quantised folder as template: its config describes what is in it, not what is written.
+    export_megatron(tmp_path / "megatron", tmp_path / "back", template=tmp_path / "fp8", dtype=torch.bfloat16)
+    for written in (tmp_path / "megatron" / "huggingface", tmp_path / "back"):
+        assert "quantization_config" not in json.loads((written / "config.json").read_text())
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_mxfp4_is_dequantised_as_transformers_does(tmp_path):

@@ -1,0 +1,96 @@
+"""Rotary embedding of packed sequences, for all of them at once.
+
+Megatron's path without Transformer Engine rotates one packed sequence after the other, in every layer, for queries and
+for keys (models/common/embeddings/rope_utils.py). Here each micro-batch looks up cosine and sine of its tokens once,
+and the core attention rotates all tokens in a few operations.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.models.common.embeddings import YarnRotaryEmbedding
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+_STEP = 256  # tables are made for lengths rounded up to this, so that few are made
+
+
+class PackedRotary(torch.nn.Module):
+    """In place of ``GPTModel.rotary_pos_emb``: leaves a micro-batch's table in its ``PackedSeqParams``, and nothing
+    for Megatron's attention to apply. Inputs that are not packed go the stock way.
+
+    ``stock``: Megatron's ``RotaryEmbedding`` or ``YarnRotaryEmbedding``.
+    """
+
+    def __init__(self, stock: torch.nn.Module) -> None:
+        super().__init__()
+        self.stock = stock
+
+    def get_rotary_seq_len(
+        self, inference_context: Any, transformer: Any, transformer_input: Any, config: Any, params: Any = None
+    ) -> int:
+        """Called by ``GPTModel`` before :meth:`forward`; the one place where it shows the sequence boundaries."""
+        if params is None:
+            length: int = self.stock.get_rotary_seq_len(inference_context, transformer, transformer_input, config)
+            return length
+        params.rotary = self._table(params)
+        return 0
+
+    def forward(self, length: int, packed_seq: bool = False, cp_group: Any = None) -> Any:
+        """What ``GPTModel`` hands to its layers: None where the table was left in the ``PackedSeqParams``."""
+        if not packed_seq:
+            return self.stock(length, packed_seq=False, cp_group=cp_group)
+        return (None, None) if isinstance(self.stock, YarnRotaryEmbedding) else None
+
+    def _table(self, params: PackedSeqParams) -> tuple[Tensor, Tensor]:
+        """Cosine and sine [p, 1, d] of this rank's tokens, d ≤ head size."""
+        length = -(-params.max_seqlen_q // _STEP) * _STEP
+        angles, scale = self.stock(length, packed_seq=True), 1.0
+        if isinstance(self.stock, YarnRotaryEmbedding):
+            angles, scale = angles
+        angles = angles[:, 0].index_select(0, params.positions)
+        return angles.cos() * scale, angles.sin() * scale
+
+
+class _Rotate(torch.autograd.Function):
+    """x·cos + R(x)·sin, where R turns each pair (a, b) into (−b, a). Its transpose is the same with −sin."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return _rotate(x, cos, sin, interleaved, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grads[0], cos, sin, ctx.interleaved, -1), None, None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -> Tensor:
+    width = cos.shape[-1]
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if width < x.shape[-1]:
+        out[..., width:] = x[..., width:]
+    (a, b), (to_a, to_b), (cos, _), (sin, _) = (_pairs(t, width, interleaved) for t in (x, out, cos, sin))
+    torch.mul(a, cos, out=to_a).addcmul_(b, sin, value=-sign)
+    torch.mul(b, cos, out=to_b).addcmul_(a, sin, value=sign)
+    return out
+
+
+def _pairs(x: Tensor, width: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """First and second members of the pairs: halves, or neighbours where ``interleaved``."""
+    if interleaved:
+        return x[..., 0:width:2], x[..., 1:width:2]
+    return x[..., : width // 2], x[..., width // 2 : width]
+
+
+def rotate(x: Tensor, table: tuple[Tensor, Tensor], *, interleaved: bool) -> Tensor:
+    """``x`` [p, heads, head size] rotated by the table [p, 1, d]; entries beyond d pass unchanged. Differentiable."""
+    cos, sin = (values.to(x.dtype) for values in table)
+    rotated: Tensor = _Rotate.apply(x, cos, sin, interleaved)
+    return rotated
