@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Train a Mixture-of-Experts model with RL.
-#   launch/run_moe.sh                                          one step of everything on the embedded Qwen3-MoE
-#   launch/run_moe.sh --recipe embedded [key=value ...]        the embedded run: two-digit sums on two CPU cores
+#   launch/run_moe.sh [key=value ...]                          the embedded run: two-digit sums on two CPU cores
 #   launch/run_moe.sh model=PATH_OR_NAME [key=value ...]       that model
 #   launch/run_moe.sh --recipe NAME [key=value ...]            launch/recipes/NAME.yaml
 # --check shows what a configuration comes to and starts nothing. A Ray cluster is joined when RAY_ADDRESS names one or
@@ -12,7 +11,7 @@ launch/setup.sh
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 if [ -z "${RAY_ADDRESS:-}" ] && [ -s /tmp/ray/ray_current_cluster ]; then export RAY_ADDRESS=auto; fi
 
-entrypoint=one_step
+entrypoint=embedded
 arguments=()
 while [ $# -gt 0 ]; do
   case $1 in
@@ -20,12 +19,11 @@ while [ $# -gt 0 ]; do
       if [ "$1" = --recipe ]; then shift; name=${1:-}; else name=${1#--recipe=}; fi
       [ -f "launch/recipes/$name.yaml" ] || {
         echo "no recipe '$name'; there are: $(cd launch/recipes && ls -- *.yaml | sed 's/\.yaml$//' | tr '\n' ' ')" >&2; exit 2; }
-      entrypoint=main_base
-      if [ "$name" = embedded ]; then entrypoint=embedded; else arguments+=(--config "launch/recipes/$name.yaml"); fi ;;
+      if [ "$name" != embedded ]; then entrypoint=main_base; arguments+=(--config "launch/recipes/$name.yaml"); fi ;;
     model=*) entrypoint=main_base; arguments+=("trainer.policy.model.path=${1#model=}") ;;
     trainer.policy.model.path=*) entrypoint=main_base; arguments+=("$1") ;;
-    -h|--help) sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 0 ;;
-    *) if [ "$entrypoint" = one_step ]; then entrypoint=embedded; fi; arguments+=("$1") ;;
+    -h|--help) sed -n '2,7s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    *) arguments+=("$1") ;;
   esac
   if [ $# -gt 0 ]; then shift; fi
 done

@@ -47,5 +47,6 @@ def readable_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("default", category=SkyRLMegatronWarning)
         warnings.filterwarnings("default", category=DeprecationWarning, module=r"skyrl_megatron\.")
+        warnings.filterwarnings("ignore", module=r"megatron\.")  # what Megatron would run faster with
         warnings.showwarning = show
         yield

@@ -12,11 +12,11 @@ import tempfile
 from pathlib import Path
 
 CHARACTERS = "0123456789+-*=? .,:;!()abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ'\"\n"
-SPECIAL_TOKENS = ("<|pad|>", "<|im_start|>", "<|im_end|>", "<|unk|>", "system", "user", "assistant")
+SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|unk|>", "<|system|>", "<|user|>", "<|assistant|>")
 VOCAB_SIZE = 128
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 
@@ -25,7 +25,7 @@ def write_embedded_model(folder: Path, seed: int = 0) -> Path:
 
     The folder appears whole or not at all: it is written beside and renamed.
     """
-    recipe = {"seed": seed, "vocab_size": VOCAB_SIZE, "version": 1}
+    recipe = {"seed": seed, "vocab_size": VOCAB_SIZE, "version": 2}
     marker = folder / "embedded_model.json"
     if marker.exists() and json.loads(marker.read_text()) == recipe:
         return folder
@@ -50,14 +50,14 @@ def _write_tokenizer(folder: Path) -> None:
 
     vocabulary = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *CHARACTERS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"system|user|assistant|[\s\S]"), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
+        eos_token="<|end|>",
         pad_token="<|pad|>",
         unk_token="<|unk|>",
-        additional_special_tokens=["<|im_start|>"],
+        additional_special_tokens=list(SPECIAL_TOKENS[3:]),
     )
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(folder)
@@ -73,12 +73,12 @@ def _write_weights(folder: Path, seed: int) -> None:
     config = Qwen3MoeConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=128,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
         intermediate_size=256,
-        moe_intermediate_size=64,
+        moe_intermediate_size=128,
         num_experts=8,
         num_experts_per_tok=2,
         norm_topk_prob=True,
@@ -87,7 +87,7 @@ def _write_weights(folder: Path, seed: int) -> None:
         max_position_embeddings=2048,
         tie_word_embeddings=False,
         pad_token_id=SPECIAL_TOKENS.index("<|pad|>"),
-        eos_token_id=SPECIAL_TOKENS.index("<|im_end|>"),
+        eos_token_id=SPECIAL_TOKENS.index("<|end|>"),
         bos_token_id=None,
         dtype="float32",
     )

@@ -59,7 +59,7 @@ class BasePPOExp:
         return self._dataset(self.cfg.data.val_data) if wanted and self.cfg.data.val_data else None
 
     def get_inference_client(self) -> Engines:
-        """The engines, starting; ``wait()`` for them before they are used."""
+        """The engines; ``start()`` them before they are used."""
         assert self.colocate_pg is not None
         return Engines(self.cfg, self.colocate_pg["engines"])
 
@@ -109,7 +109,7 @@ class BasePPOExp:
         )
 
     def start_engines(self) -> Engines:
-        """Reserve the places of the run and start the engines on theirs."""
+        """Reserve the places of the run and put the engines on theirs."""
         self.colocate_pg = place(self.cfg)
         self.engines = self.get_inference_client()
         return self.engines
@@ -144,9 +144,10 @@ def skyrl_entrypoint(cfg: SkyRLTrainConfig) -> None:
 
 def run_experiment(cfg: SkyRLTrainConfig, experiment: type[BasePPOExp] = BasePPOExp) -> None:
     """Run it: in this process where Ray is ours, as a task where a cluster was joined; Ray ends with it."""
-    initialize_ray(cfg)
+    joining = bool(os.environ.get("RAY_ADDRESS"))
+    initialize_ray(cfg, log_to_driver=joining)
     try:
-        if os.environ.get("RAY_ADDRESS"):
+        if joining:
             ray.get(ray.remote(num_cpus=0)(_run_remotely).remote(cfg, experiment))
         else:
             experiment(cfg).run()

@@ -40,8 +40,12 @@ def _evaluate(args: Sequence[str]) -> int:
             try:
                 client = self.start_engines()
                 generator = self.get_generator(self.cfg, self.tokenizer, client)
-                client.wait()
-                metrics = asyncio.run(evaluate(self.cfg, self.eval_dataset, generator, self.tokenizer, 0))
+
+                async def ask() -> dict[str, float]:
+                    await client.start()
+                    return await evaluate(self.cfg, self.eval_dataset, generator, self.tokenizer, 0)
+
+                metrics = asyncio.run(ask())
                 tracker.open(total_steps=0)
                 tracker.log(metrics, 0)
                 for name, value in sorted(metrics.items()):

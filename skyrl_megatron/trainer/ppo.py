@@ -19,7 +19,7 @@ from skyrl_megatron.algorithms.kl import get_kl_controller, penalize_rewards
 from skyrl_megatron.algorithms.metrics import metric_values
 from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.config import get_config_as_yaml_str
-from skyrl_megatron.config.role_layout import active_roles, engine_ranks
+from skyrl_megatron.config.role_layout import active_roles
 from skyrl_megatron.config.run_folder import run_folder
 from skyrl_megatron.data.loader import PromptLoader
 from skyrl_megatron.rollout.dynamic_sampling import DynamicSampler
@@ -29,6 +29,7 @@ from skyrl_megatron.runtime.checkpoint.export import export_due, prepare_export
 from skyrl_megatron.trainer import experience
 from skyrl_megatron.trainer.callbacks import TrainerCallback, notify
 from skyrl_megatron.trainer.evaluate import evaluate
+from skyrl_megatron.trainer.experience import within
 from skyrl_megatron.trainer.phases import Phases
 from skyrl_megatron.trainer.report import write_report
 from skyrl_megatron.trainer.resume import RunCheckpoints
@@ -140,7 +141,7 @@ class RayPPOTrainer:
 
     # ------------------------------------------------------------------ start
     def build_models(self) -> None:
-        """Start the ranks of every role; all load at the same time."""
+        """Start the ranks of every role and the engines; all load at the same time."""
         self.total_steps = experience.total_steps(self.cfg, len(self.train_dataloader))
         self.updates = experience.updates_per_step(self.cfg) * self.total_steps
         logs = str(run_folder(self.cfg) / "workers")
@@ -148,6 +149,9 @@ class RayPPOTrainer:
             for name in active_roles(self.cfg):
                 self.roles[name] = Role(self.cfg, name, self.placement[name])
                 self.roles[name].start_building(self.updates if name != "ref" else None, logs)
+            self.runner.run(
+                within(self.inference_engine_client.start(), self.cfg.trainer.phase_timeout_s, "start engines")
+            )
             for role in self.roles.values():
                 role.finish_building()
         self.policy, self.ref = self.roles["policy"], self.roles.get("ref")
@@ -169,11 +173,10 @@ class RayPPOTrainer:
         self.tracker.open(total_steps=self.total_steps, resumed_from=self.global_step if loaded else None)
 
     def init_weight_sync_state(self) -> None:
-        """Wait for the engines and connect the policy's ranks with their workers."""
-        with self.phases("start_engines"):
-            self.inference_engine_client.wait()
-            engines = self.inference_engine_client.actors
-            self.weights = WeightExchange(self.policy, engines, engine_ranks(self.cfg))
+        """Connect the policy's ranks with the engines' workers."""
+        engines = self.inference_engine_client
+        self.weights = WeightExchange(self.policy, engines.actors, engines.ranks_per_engine, engines.publish)
+        with self.phases("connect_weights"):
             self.weights.connect()
 
     def before_training(self) -> None:
@@ -205,7 +208,7 @@ class RayPPOTrainer:
     def generate(self, generator_input: GeneratorInput) -> GeneratorOutput:
         """Responses and rewards of the environments, from the generator."""
         timeout = self.cfg.trainer.phase_timeout_s
-        return self.runner.run(experience.within(self.generator.generate(generator_input), timeout, "generate"))
+        return self.runner.run(within(self.generator.generate(generator_input), timeout, "generate"))
 
     def postprocess_generator_output(self, generator_output: GeneratorOutput, uids: list[str]) -> GeneratorOutput:
         """Rewards for each token, and metrics of rewards and responses."""

@@ -23,14 +23,16 @@ from skyrl_megatron.types import TrainingBatch
 class WarmUp:
     """How long and how fast."""
 
-    enough: float = 0.15
+    enough: float = 0.2
     """Held-out score (greedy) at which the warm-up ends …"""
     too_much: float = 0.3
     """… and which it must not exceed: the rest is for the RL steps to learn."""
     lr: float = 1e-3
     rows: int = 256
     """Answers per optimizer step."""
-    eval_interval: int = 10
+    eval_interval: int = 5
+    promising: float = 0.9
+    """Loss above which there is nothing to evaluate yet, nats a token."""
     max_steps: int = 1000
 
 
@@ -56,11 +58,12 @@ class WarmedUpTrainer(RayPPOTrainer):
             self.stop.check()
             staged = self.policy.stage(self.answers(rng, plan.rows))
             result = self.policy.train_mini_batch(staged, policy_loss_type="cross_entropy", use_kl_loss=False)
-            if step % plan.eval_interval:
+            if step % plan.eval_interval or result["policy_loss"] > plan.promising:
                 continue
             self.sync_weights()
             score = self.eval()["eval/all/avg_score"]
-            self.tracker.log({"warmup/step": step, "warmup/loss": result["policy_loss"], "warmup/score": score}, 0)
+            measured = {"step": step, "loss": result["policy_loss"], "grad_norm": result["grad_norm"], "score": score}
+            self.tracker.log({f"warmup/{name}": value for name, value in measured.items()}, 0)
             if score >= plan.enough:
                 break
         else:

@@ -71,8 +71,10 @@ def logical_slots(cfg: SkyRLTrainConfig) -> int:
     return ranks + engines + SPARE_SLOTS
 
 
-def initialize_ray(cfg: SkyRLTrainConfig) -> None:
+def initialize_ray(cfg: SkyRLTrainConfig, *, log_to_driver: bool = True) -> None:
     """Join the cluster that RAY_ADDRESS names, else start Ray here; then exchange registered functions.
+
+    ``log_to_driver``: what actors and tasks print is shown here too; ranks print into files of their own.
 
     Raises LaunchError when Ray does not start or answer, or a node cannot run this environment. Does nothing but the
     exchange when Ray is up already.
@@ -83,7 +85,7 @@ def initialize_ray(cfg: SkyRLTrainConfig) -> None:
             _join(address, environment)
         else:
             slots = max(logical_slots(cfg), os.cpu_count() or 1) if device.has_cuda() else logical_slots(cfg)
-            _start(slots, environment, None if device.has_cuda() else CPU_STORE_BYTES, show_output=True)
+            _start(slots, environment, None if device.has_cuda() else CPU_STORE_BYTES, show_output=log_to_driver)
     sync_registries()
 
 

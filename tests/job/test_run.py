@@ -1,0 +1,244 @@
+"""The main job end to end: real Ray, Megatron ranks and vLLM engine, short runs, everything they leave behind."""
+
+import os
+import signal
+
+import psutil
+import pytest
+
+from tests.job import runs
+
+pytestmark = pytest.mark.vllm
+
+GAP = "policy/rollout_train_logprobs_abs_diff_max"
+AGREE = 1e-4
+"""Largest difference of trainer and engine on the same token and weights, nats, fp32."""
+
+
+def descendants():
+    return {process.pid for process in psutil.Process().children(recursive=True)}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return runs.prepare(tmp_path)
+
+
+def test_a_run_its_files_and_its_continuation(folder):
+    """GRPO with the KL to a reference in the loss; evaluation, checkpoint, export; the second command goes on."""
+    before = descendants()
+    reference = {
+        "trainer__algorithm__use_kl_loss": "true",
+        "trainer__placement__ref_num_gpus_per_node": 1,
+        "trainer__ref__megatron_config__expert_model_parallel_size": 1,
+    }
+    kept = {"trainer__eval_before_train": "true", "trainer__eval_interval": 2, "trainer__hf_save_interval": 2}
+    done = runs.run(folder, **reference, **kept).check()
+    assert descendants() == before, "a process was left behind"
+    first, one, two = done.lines
+    assert first["step"] == 0 and first["eval/all/avg_score"] == first["eval/sums/avg_score"]
+    for line in (one, two):
+        assert line[GAP] <= AGREE
+        assert {
+            "reward/avg_raw_reward",
+            "reward/avg_pass_at_4",
+            "policy/final_loss",
+            "policy/policy_kl",
+            "policy/policy_lr",
+            "policy/grad_norm",
+            "loss/avg_raw_advantages_abs",
+            "generate/avg_num_tokens",
+            "timing/step",
+            "timing/generate",
+            "timing/policy_train",
+            "timing/sync_weights",
+            "trainer/tokens_per_second_per_gpu",
+            "trainer/weight_sync_gb_per_second",
+            "memory/generate_trainer_gb",
+        } <= line.keys()
+    assert abs(one["policy/policy_kl"]) < 1e-6 < two["policy/policy_kl"], "the reference stays where the policy was"
+    assert "eval/sums/pass_at_1" in two
+    log = folder / "logs/skyrl/run"
+    assert {"config.yaml", "metrics.jsonl", "report.html", "curves.png", "console.log"} <= set(os.listdir(log))
+    assert (folder / "ckpts/latest_ckpt_global_step.txt").read_text().strip() == "2"
+    exported = os.listdir(folder / "exports/global_step_2/policy")
+    assert {"config.json", "tokenizer.json"} <= set(exported) and any(f.endswith(".safetensors") for f in exported)
+    assert (folder / "exports/dumped_evals/global_step_2/sums.jsonl").is_file()
+
+    again = runs.run(folder, **reference, trainer__max_training_steps=3).check()
+    assert f"resumed from {folder}/ckpts/global_step_2 (step 2 of 3)" in again.out
+    assert [line["step"] for line in again.lines] == [0, 1, 2, 3]
+    assert again.lines[3][GAP] <= AGREE, "the engine got the weights of the checkpoint"
+
+
+SEED_SCRIPT = """\
+import sys
+from typing import List
+
+import numpy as np
+import ray
+import torch
+
+from skyrl_megatron.utils.ppo_utils import register_advantage_estimator, AdvantageEstimatorRegistry
+from skyrl_megatron.utils.ppo_utils import register_policy_loss, PolicyLossRegistry
+from skyrl_megatron.config import SkyRLTrainConfig
+from skyrl_megatron.entrypoints.main_base import BasePPOExp, config_dir
+from skyrl_megatron.generators.base import GeneratorOutput
+from skyrl_megatron.trainer import RayPPOTrainer
+from skyrl_megatron.utils import validate_cfg, initialize_ray
+from skyrl_megatron.envs import register
+
+
+@register_advantage_estimator("simple_baseline")
+def compute_simple_baseline_advantage(
+     token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: np.ndarray, **kwargs
+ ):
+     with torch.no_grad():
+         response_rewards = (token_level_rewards * response_mask).sum(dim=-1, keepdim=True)
+         baseline = response_rewards.mean()
+         advantages = (response_rewards - baseline) * response_mask
+         returns = advantages.clone()
+         return advantages, returns
+
+
+@register_policy_loss("reinforce")
+def compute_reinforce_policy_loss(
+    log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_log_probs=None
+):
+    loss = (-log_probs * advantages).mean()
+    return loss, 0.0
+
+
+class CustomTrainer(RayPPOTrainer):
+    @torch.no_grad()
+    def postprocess_generator_output(self, generator_output: GeneratorOutput, uids: List[str]) -> GeneratorOutput:
+        generator_output["rewards"] = [reward - 0.25 for reward in generator_output["rewards"]]
+        return super().postprocess_generator_output(generator_output, uids)
+
+
+class CustomExp(BasePPOExp):
+    def get_trainer(self, *args, **kwargs):
+        return CustomTrainer(*args, **kwargs)
+
+
+@ray.remote(num_cpus=1)
+def skyrl_entrypoint(cfg):
+    register("digits", "digits:Digits")
+    assert "simple_baseline" in AdvantageEstimatorRegistry.list_available()
+    exp = CustomExp(cfg)
+    exp.run()
+
+
+def main(cfg) -> None:
+    validate_cfg(cfg)
+
+    initialize_ray(cfg)
+    ray.get(skyrl_entrypoint.remote(cfg))
+
+
+if __name__ == "__main__":
+    main(SkyRLTrainConfig.from_cli_overrides(sys.argv[1:]))
+"""
+
+
+def test_a_script_for_the_other_system_runs_with_another_import_prefix(folder, monkeypatch):
+    """Registered functions, a custom trainer, a remote entry point, its own main."""
+    monkeypatch.setattr(runs, "EXPERIMENT", SEED_SCRIPT)
+    own = {"trainer__algorithm__advantage_estimator": "simple_baseline"}
+    own["trainer__algorithm__policy_loss_type"] = "reinforce"
+    done = runs.run(folder, **own, trainer__max_training_steps=1).check()
+    (line,) = done.lines
+    assert -0.25 <= line["reward/avg_raw_reward"] < 0.75
+    assert line["policy/grad_norm"] > 0
+    assert "step 1/1 · reward" in done.out, "the remote entry point's lines reach the terminal"
+
+
+def test_turns_dynamic_sampling_and_kl_in_the_reward(folder):
+    """REINFORCE++ over two turns; one reference rank."""
+    done = runs.run(
+        folder,
+        trainer__algorithm__advantage_estimator="reinforce++",
+        trainer__algorithm__use_kl_in_reward="true",
+        trainer__algorithm__dynamic_sampling__type="filter",
+        trainer__placement__ref_num_gpus_per_node=1,
+        trainer__ref__megatron_config__expert_model_parallel_size=1,
+        generator__max_turns=2,
+        generator__max_input_length=64,
+        trainer__policy_mini_batch_size=2,
+    ).check()
+    for line in done.lines:
+        assert line["generate/avg_turns"] == 2.0 and line["loss/avg_kl"] >= 0 and line[GAP] <= AGREE
+        assert line["generate/sampled_batches"] >= 1
+
+
+SKIPS_A_SYNC = """
+def sync_weights(self):
+    if self.global_step != 1:
+        RayPPOTrainer.sync_weights(self)
+Trainer.sync_weights = sync_weights
+"""
+
+
+def test_a_skipped_sync_shows(folder):
+    """The log-probs of step 2 are those of a policy that the engine does not have."""
+    lines = runs.run(folder, SKIPS_A_SYNC).check().lines
+    assert lines[0][GAP] <= AGREE < lines[1][GAP]
+
+
+SLOW = """
+import time
+from skyrl_megatron.trainer.callbacks import TrainerCallback
+def train_steps(self):
+    print("training", flush=True)
+    RayPPOTrainer.train_steps(self)
+Trainer.train_steps = train_steps
+"""
+
+
+def await_line(process, text):
+    for line in process.stdout:
+        if text in line:
+            return
+    raise AssertionError(f"the run ended without {text!r}: {process.stderr.read()[-4000:]}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_run_that_is_ended_leaves_nothing_and_loses_nothing(folder, number):
+    """SIGTERM saves the last whole step; after kill -9 the last checkpoint counts. Both are gone within a minute."""
+    before = descendants()
+    process = runs.start(folder, SLOW, trainer__max_training_steps=200, trainer__ckpt_interval=2)
+    children = []
+    try:
+        await_line(process, "step 3/200")
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert not alive, f"left behind: {[p.cmdline() for p in alive]}"
+    assert descendants() == before
+    saved = int((folder / "ckpts/latest_ckpt_global_step.txt").read_text())
+    if number == signal.SIGTERM:
+        assert process.returncode == 130, err[-4000:]
+        assert saved >= 3 and f"stopped after step {saved}" in out
+    else:
+        assert saved >= 2
+    again = runs.run(folder, trainer__max_training_steps=saved + 1).check()
+    assert f"(step {saved} of {saved + 1})" in again.out
+    steps = [line["step"] for line in again.lines]
+    assert steps == list(range(1, saved + 2))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "message"),
+    [
+        ({"trainer__train_batchsize": 3}, 2, "trainer.train_batchsize=3: unknown key"),
+        ({"data__train_data": "['/nowhere/prompts.jsonl']"}, 2, "/nowhere/prompts.jsonl"),
+        ({"environment__env_class": "nothing"}, 1, "no environment 'nothing'"),
+    ],
+)
+def test_mistakes_are_one_message(folder, overrides, code, message):
+    failed = runs.run(folder, **overrides)
+    assert failed.returncode == code, failed.err[-4000:]
+    assert message in failed.err and "Traceback" not in failed.err

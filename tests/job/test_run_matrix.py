@@ -1,0 +1,85 @@
+"""Layouts, engines, estimators, exact resumption: many whole runs, on request (``--layouts=all``)."""
+
+import pytest
+
+from tests.job import runs
+from tests.job.test_run import AGREE, GAP
+
+pytestmark = [pytest.mark.vllm, pytest.mark.full_matrix]
+
+MEGATRON = "trainer__policy__megatron_config__"
+LAYOUTS = {
+    "dp2": {"expert_model_parallel_size": 1},
+    "ep2": {},
+    "tp2": {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1},
+    "pp2": {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 1},
+    "cp2": {"context_parallel_size": 2, "expert_model_parallel_size": 1},
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return runs.prepare(tmp_path)
+
+
+def test_first_step_is_the_same_at_every_layout(tmp_path):
+    """The same seeds sample the same responses; the gradient norm agrees to 1e-4."""
+    norms = {}
+    for name, degrees in LAYOUTS.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        runs.prepare(folder)
+        keys = {MEGATRON + key: value for key, value in degrees.items()}
+        lines = runs.run(folder, trainer__max_training_steps=1, **keys).check().lines
+        norms[name] = lines[0]["policy/grad_norm"]
+        assert lines[0][GAP] <= AGREE
+    assert max(norms.values()) - min(norms.values()) <= 1e-4 * norms["ep2"], norms
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "maxrl"])
+def test_estimators(folder, estimator):
+    lines = runs.run(folder, trainer__algorithm__advantage_estimator=estimator).check().lines
+    assert all(line["policy/grad_norm"] > 0 and line[GAP] <= AGREE for line in lines)
+
+
+def test_two_engines(folder):
+    lines = runs.run(folder, generator__inference_engine__num_engines=2).check().lines
+    assert all(line[GAP] <= AGREE for line in lines)
+
+
+def test_the_fsdp_key_runs_data_parallel(folder):
+    keys = {MEGATRON + "expert_model_parallel_size": 1}
+    lines = runs.run(folder, trainer__strategy="fsdp2", **keys).check().lines
+    assert all(line["policy/grad_norm"] > 0 for line in lines)
+
+
+HASHES = """
+import json, hashlib
+from pathlib import Path
+sampled = hashlib.sha256()
+def convert_to_training_input(self, generator_output, uids):
+    batch = RayPPOTrainer.convert_to_training_input(self, generator_output, uids)
+    if self.global_step >= 2:
+        sampled.update(batch.sequences.numpy().tobytes())
+    return batch
+def finish(self):
+    state = self.policy.state_hashes()
+    Path(self.cfg.trainer.export_path).mkdir(exist_ok=True)
+    (Path(self.cfg.trainer.export_path) / "hashes.json").write_text(json.dumps([state, sampled.hexdigest()]))
+    RayPPOTrainer.finish(self)
+Trainer.convert_to_training_input = convert_to_training_input
+Trainer.finish = finish
+"""
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
+    """SHA-256 over weights, moments, random states and all ids sampled after the checkpoint."""
+    found = []
+    for name, stops in {"whole": [4], "resumed": [2, 4]}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        runs.prepare(folder)
+        for stop in stops:
+            runs.run(folder, HASHES, trainer__max_training_steps=stop, trainer__ckpt_interval=2).check()
+        found.append((folder / "exports/hashes.json").read_text())
+    assert found[0] == found[1]
