@@ -69,6 +69,9 @@ class InferenceEngine(Protocol):
     async def resume(self) -> None:
         """Go on after :meth:`pause`."""
 
+    async def reset_prefix_cache(self) -> None:
+        """Forget the keys and values of prefixes seen before."""
+
     async def sleep(self, level: int = 1) -> None:
         """Free the GPU memory of the KV cache and of the weights (level 1 keeps a copy on the host, 2 drops them)."""
 

@@ -8,19 +8,19 @@ import os
 import tempfile
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import astuple, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from skyrl_megatron import device
-from skyrl_megatron.errors import EngineError, EngineGoneError, RequestError, WeightSyncError
+from skyrl_megatron.errors import EngineError, EngineGoneError, WeightSyncError
 from skyrl_megatron.inference.asgi import call_app
 from skyrl_megatron.inference.engine_log import child_output, last_errors
 from skyrl_megatron.inference.protocol import Announced, Generation, PauseMode, SampleRequest
-from skyrl_megatron.inference.sampling import unknown_key
 from skyrl_megatron.inference.settings import INITIAL_VERSION, EngineSettings, cpu_bytes_needed, hf_config
+from skyrl_megatron.inference.vllm_requests import generation_of, refusals, sampling_parameters
+from skyrl_megatron.weight_sync.announcement import plain_announcement
 
 __all__ = ["EngineSettings", "VLLMEngine"]
 
@@ -40,6 +40,7 @@ class VLLMEngine:
         self._processes: list[psutil.Process] = []
         self._announced: list[list[list[Any]]] | None = None
         self._openai: Any = None
+        self._paused, self._pausing = False, asyncio.Lock()
 
     # ------------------------------------------------------------------ start and end
     async def start(self) -> None:
@@ -73,10 +74,11 @@ class VLLMEngine:
             if settings.logprobs_at_temperature:
                 await self._llm.collective_rpc("skyrl_logprobs_at_temperature")
         except Exception as error:
-            await self.kill()
             if isinstance(error, TimeoutError):
                 error = TimeoutError(f"not ready after start_timeout_s={settings.start_timeout_s:g}")
-            raise EngineError(f"vLLM did not start on {settings.model}: {self._last_words(error)}") from error
+            said = self._last_words(error)
+            await self.kill()
+            raise EngineError(f"vLLM did not start on {settings.model}: {said}") from error
 
     async def shutdown(self) -> None:
         """See the protocol."""
@@ -84,8 +86,6 @@ class VLLMEngine:
         if llm is not None:
             await asyncio.to_thread(llm.shutdown)
         await self.kill()
-        if self.settings.log_file is None:
-            self.log_file.unlink(missing_ok=True)
 
     async def kill(self) -> None:
         """See the protocol. A stopped process (SIGSTOP) is killed too."""
@@ -97,6 +97,8 @@ class VLLMEngine:
         llm, self._llm = self._llm, None
         if llm is not None:
             await asyncio.to_thread(llm.shutdown, 0.0)
+        if self.settings.log_file is None:
+            self.log_file.unlink(missing_ok=True)
 
     def process_ids(self) -> list[int]:
         """The engine's processes, cores before their workers."""
@@ -113,32 +115,38 @@ class VLLMEngine:
         self, request_id: str, prompt_token_ids: Sequence[int], sampling: Mapping[str, Any]
     ) -> Generation:
         """See the protocol. Without stop strings nothing is turned into text."""
-        return _generation(await self._finished(request_id, prompt_token_ids, _parameters(request_id, sampling)))
+        return generation_of(
+            await self._finished(request_id, prompt_token_ids, sampling_parameters(request_id, sampling))
+        )
 
     async def generate_batch(self, requests: Sequence[SampleRequest]) -> list[Generation]:
         """See the protocol. The scheduler is paused while the requests are admitted."""
         from skyrl_megatron.weight_sync import vllm_compat
 
-        prepared = [(r, _parameters(r.request_id, r.sampling)) for r in requests]
+        prepared = [(r, sampling_parameters(r.request_id, r.sampling)) for r in requests]
+        admitted: list[Any] = []
         with self._alive():
-            await self._llm.pause_generation(mode="keep", clear_cache=False)
-            admitted = []
             try:
-                for request, parameters in prepared:
-                    prompt = vllm_compat.tokens_input(list(request.prompt_token_ids))
-                    with _refusals(request.request_id):
-                        admitted.append(await self._llm.add_request(request.request_id, prompt, parameters))
+                async with self._pausing:
+                    if not self._paused:
+                        await self._llm.pause_generation(mode="keep", clear_cache=False)
+                    for request, parameters in prepared:
+                        prompt = vllm_compat.tokens_input(list(request.prompt_token_ids))
+                        with refusals(request.request_id):
+                            admitted.append(await self._llm.add_request(request.request_id, prompt, parameters))
+                    if not self._paused:
+                        await self._llm.resume_generation()
+                return [generation_of(await queue.get()) for queue in admitted]
             except BaseException:
                 await self._llm.abort([request.request_id for request, _ in prepared[: len(admitted)]])
+                if not self._paused:
+                    await self._llm.resume_generation()
                 raise
-            finally:
-                await self._llm.resume_generation()
-            return [_generation(await queue.get()) for queue in admitted]
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """See the protocol."""
         request_id = f"score-{uuid.uuid4().hex}"
-        parameters = _parameters(request_id, {"max_tokens": 1, "prompt_logprobs": 0, "logprobs": None})
+        parameters = sampling_parameters(request_id, {"max_tokens": 1, "prompt_logprobs": 0, "logprobs": None})
         final = await self._finished(request_id, token_ids, parameters)
         scored = zip(token_ids[1:], final.prompt_logprobs[1:], strict=True)
         return [position[token].logprob for token, position in scored]
@@ -148,7 +156,7 @@ class VLLMEngine:
         from skyrl_megatron.weight_sync import vllm_compat
 
         output = None
-        with self._alive(), _refusals(request_id):
+        with self._alive(), refusals(request_id):
             async for latest in self._llm.generate(vllm_compat.tokens_input(list(token_ids)), parameters, request_id):
                 output = latest
         if output is None:
@@ -163,12 +171,21 @@ class VLLMEngine:
     async def pause(self, mode: PauseMode = "keep") -> None:
         """See the protocol. Keeps the KV cache of frozen requests."""
         with self._alive():
-            await self._llm.pause_generation(mode=mode, clear_cache=False)
+            async with self._pausing:
+                self._paused = True
+                await self._llm.pause_generation(mode=mode, clear_cache=False)
 
     async def resume(self) -> None:
         """See the protocol."""
         with self._alive():
-            await self._llm.resume_generation()
+            async with self._pausing:
+                await self._llm.resume_generation()
+                self._paused = False
+
+    async def reset_prefix_cache(self) -> None:
+        """See the protocol."""
+        with self._alive():
+            await self._llm.reset_prefix_cache()
 
     async def sleep(self, level: int = 1) -> None:
         """See the protocol. Without GPUs there is nothing to free."""
@@ -218,7 +235,7 @@ class VLLMEngine:
         """See the protocol. What was announced before is not sent to the workers again."""
         from skyrl_megatron.weight_sync import vllm_compat
 
-        plain = [[list(astuple(m) if is_dataclass(m) else m) for m in sender] for sender in announced]  # type: ignore[call-overload]
+        plain = plain_announcement(announced)
         info = {"senders": None if plain == self._announced else plain}
         with self._alive(), _sync_errors("receive"):
             self._announced = None
@@ -290,47 +307,6 @@ def _require_memory(settings: EngineSettings) -> None:
             f"{needed / 2**30:.1f} GiB (KV cache {settings.kv_cache_bytes / 2**30:.1f} GiB per worker): lower "
             "generator.inference_engine.engine_init_kwargs.kv_cache_memory_bytes, or end other processes"
         )
-
-
-def _parameters(request_id: str, sampling: Mapping[str, Any]) -> Any:
-    """vLLM's sampling parameters; the sampled token's log-prob alone. Raises RequestError."""
-    from skyrl_megatron.weight_sync import vllm_compat
-
-    keys = dict(sampling)
-    known = vllm_compat.sampling_keys()
-    for key in keys:
-        if key not in known:
-            raise RequestError(f"request {request_id}: {unknown_key(key, known)}")
-    keys["logprobs"] = None if keys.get("logprobs", 0) is None else 0
-    keys.setdefault("detokenize", bool(keys.get("stop")))
-    with _refusals(request_id):
-        return vllm_compat.SamplingParams(**keys, output_kind=vllm_compat.RequestOutputKind.FINAL_ONLY)
-
-
-def _generation(final: Any) -> Generation:
-    if isinstance(final, BaseException):
-        raise final
-    sample = final.outputs[0]
-    ids = list(sample.token_ids)
-    logprobs = sample.logprobs
-    return Generation(
-        token_ids=ids,
-        logprobs=[] if logprobs is None else [at[token].logprob for token, at in zip(ids, logprobs, strict=True)],
-        finish_reason=sample.finish_reason or "abort",
-        versions=[(span.version, span.start, span.end) for span in sample.weight_versions or []],
-        routed_experts=sample.routed_experts,
-    )
-
-
-@contextlib.contextmanager
-def _refusals(request_id: str) -> Iterator[None]:
-    """vLLM's objections to a request, as RequestError."""
-    from skyrl_megatron.weight_sync import vllm_compat
-
-    try:
-        yield
-    except (ValueError, TypeError, vllm_compat.VLLMClientError) as error:
-        raise RequestError(f"request {request_id}: {error}") from error
 
 
 @contextlib.contextmanager

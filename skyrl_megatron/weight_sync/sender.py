@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from skyrl_megatron import device
-from skyrl_megatron.errors import WeightSyncError
+from skyrl_megatron.errors import EngineGoneError, WeightSyncError
 from skyrl_megatron.weight_sync.bucket import DEFAULT_BUCKET_BYTES, TensorMeta, checksum, plan_buckets
 from skyrl_megatron.weight_sync.source import BucketWriter, PassSource, WeightSource
 from skyrl_megatron.weight_sync.transport import (
@@ -66,14 +66,14 @@ class WeightSender:
     def connect(self, host: str, port: int, receivers: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Open this rank's group and wait for its receivers (worker ranks of all engines). Replaces an earlier one.
 
-        No later wait of this group lasts longer than ``timeout_s`` either. Raises WeightSyncError.
+        No later wait of this group lasts longer than ``timeout_s`` either. Raises EngineGoneError.
         """
         self.close()
         listener, self._listener = self._listener, None
         try:
             self._transport = open_transport(self.transport_name, host, port, 0, receivers + 1, timeout_s, listener)
         except (RuntimeError, OSError) as error:
-            raise WeightSyncError(
+            raise EngineGoneError(
                 f"connect: not all of {receivers} engine workers reached {host}:{port} within {timeout_s:.0f} s: "
                 f"{first_line(error)}"
             ) from error
@@ -87,8 +87,8 @@ class WeightSender:
     def send(self) -> list[int]:
         """Send every bucket; returns their checksums, in order. The next bucket is filled while one travels.
 
-        Raises WeightSyncError when the source is not as announced, and when a receiver is gone or silent. The group
-        is then closed: receivers get an error too, and it has to be made anew.
+        Raises WeightSyncError when the source is not as announced, EngineGoneError when a receiver is gone or silent.
+        The group is then closed: receivers get an error too, and it has to be made anew.
         """
         if self._transport is None:
             raise WeightSyncError("send: no engine is connected: connect() comes first")
@@ -110,7 +110,7 @@ class WeightSender:
             try:
                 wait()
             except RuntimeError as error:
-                raise WeightSyncError(
+                raise EngineGoneError(
                     f"send: an engine worker is gone or silent after {self.sent_bytes / 1e6:.1f} of "
                     f"{total / 1e6:.1f} MB: {first_line(error)}"
                 ) from error

@@ -200,14 +200,14 @@ def _with_temperature_logprobs(forward: Callable[..., Any]) -> Callable[..., Any
     if getattr(forward, "at_temperature", False):
         return forward
 
-    def forward_at_temperature(self: Any, logits: torch.Tensor, metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        temperature = metadata.temperature  # [requests]; None when all are greedy
+    def forward_at_temperature(self: Any, logits: torch.Tensor, sampling_metadata: Any, **kwargs: Any) -> Any:
+        temperature = sampling_metadata.temperature  # [requests]; None when all are greedy
         if temperature is None:
-            return forward(self, logits, metadata, *args, **kwargs)
+            return forward(self, logits, sampling_metadata, **kwargs)
         scale = torch.where(temperature < 1e-5, 1.0, temperature).unsqueeze(1)
         self.compute_logprobs = lambda raw: torch.log_softmax(raw.float() / scale, dim=-1)
         try:
-            return forward(self, logits, metadata, *args, **kwargs)
+            return forward(self, logits, sampling_metadata, **kwargs)
         finally:
             del self.compute_logprobs
 

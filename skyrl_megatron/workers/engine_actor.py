@@ -47,6 +47,9 @@ class EngineActor:
     async def resume(self) -> None:
         await self.engine.resume()
 
+    async def reset_prefix_cache(self) -> None:
+        await self.engine.reset_prefix_cache()
+
     async def sleep(self, level: int = 1) -> None:
         await self.engine.sleep(level)
 

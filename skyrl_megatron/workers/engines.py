@@ -1,52 +1,46 @@
-"""The inference engines of a run: one actor each, started side by side."""
+"""The inference engines of a run: an actor each on its place, and the client that samples from all of them."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import ray
-
-from skyrl_megatron.config.role_layout import engine_ranks
-from skyrl_megatron.errors import EngineError
-from skyrl_megatron.inference.protocol import Generation, SampleRequest
+from skyrl_megatron.config.run_folder import run_folder
+from skyrl_megatron.inference.client import InferenceClient
+from skyrl_megatron.inference.pool import EnginePool
+from skyrl_megatron.inference.protocol import Generation
 from skyrl_megatron.inference.settings import engine_settings
-from skyrl_megatron.workers.engine_actor import EngineActor
+from skyrl_megatron.workers.engine_actor import RayEngine
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.workers.placement import Place
 
-STOP_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 60.0
 
 
 class Engines:
-    """``num_engines`` actors. :meth:`wait` until they are up; :meth:`stop` ends them and their processes."""
+    """``num_engines`` engines and their client. Coroutines belong to one event loop; :meth:`stop` may run anywhere."""
 
     def __init__(self, cfg: SkyRLTrainConfig, place: Place) -> None:
-        self.timeout_s = cfg.trainer.phase_timeout_s
-        settings, devices = engine_settings(cfg), engine_ranks(cfg)
-        self.actors: list[Any] = [
-            EngineActor.options(**place.options(number, devices)).remote(settings)
-            for number in range(cfg.generator.inference_engine.num_engines)
-        ]
-        self._requests = 0
-        self._starting = [actor.start.remote() for actor in self.actors]
+        logs, made = run_folder(cfg) / "workers", []
+        for number in range(cfg.generator.inference_engine.num_engines):
+            settings = engine_settings(cfg, log_file=logs / f"engine_{number}.log")
+            made.append(partial(RayEngine, settings, **place.options(number, settings.workers)))
+        self.ranks_per_engine = settings.workers
+        self.pool = EnginePool(made, wait_s=cfg.trainer.phase_timeout_s)
+        self.client = InferenceClient(self.pool, deterministic=bool(cfg.trainer.deterministic))
 
-    def wait(self) -> None:
+    @property
+    def actors(self) -> list[Any]:
+        """The engines' actors, in order."""
+        return [slot.engine.actor for slot in self.pool.slots]  # type: ignore[attr-defined]
+
+    async def start(self) -> None:
         """Until all are up. Raises EngineError with what the failing one said."""
-        for number, reference in enumerate(self._starting):
-            try:
-                ray.get(reference, timeout=self.timeout_s)
-            except ray.exceptions.GetTimeoutError as error:
-                raise EngineError(
-                    f"engine {number} is not up within {self.timeout_s:g} s (trainer.phase_timeout_s)"
-                ) from error
-            except ray.exceptions.RayTaskError as error:
-                raise (error.cause if isinstance(error.cause, EngineError) else error) from error
-            except ray.exceptions.RayActorError as error:
-                raise EngineError(f"engine {number} died while it started: {error}") from error
+        await self.pool.start()
 
     async def generate(
         self,
@@ -54,25 +48,25 @@ class Engines:
         sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]],
         session_ids: Sequence[str] | None = None,
     ) -> list[Generation]:
-        """One continuation for each prompt, in order; prompts are dealt out to the engines in turn."""
-        each = [sampling_params] * len(prompt_token_ids) if isinstance(sampling_params, Mapping) else sampling_params
-        requests = []
-        for prompt, sampling in zip(prompt_token_ids, each, strict=True):
-            self._requests += 1
-            requests.append(SampleRequest(f"request-{self._requests}", prompt, sampling))
-        shares = [requests[number :: len(self.actors)] for number in range(len(self.actors))]
-        batches = [engine.generate_batch.remote(share) for engine, share in zip(self.actors, shares, strict=True)]
-        answers = await asyncio.gather(*batches)
-        out: list[Any] = [None] * len(requests)
-        for number, batch in enumerate(answers):
-            out[number :: len(self.actors)] = batch
-        return out
+        """One continuation for each prompt, in order; see :class:`InferenceClient`."""
+        return await self.client.generate(prompt_token_ids, sampling_params, session_ids)
+
+    def publish(self, version: str) -> None:
+        """All engines hold the weights of ``version``, verified: it is what they sample from now on."""
+        for slot in self.pool.slots:
+            slot.version = version
+        self.pool.publish(version)
 
     def stop(self) -> None:
-        """Ask every engine to end its processes, then end the actors."""
-        ray.wait(
-            [actor.shutdown.remote() for actor in self.actors], num_returns=len(self.actors), timeout=STOP_TIMEOUT_S
-        )
-        for actor in self.actors:
-            ray.kill(actor)
-        self.actors = []
+        """End the engines' processes and actors."""
+
+        async def end() -> None:
+            await asyncio.wait_for(self.pool.shutdown(), STOP_TIMEOUT_S)
+
+        try:
+            asyncio.run(end())
+        except TimeoutError:
+            asyncio.run(self._kill())
+
+    async def _kill(self) -> None:
+        await asyncio.gather(*(slot.engine.kill() for slot in self.pool.slots), return_exceptions=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,11 +34,19 @@ class SyncReport:
 class WeightExchange:
     """Connects the ranks of the policy with the workers of all engines; every rank sends the tensors it puts together.
 
-    ``engines``: handles with the methods of ``inference/protocol.py``; ``ranks_per_engine``: worker ranks of each.
+    ``engines``: actors with the methods of ``inference/protocol.py``; ``ranks_per_engine``: worker ranks of each;
+    ``publish``: told of a version when all engines hold it, verified, and before they resume.
     """
 
-    def __init__(self, policy: Role, engines: Sequence[Any], ranks_per_engine: int) -> None:
+    def __init__(
+        self,
+        policy: Role,
+        engines: Sequence[Any],
+        ranks_per_engine: int,
+        publish: Callable[[str], None] = lambda version: None,
+    ) -> None:
         self.policy, self.engines, self.ranks_per_engine = policy, list(engines), ranks_per_engine
+        self.publish = publish
         self.names = [f"engine {number}" for number in range(len(self.engines))]
         self.syncs = 0
 
@@ -79,6 +87,7 @@ class WeightExchange:
                         f"{name}, worker {worker}: checksums {received} are not those sent, {sent}; version {version} "
                         "is not published and no engine generates: start the run again from its last checkpoint"
                     )
+        self.publish(version)
         self._all("resume")
         self.syncs += 1
         return SyncReport(version, self.nbytes, time.perf_counter() - began, transfer_seconds)

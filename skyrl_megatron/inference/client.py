@@ -1,0 +1,167 @@
+"""Sampling from several engines as if they were one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from skyrl_megatron.errors import EngineError, EngineGoneError
+from skyrl_megatron.inference.pool import EnginePool, EngineSlot, shares
+from skyrl_megatron.inference.protocol import Generation, SampleRequest
+
+
+class InferenceClient:
+    """Routes requests to the engines of a pool, bounds how many are in flight, and retries what a dead engine lost.
+
+    A retry starts over under a new id on an engine that serves; what the lost attempt may still return is discarded,
+    so every request yields one continuation. ``deterministic``: a batch is dealt out to the engines in turn and each
+    engine gets its share at once and in order, so that it forms the same batches in every run; requests should carry
+    seeds (:func:`~skyrl_megatron.inference.sampling.request_seed`).
+    """
+
+    def __init__(
+        self, pool: EnginePool, *, max_in_flight: int = 4096, retries: int = 3, deterministic: bool = False
+    ) -> None:
+        """``max_in_flight``: requests per engine."""
+        self.pool, self.retries, self.deterministic = pool, retries, deterministic
+        self._room = asyncio.Semaphore(max_in_flight * len(pool.slots))
+        self._prefix, self._numbers = uuid.uuid4().hex[:8], itertools.count()
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[Sequence[int]],
+        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        session_ids: Sequence[str] | None = None,
+    ) -> list[Generation]:
+        """One continuation for each prompt, in order.
+
+        ``sampling_params``: keys of vLLM's ``SamplingParams``, for all or one mapping for each. ``session_ids``:
+        requests of a session go to the engine that has its prefix. Raises RequestError for a prompt or key that no
+        engine takes, EngineError when no engine is left.
+        """
+        count = len(prompt_token_ids)
+        each = [sampling_params] * count if isinstance(sampling_params, Mapping) else list(sampling_params)
+        if len(each) != count or (session_ids is not None and len(session_ids) != count):
+            raise ValueError(f"{count} prompts, {len(each)} sampling_params, {len(session_ids or each)} session_ids")
+        if self.deterministic and count > 1:
+            return await self._dealt(prompt_token_ids, each)
+        sessions = session_ids or [None] * count
+        tasks = [self.sample(*one) for one in zip(prompt_token_ids, each, sessions, strict=True)]
+        return list(await _all_or_none(tasks))
+
+    async def sample(
+        self, prompt_token_ids: Sequence[int], sampling: Mapping[str, Any], session_id: str | None = None
+    ) -> Generation:
+        """One continuation."""
+        [generation] = await self._attempts([(prompt_token_ids, sampling)], session_id)
+        return generation
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probs of tokens 1 … n−1 by any engine at the published version, nats."""
+        return await self._retried(lambda slot: slot.engine.score(token_ids), None)
+
+    async def openai(
+        self, path: str, body: bytes, session_id: str | None = None
+    ) -> AsyncIterator[tuple[int, str] | bytes]:
+        """An OpenAI request, answered by one engine: (status, content type), then the body in pieces.
+
+        Retried as long as nothing was answered; a stream that breaks off raises EngineGoneError.
+        """
+        for attempt in itertools.count():
+            answered = False
+            async with self._room:
+                slot = await self.pool.serving(session_id)
+                pieces = slot.engine.openai(path, body)
+                try:
+                    while (piece := await slot.run(anext(pieces, None))) is not None:
+                        answered = True
+                        yield piece
+                    return
+                except EngineGoneError:
+                    if answered or attempt >= self.retries:
+                        raise
+                    self._suspect(slot)
+                finally:
+                    with contextlib.suppress(EngineGoneError):
+                        await pieces.aclose()
+
+    async def abort_all(self) -> None:
+        """End all requests in flight with the tokens they have."""
+        async with self.pool.changing:
+            slots = await self.pool.all_serving()
+            await asyncio.gather(*(slot.engine.pause("abort") for slot in slots))
+            await asyncio.gather(*(slot.engine.resume() for slot in slots))
+
+    # ------------------------------------------------------------------ attempts
+    async def _dealt(
+        self, prompts: Sequence[Sequence[int]], sampling: Sequence[Mapping[str, Any]]
+    ) -> list[Generation]:
+        slots = await self.pool.all_serving()
+        dealt = [[(prompts[i], sampling[i]) for i in share] for share in shares(len(prompts), len(slots))]
+        batches = [self._attempts(share, None, slot) for share, slot in zip(dealt, slots, strict=True) if share]
+        answers = await _all_or_none(batches)
+        out: list[Any] = [None] * len(prompts)
+        for share, batch in zip(shares(len(prompts), len(slots)), answers, strict=False):
+            for index, generation in zip(share, batch, strict=True):
+                out[index] = generation
+        return out
+
+    async def _attempts(
+        self,
+        share: Sequence[tuple[Sequence[int], Mapping[str, Any]]],
+        session: str | None,
+        first: EngineSlot | None = None,
+    ) -> list[Generation]:
+        """Continuations of requests that go to one engine together."""
+
+        async def attempt(slot: EngineSlot) -> list[Generation]:
+            requests = [SampleRequest(f"{self._prefix}-{next(self._numbers)}", *one) for one in share]
+            if len(requests) == 1:
+                [one] = requests
+                answers = [await slot.engine.generate(one.request_id, one.prompt_token_ids, one.sampling)]
+            else:
+                answers = await slot.engine.generate_batch(requests)
+            for generation in answers:
+                if not self.pool.accepts(generation):
+                    raise EngineGoneError(
+                        f"{slot.name} generated with weights {generation.versions}, published is {self.pool.published}"
+                    )
+            return answers
+
+        return await self._retried(attempt, session, first)
+
+    async def _retried(self, attempt: Any, session: str | None, first: EngineSlot | None = None) -> Any:
+        lost: EngineGoneError | None = None
+        for number in range(self.retries + 1):
+            async with self._room:
+                if number == 0 and first is not None:
+                    slot = first
+                elif self.deterministic and session is not None:
+                    slot = await self.pool.fixed(session)
+                else:
+                    slot = await self.pool.serving(session)
+                try:
+                    return await slot.run(attempt(slot))
+                except EngineGoneError as error:
+                    lost = error
+                    self._suspect(slot)
+        raise EngineError(f"a request was lost {self.retries + 1} times, last: {lost}") from lost
+
+    def _suspect(self, slot: EngineSlot) -> None:
+        """An engine lost a request: nothing more goes there until somebody has looked at it."""
+        self.pool.hold(slot)
+        slot.why = slot.why or "lost a request"
+
+
+async def _all_or_none(work: Sequence[Any]) -> list[Any]:
+    """Results in order; when one fails the others are cancelled, so that nothing runs on for nobody."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in work]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]

@@ -1,0 +1,104 @@
+"""Watching over engines: a dead or hung one is noticed, its requests go elsewhere, and it is started again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+
+from skyrl_megatron.errors import EngineError, EngineGoneError, SkyRLMegatronError
+from skyrl_megatron.inference.pool import EnginePool, EngineSlot, EngineState
+
+log = logging.getLogger(__name__)
+
+
+class HealthMonitor:
+    """Asks every engine every ``interval_s``; one that fails, or does not answer within ``timeout_s``, is killed and
+    restarted, at most ``max_restarts`` times, then dropped.
+
+    A probe goes through the engine's core to every worker and back: it finds processes that died and processes that
+    are stopped. It waits for the engine's current step, so ``timeout_s`` must be longer than any step.
+    ``bring_up_to_date(slot)`` gives a restarted engine the published weights; without it such an engine stays held
+    until the next update.
+    """
+
+    def __init__(
+        self,
+        pool: EnginePool,
+        *,
+        interval_s: float = 10.0,
+        timeout_s: float = 60.0,
+        max_restarts: int = 3,
+        bring_up_to_date: Callable[[EngineSlot], Awaitable[None]] | None = None,
+    ) -> None:
+        self.pool, self.interval_s, self.timeout_s, self.max_restarts = pool, interval_s, timeout_s, max_restarts
+        self.bring_up_to_date = bring_up_to_date
+        self._task: asyncio.Task | None = None
+
+    def start(self) -> None:
+        """Watch in the background."""
+        self._task = asyncio.create_task(self._watch(), name="engine health")
+
+    async def stop(self) -> None:
+        """Stop watching."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+            self._task = None
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self.interval_s)
+            await self.check()
+
+    async def check(self) -> None:
+        """Look at every engine once and mend what is broken. Waits while an update is under way."""
+        async with self.pool.changing:
+            watched = [slot for slot in self.pool.slots if slot.state is not EngineState.DROPPED]
+            await asyncio.gather(*(self._probe(slot) for slot in watched))
+            gone = [slot for slot in watched if slot.state is EngineState.GONE]
+            await asyncio.gather(*(self._mend(slot) for slot in gone))
+            if self.bring_up_to_date is not None:
+                for slot in self.pool.alive():
+                    if slot.version != self.pool.published:
+                        await self._update(slot, self.bring_up_to_date)
+
+    async def _probe(self, slot: EngineSlot) -> None:
+        if slot.state is EngineState.GONE:
+            return
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                await slot.engine.health()
+                version = await slot.engine.version()
+        except TimeoutError:
+            await self._found(slot, f"hangs: no answer within {self.timeout_s:g} s")
+        except EngineGoneError as error:
+            await self._found(slot, str(error))
+        else:
+            if version != slot.version or slot.state is EngineState.HELD:
+                self.pool.serve(slot, version)  # if it was only suspected; it stays held with other weights
+
+    async def _found(self, slot: EngineSlot, why: str) -> None:
+        lost = len(slot.in_flight)
+        await self.pool.give_up(slot, why)
+        log.warning("%s %s; its %d requests go to other engines", slot.name, why, lost)
+
+    async def _mend(self, slot: EngineSlot) -> None:
+        if slot.restarts >= self.max_restarts:
+            await self.pool.give_up(slot, f"{slot.why}, after {slot.restarts} restarts", EngineState.DROPPED)
+            log.error("%s is dropped: %s", slot.name, slot.why)
+            return
+        try:
+            await self.pool.restart(slot)
+            log.warning("%s was restarted (%d of %d)", slot.name, slot.restarts, self.max_restarts)
+        except EngineError as error:
+            slot.why, slot.state = str(error), EngineState.GONE
+            log.warning("%s could not be restarted: %s", slot.name, error)
+
+    async def _update(self, slot: EngineSlot, bring_up_to_date: Callable[[EngineSlot], Awaitable[None]]) -> None:
+        try:
+            await bring_up_to_date(slot)
+        except SkyRLMegatronError as error:
+            log.warning("%s stays held, its weights could not be updated: %s", slot.name, error)

@@ -1,0 +1,141 @@
+"""One HTTP endpoint over all engines: OpenAI's completions and chat completions, and tokens in / tokens out.
+
+The OpenAI answers are vLLM's own: each request is handed to the OpenAI application of one engine, chosen as every
+other request is, and its answer streamed back. Token requests go through the client, with its retries.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from skyrl_megatron.errors import EngineError, RequestError
+from skyrl_megatron.inference.client import InferenceClient
+
+MAX_BODY_BYTES = 16 << 20
+VERSION_HEADER = "x-policy-version"
+SESSION_HEADER = "x-session-id"
+_OPENAI = ("/v1/completions", "/v1/chat/completions")
+TOKENS = "/inference/v1/generate"
+
+
+def build_app(client: InferenceClient, model: str, token: str, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
+    """The application. Every request needs ``Authorization: Bearer <token>``, but for ``GET /health``.
+
+    Answers 401 without the token, 413 for a body above ``max_body_bytes``, 400 for a request that no engine can
+    serve, 503 when no engine serves. The header ``x-session-id`` keeps a conversation on one engine; answers carry the
+    published version in ``x-policy-version``.
+    """
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(_Guard, token=token, max_body_bytes=max_body_bytes)
+
+    @app.get("/health")
+    async def health() -> Response:
+        serving = any(slot.version == client.pool.published for slot in client.pool.alive())
+        return JSONResponse({"engines": client.pool.describe()}, 200 if serving else 503)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JSONResponse({"object": "list", "data": [{"id": model, "object": "model", "owned_by": "policy"}]})
+
+    @app.post(TOKENS)
+    async def tokens(request: Request) -> Response:
+        return await _answer(client, _tokens(client, model, request))
+
+    async def openai(request: Request) -> Response:
+        return await _answer(client, _openai(client, request))
+
+    for path in _OPENAI:
+        app.add_api_route(path, openai, methods=["POST"])
+    return app
+
+
+async def _answer(client: InferenceClient, work: Any) -> Response:
+    try:
+        response: Response = await work
+    except RequestError as error:
+        response = _refusal(400, str(error))
+    except EngineError as error:
+        response = _refusal(503, str(error))
+    response.headers[VERSION_HEADER] = client.pool.published
+    return response
+
+
+async def _openai(client: InferenceClient, request: Request) -> Response:
+    pieces = client.openai(request.url.path, await request.body(), request.headers.get(SESSION_HEADER))
+    status, content_type = await anext(pieces)
+    if content_type.startswith("text/event-stream"):
+        return StreamingResponse(pieces, status, media_type=content_type)
+    return Response(b"".join([piece async for piece in pieces]), status, media_type=content_type)
+
+
+async def _tokens(client: InferenceClient, model: str, request: Request) -> Response:
+    """The request and answer of vLLM's own route of this name, sampled tokens' log-probs included."""
+    try:
+        body = json.loads(await request.body())
+        prompt, sampling = list(body["token_ids"]), dict(body.get("sampling_params") or {})
+    except (ValueError, KeyError, TypeError) as error:
+        raise RequestError(f"{TOKENS}: needs token_ids and sampling_params: {error!r}") from error
+    if not prompt or not all(isinstance(token, int) and token >= 0 for token in prompt):
+        raise RequestError(f"{TOKENS}: token_ids must be a list of one or more token ids")
+    generation = await client.sample(prompt, sampling, request.headers.get(SESSION_HEADER))
+    pairs = zip(generation.token_ids, generation.logprobs, strict=False)
+    spans = [{"version": version, "start": start, "end": end} for version, start, end in generation.versions]
+    choice = {
+        "index": 0,
+        "token_ids": generation.token_ids,
+        "logprobs": {"content": [{"token_id": token, "logprob": logprob} for token, logprob in pairs]},
+        "finish_reason": generation.finish_reason,
+        "weight_versions": spans,
+    }
+    return JSONResponse({"model": model, "choices": [choice]})
+
+
+def _refusal(status: int, message: str) -> JSONResponse:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status)
+
+
+class _Guard:
+    """Token and size of a request, before anything reads it."""
+
+    def __init__(self, app: Callable[..., Any], token: str, max_body_bytes: int) -> None:
+        self.app, self.expected, self.max_body_bytes = app, f"Bearer {token}".encode(), max_body_bytes
+
+    async def __call__(self, scope: dict[str, Any], receive: Callable[..., Any], send: Callable[..., Any]) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        headers = dict(scope["headers"])
+        if scope["path"] != "/health" and not secrets.compare_digest(
+            headers.get(b"authorization", b""), self.expected
+        ):
+            return await _refusal(401, "wrong or missing bearer token")(scope, receive, send)
+        too_large = f"the body is larger than {self.max_body_bytes} bytes"
+        try:
+            if int(headers.get(b"content-length", 0)) > self.max_body_bytes:
+                return await _refusal(413, too_large)(scope, receive, send)
+        except ValueError:
+            return await _refusal(400, "content-length is not a number")(scope, receive, send)
+        body = bytearray()  # a chunked body does not say how long it is
+        more = True
+        while more:
+            message = await receive()
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+            if len(body) > self.max_body_bytes:
+                return await _refusal(413, too_large)(scope, receive, send)
+        await self.app(scope, _replayed(bytes(body), receive), send)
+
+
+def _replayed(body: bytes, receive: Callable[..., Any]) -> Callable[..., Any]:
+    pending: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def again() -> Any:
+        return pending.pop() if pending else await receive()
+
+    return again

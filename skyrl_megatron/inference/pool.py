@@ -1,0 +1,211 @@
+"""The engines of a run: which of them serve, at which version, and what each is busy with."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import zlib
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from skyrl_megatron.errors import EngineError, EngineGoneError
+from skyrl_megatron.inference.protocol import Generation, InferenceEngine
+from skyrl_megatron.inference.settings import INITIAL_VERSION
+
+T = TypeVar("T")
+SESSIONS_REMEMBERED = 65536
+
+
+class EngineState(enum.Enum):
+    """What an engine may be asked for."""
+
+    STOPPED = "stopped"
+    """Not started, or being started."""
+    SERVING = "serving"
+    """Runs on the published weights."""
+    HELD = "held"
+    """Alive, and generates nothing: an update is under way, or its weights are not the published ones."""
+    GONE = "gone"
+    """Dead or hung; waits for a restart."""
+    DROPPED = "dropped"
+    """Given up for the rest of the run."""
+
+
+@dataclass(eq=False)
+class EngineSlot:
+    """One engine's place in the pool; the engine in it may be replaced."""
+
+    name: str
+    make: Callable[[], InferenceEngine]
+    engine: InferenceEngine = field(init=False)
+    state: EngineState = EngineState.STOPPED
+    version: str = INITIAL_VERSION
+    """Of the weights that were verified on it last."""
+    restarts: int = 0
+    why: str = ""
+    """What is wrong with an engine that is gone or dropped."""
+    in_flight: set[asyncio.Task] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.engine = self.make()
+
+    async def run(self, work: Awaitable[T]) -> T:
+        """Await a request to the engine. Raises EngineGoneError at once when the pool gives the engine up."""
+        task = asyncio.ensure_future(work)
+        self.in_flight.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if task.cancelled() and not (caller and caller.cancelling()):
+                raise EngineGoneError(f"{self.name}: {self.why}") from None
+            task.cancel()
+            raise
+        finally:
+            self.in_flight.discard(task)
+
+
+class EnginePool:
+    """Starts, routes to, and gives up engines. ``make``: one function per engine that makes its handle.
+
+    An engine serves when it runs on the weights of :attr:`published`, and only then. ``wait_s``: how long a request
+    waits for an engine that serves, as during an update or a restart.
+    """
+
+    def __init__(self, make: Sequence[Callable[[], InferenceEngine]], *, wait_s: float = 600.0) -> None:
+        self.slots = [EngineSlot(f"engine {number}", each) for number, each in enumerate(make)]
+        self.wait_s = wait_s
+        self.published = INITIAL_VERSION
+        self.published_before: set[str] = {INITIAL_VERSION}
+        """Every version that was ever published; a frozen request may carry older ones."""
+        self.changing = asyncio.Lock()
+        """Held by whoever updates, restarts or drops engines."""
+        self._sessions: OrderedDict[str, EngineSlot] = OrderedDict()
+        self._changed = asyncio.Event()
+
+    # ------------------------------------------------------------------ life of the engines
+    async def start(self) -> None:
+        """Start all engines. Raises EngineError of the first that fails, after ending the others."""
+        results = await asyncio.gather(*(slot.engine.start() for slot in self.slots), return_exceptions=True)
+        for slot, result in zip(self.slots, results, strict=True):
+            if isinstance(result, BaseException):
+                await self.shutdown()
+                if isinstance(result, EngineError):
+                    raise EngineError(f"{slot.name}: {result}") from result
+                raise result
+            self.serve(slot, INITIAL_VERSION)
+
+    async def shutdown(self) -> None:
+        """End all engines and their processes."""
+        for slot in self.slots:
+            slot.state = EngineState.STOPPED
+        await asyncio.gather(*(slot.engine.shutdown() for slot in self.slots), return_exceptions=True)
+
+    async def restart(self, slot: EngineSlot) -> None:
+        """Replace a slot's engine by a fresh one, which is held until its weights are the published ones."""
+        await self.give_up(slot, slot.why or "restarted")
+        slot.restarts += 1
+        slot.engine = slot.make()
+        await slot.engine.start()
+        slot.version = INITIAL_VERSION
+        self.serve(slot, INITIAL_VERSION)
+
+    async def give_up(self, slot: EngineSlot, why: str, state: EngineState = EngineState.GONE) -> None:
+        """Kill an engine; its requests fail with EngineGoneError, and their callers go to another."""
+        slot.why, slot.state = why, state
+        for task in list(slot.in_flight):
+            task.cancel()
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(slot.engine.kill(), 30)
+        self._notify()
+
+    def serve(self, slot: EngineSlot, version: str) -> None:
+        """An engine runs on verified weights: it serves if they are the published ones, else it is held."""
+        slot.version, slot.why = version, ""
+        slot.state = EngineState.SERVING if version == self.published else EngineState.HELD
+        self._notify()
+
+    def hold(self, slot: EngineSlot) -> None:
+        """Send nothing more to an engine."""
+        if slot.state is EngineState.SERVING:
+            slot.state = EngineState.HELD
+
+    def publish(self, version: str) -> None:
+        """Only engines with this version serve from now on."""
+        self.published = version
+        self.published_before.add(version)
+        for slot in self.slots:
+            if slot.state in (EngineState.SERVING, EngineState.HELD):
+                self.serve(slot, slot.version)
+
+    def alive(self) -> list[EngineSlot]:
+        """Engines that answer: serving or held."""
+        return [slot for slot in self.slots if slot.state in (EngineState.SERVING, EngineState.HELD)]
+
+    def lost(self) -> list[EngineSlot]:
+        """Engines that wait for a restart."""
+        return [slot for slot in self.slots if slot.state is EngineState.GONE]
+
+    async def drop(self, slot: EngineSlot, why: str) -> None:
+        """Do without an engine for the rest of the run."""
+        await self.give_up(slot, why, EngineState.DROPPED)
+
+    def accepts(self, generation: Generation) -> bool:
+        """True when every token was sampled from published weights."""
+        return all(version in self.published_before for version, _, _ in generation.versions)
+
+    # ------------------------------------------------------------------ routing
+    async def serving(self, session: str | None = None) -> EngineSlot:
+        """The engine for a request: the one of its session, else the one with the fewest requests.
+
+        Raises EngineError when none serves within ``wait_s``, or none ever will.
+        """
+        deadline = asyncio.get_running_loop().time() + self.wait_s
+        while not (candidates := [slot for slot in self.slots if slot.state is EngineState.SERVING]):
+            if all(slot.state is EngineState.DROPPED for slot in self.slots):
+                raise EngineError(f"no engine is left: {self.describe()}")
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._changed.wait()
+            except TimeoutError:
+                raise EngineError(f"no engine served within {self.wait_s:g} s: {self.describe()}") from None
+        if session is None:
+            return min(candidates, key=lambda slot: len(slot.in_flight))
+        slot = self._sessions.get(session)
+        if slot not in candidates:
+            slot = min(candidates, key=lambda slot: len(slot.in_flight))
+        self._sessions[session] = slot
+        self._sessions.move_to_end(session)
+        if len(self._sessions) > SESSIONS_REMEMBERED:
+            self._sessions.popitem(last=False)
+        return slot
+
+    async def fixed(self, key: str) -> EngineSlot:
+        """The engine that a key always goes to while the same engines serve."""
+        await self.serving()
+        candidates = [slot for slot in self.slots if slot.state is EngineState.SERVING]
+        return candidates[zlib.crc32(key.encode()) % len(candidates)]
+
+    async def all_serving(self) -> list[EngineSlot]:
+        """Every engine that serves, at least one, in order."""
+        await self.serving()
+        return [slot for slot in self.slots if slot.state is EngineState.SERVING]
+
+    def describe(self) -> str:
+        """State of every engine in a line."""
+        return "; ".join(
+            f"{slot.name} {slot.state.value} at version {slot.version}" + (f" ({slot.why})" if slot.why else "")
+            for slot in self.slots
+        )
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def shares(count: int, engines: int) -> Iterator[range]:
+    """Which of ``count`` requests each of ``engines`` gets when they are dealt out in turn."""
+    return (range(number, count, engines) for number in range(engines))

@@ -1,0 +1,94 @@
+"""What the trainer ranks together announce, checked before a byte is sent.
+
+An engine fills a module that it got only a part of with garbage and says nothing, and it ignores names that it does
+not know. So the announcements of all ranks must make up the model exactly: every tensor, whole, once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, is_dataclass
+from typing import Any
+
+from bridges.plan import Plan
+from skyrl_megatron.errors import WeightSyncError
+from skyrl_megatron.weight_sync.bucket import TensorMeta
+
+NAMED_IN_MESSAGES = 5
+_FUSED = re.compile(r"^(?P<layer>.*\.experts)\.(?P<projection>gate_up_proj|down_proj)$")
+Shape = tuple[int, ...]
+
+
+def plain_announcement(announced: Sequence[Sequence[Any]]) -> list[list[list[Any]]]:
+    """Announcements of all senders as lists of plain fields, as they go to workers. ``TensorMeta`` or tuples."""
+    return [[list(astuple(m) if is_dataclass(m) and not isinstance(m, type) else m) for m in s] for s in announced]
+
+
+def check_complete(announced: Sequence[Sequence[TensorMeta]], hf_config: Mapping[str, Any]) -> None:
+    """Raise WeightSyncError unless the senders announce exactly the tensors of the model that ``hf_config`` (a HF
+    ``config.json``) describes, in one of the namings that the engine loads.
+
+    Experts may travel one by one, as on disk, or fused over a layer: ``experts.gate_up_proj`` [E, 2·ffn, H] and
+    ``experts.down_proj`` [E, H, ffn]. A tied output layer may be announced or not.
+    """
+    problems: list[str] = []
+    found = _wholes(announced, problems)
+    plan = Plan.of(hf_config)
+    expected: dict[str, Shape] = {name: tuple(shape) for name, shape in plan.hf.items()}
+    for copy in plan.copies:
+        found.pop(copy, None)
+    for name, shape in list(found.items()):
+        if name not in expected and (fused := _FUSED.match(name)):
+            for single, single_shape in _unfused(fused, shape).items():
+                found[single] = single_shape
+            del found[name]
+    missing = [name for name in expected if name not in found]
+    extra = [name for name in found if name not in expected]
+    if missing:
+        problems.append(f"{len(missing)} tensors are missing: {_some(missing)}")
+    for name in extra[:NAMED_IN_MESSAGES]:
+        near = difflib.get_close_matches(name, missing or expected, n=1)
+        problems.append(f"{name} is no tensor of the model" + (f" (nearest: {near[0]})" if near else ""))
+    if len(extra) > NAMED_IN_MESSAGES:
+        problems.append(f"{len(extra) - NAMED_IN_MESSAGES} more unknown tensors")
+    for name, shape in found.items():
+        if name in expected and shape != expected[name]:
+            problems.append(f"{name} is {list(shape)}, the model has {list(expected[name])}")
+    if problems:
+        raise WeightSyncError("the trainer's weights are not the whole model: " + "; ".join(problems))
+
+
+def _wholes(announced: Sequence[Sequence[TensorMeta]], problems: list[str]) -> dict[str, Shape]:
+    """Name → shape of every tensor announced; parts must make up their tensor without gap or overlap."""
+    parts: dict[str, list[TensorMeta]] = {}
+    for sender in announced:
+        for meta in sender:
+            parts.setdefault(meta.name, []).append(meta)
+    for name, pieces in parts.items():
+        if len({(meta.shape, meta.dtype) for meta in pieces}) > 1:
+            problems.append(f"{name} is announced with different shapes or types")
+        end = 0
+        for start, stop in sorted(meta.rows or (0, meta.shape[0] if meta.shape else 1) for meta in pieces):
+            if start < end:
+                problems.append(f"rows {start} to {min(end, stop)} of {name} are announced twice")
+            elif start > end:
+                problems.append(f"rows {end} to {start} of {name} are missing")
+            end = max(end, stop)
+        if pieces[0].shape and end != pieces[0].shape[0]:
+            problems.append(f"rows {end} to {pieces[0].shape[0]} of {name} are missing")
+    return {name: pieces[0].shape for name, pieces in parts.items()}
+
+
+def _unfused(fused: re.Match[str], shape: Shape) -> dict[str, Shape]:
+    layer, experts = fused["layer"], range(shape[0])
+    if fused["projection"] == "down_proj":
+        return {f"{layer}.{expert}.down_proj.weight": shape[1:] for expert in experts}
+    half = (shape[1] // 2, *shape[2:])
+    return {f"{layer}.{expert}.{name}_proj.weight": half for expert in experts for name in ("gate", "up")}
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - NAMED_IN_MESSAGES
+    return ", ".join(names[:NAMED_IN_MESSAGES]) + (f" and {more} more" if more > 0 else "")

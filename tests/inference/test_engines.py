@@ -1,0 +1,298 @@
+"""Two real engines behind one client: numbers, routing, pauses, the HTTP endpoint, and what happens when one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+
+import pytest
+
+from tests.support.engines import LoopThread, largest_gap, reference_logprobs, tiny_settings
+from tests.support.tiny_models import VOCAB_SIZE, write_tiny_model
+
+pytestmark = pytest.mark.vllm
+PROMPTS = [[(11 * i + 7 * j + j * j) % 380 + 5 for j in range(8 + i % 5)] for i in range(24)]
+LONG = {"max_tokens": 400, "temperature": 1.0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_model("qwen3_moe", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def loop():
+    loop = LoopThread()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture(scope="module")
+def pool(model, loop):
+    """Two engines; the second takes log-probs before truncation."""
+    from skyrl_megatron.inference.pool import EnginePool
+    from skyrl_megatron.inference.vllm_engine import VLLMEngine
+
+    makers = [
+        lambda truncated=truncated: VLLMEngine(
+            tiny_settings(model, served_model_name="policy", logprobs_at_temperature=truncated)
+        )
+        for truncated in (False, True)
+    ]
+    pool = EnginePool(makers, wait_s=120)
+    loop(pool.start(), 590)
+    yield pool
+    processes = [process for slot in pool.slots for process in slot.engine.process_ids()]
+    loop(pool.shutdown())
+    assert not any(alive(process) for process in processes), "engine processes were left behind"
+
+
+@pytest.fixture
+def client(pool):
+    from skyrl_megatron.inference.client import InferenceClient
+
+    return InferenceClient(pool)
+
+
+def alive(pid: int) -> bool:
+    import psutil
+
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def expected(model, prompt, sample, temperature):
+    return reference_logprobs(model, prompt + sample.token_ids, temperature)[len(prompt) - 1 :]
+
+
+# ------------------------------------------------------------------ numbers
+@pytest.mark.parametrize("logprobs", [0, 1])
+def test_sampled_log_probs_are_those_of_transformers(pool, loop, model, logprobs):
+    engine = pool.slots[0].engine
+    sampling = {"max_tokens": 24, "temperature": 0.7, "seed": 1, "logprobs": logprobs, "ignore_eos": True}
+    sample = loop(engine.generate("numbers", PROMPTS[0], sampling))
+    assert largest_gap(sample.logprobs, expected(model, PROMPTS[0], sample, 0.7)) <= 1e-5
+    assert sample.finish_reason == "length"
+    assert sample.versions == [("initial", 0, 24)]
+
+
+def test_log_probs_of_a_truncated_distribution_are_at_temperature_only(pool, loop, model):
+    sampling = {"max_tokens": 24, "temperature": 0.7, "seed": 1, "top_p": 0.8, "top_k": 50, "min_p": 0.001}
+    sampling |= {"repetition_penalty": 1.2, "ignore_eos": True}
+    after, before = (loop(slot.engine.generate("truncated", PROMPTS[0], sampling)) for slot in pool.slots)
+    assert before.token_ids == after.token_ids
+    assert largest_gap(before.logprobs, expected(model, PROMPTS[0], before, 0.7)) <= 1e-5
+    assert min(a - b for a, b in zip(after.logprobs, before.logprobs, strict=True)) > 0.05  # renormalised
+
+
+def test_same_seeds_give_the_same_tokens_for_any_number_of_engines_and_any_batch(pool, loop, client):
+    from skyrl_megatron.inference.client import InferenceClient
+    from skyrl_megatron.inference.sampling import request_seed
+
+    sampling = [
+        {"max_tokens": 24, "temperature": 1.0, "seed": request_seed(3, f"p{i}", 0, 1)} for i in range(len(PROMPTS))
+    ]
+
+    async def fresh(work):
+        for slot in pool.slots:
+            await slot.engine.reset_prefix_cache()
+        return await work
+
+    dealt = InferenceClient(pool, deterministic=True)
+    two = loop(fresh(dealt.generate(PROMPTS, sampling)))
+    again = loop(fresh(dealt.generate(PROMPTS, sampling)))
+    assert [(g.token_ids, g.logprobs) for g in again] == [(g.token_ids, g.logprobs) for g in two]
+    free = loop(client.generate(PROMPTS, sampling))
+    alone = [loop(pool.slots[0].engine.generate(f"alone {i}", PROMPTS[i], sampling[i])) for i in range(0, 24, 5)]
+    assert [g.token_ids for g in free] == [g.token_ids for g in two]
+    assert [g.token_ids for g in alone] == [g.token_ids for g in two[::5]]
+    assert len({tuple(g.token_ids) for g in two}) == len(PROMPTS)
+
+
+# ------------------------------------------------------------------ control
+def test_abort_returns_the_tokens_so_far(pool, loop):
+    engine = pool.slots[0].engine
+
+    async def abort_soon():
+        request = asyncio.create_task(engine.generate("to abort", PROMPTS[0], LONG))
+        await asyncio.sleep(0.3)
+        await engine.abort("to abort")
+        return await request
+
+    sample = loop(abort_soon())
+    assert sample.finish_reason == "abort" and len(sample.token_ids) < 400
+    assert len(sample.logprobs) == len(sample.token_ids)
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_pause(pool, loop, mode):
+    engine = pool.slots[1].engine
+
+    async def pause_midway():
+        requests = [asyncio.create_task(engine.generate(f"{mode} {i}", PROMPTS[i], LONG)) for i in range(4)]
+        await asyncio.sleep(0.3)
+        await engine.pause(mode)
+        await asyncio.sleep(0.2)
+        finished = sum(request.done() for request in requests)
+        late = asyncio.create_task(engine.generate(f"{mode} late", PROMPTS[5], {"max_tokens": 2}))
+        await asyncio.sleep(0.5)
+        late_waited = not late.done()
+        await engine.resume()
+        return finished, late_waited, [await request for request in requests], await late
+
+    finished, late_waited, samples, late = loop(pause_midway())
+    assert late_waited and late.token_ids
+    assert finished == {"keep": 0, "wait": 4, "abort": 4}[mode]
+    lengths = [len(sample.token_ids) for sample in samples]
+    assert all(length < 400 for length in lengths) if mode == "abort" else lengths == [400] * 4
+
+
+def test_many_requests_are_spread_and_sessions_stay(pool, loop, client):
+    async def many():
+        prompts = [PROMPTS[i % len(PROMPTS)] for i in range(200)]
+        samples = asyncio.create_task(
+            client.generate(prompts, {"max_tokens": 8, "temperature": 1.0, "ignore_eos": True})
+        )
+        await asyncio.sleep(0)
+        busiest = [0, 0]
+        while not samples.done():
+            busiest = [max(old, len(slot.in_flight)) for old, slot in zip(busiest, pool.slots, strict=True)]
+            await asyncio.sleep(0.001)
+        return await samples, busiest
+
+    samples, busiest = loop(many())
+    assert [len(sample.token_ids) for sample in samples] == [8] * 200
+    assert busiest == [100, 100]
+
+    async def sessions():
+        return [[await pool.serving(f"session {i}") for i in range(10)] for _ in range(2)]
+
+    first, second = loop(sessions())
+    assert first == second
+
+
+# ------------------------------------------------------------------ bad input
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "message"),
+    [
+        ([5, VOCAB_SIZE + 3], {}, "out of vocabulary"),
+        ([5] * 600, {}, "maximum.*length"),
+        ([], {}, "empty|at least"),
+        ([5], {"temprature": 1.0}, "unknown sampling key 'temprature': did you mean 'temperature'"),
+        ([5], {"top_p": 3.0}, "top_p"),
+    ],
+)
+def test_a_bad_request_is_one_clear_error(client, pool, loop, prompt, sampling, message):
+    from skyrl_megatron.errors import RequestError
+
+    with pytest.raises(RequestError, match=message):
+        loop(client.sample(prompt, sampling))
+    assert all(slot.state.value == "serving" for slot in pool.slots)
+
+
+# ------------------------------------------------------------------ HTTP
+@pytest.fixture(scope="module")
+def endpoint(pool, loop, tmp_path_factory):
+    from skyrl_megatron.inference.client import InferenceClient
+    from skyrl_megatron.inference.http import build_app
+    from skyrl_megatron.inference.http_server import HttpServer, endpoint_token
+
+    path = tmp_path_factory.mktemp("token") / "token"
+    token = endpoint_token(path)
+    assert path.stat().st_mode & 0o777 == 0o600 and endpoint_token(path) == token
+
+    async def serve():
+        server = HttpServer(build_app(InferenceClient(pool), "policy", token, max_body_bytes=20_000), "127.0.0.1", 0)
+        await server.start()
+        return server
+
+    server = loop(serve())
+    yield server.url, token
+    loop(server.stop())
+
+
+def test_the_openai_package_talks_to_the_endpoint(endpoint):
+    import openai
+
+    url, token = endpoint
+    talk = openai.OpenAI(base_url=f"{url}/v1", api_key=token, max_retries=0, timeout=120)
+    completion = talk.completions.create(model="policy", prompt=PROMPTS[0], max_tokens=4, temperature=0, logprobs=1)
+    messages = [{"role": "user", "content": "What is 3 + 4?"}]
+    chat = talk.chat.completions.create(model="policy", messages=messages, max_tokens=6, temperature=0)
+    stream = talk.chat.completions.create(model="policy", messages=messages, max_tokens=6, temperature=0, stream=True)
+    pieces = [piece.choices[0].delta.content or "" for piece in stream if piece.choices]
+    assert len(completion.choices[0].logprobs.token_logprobs) == 4
+    assert chat.usage.completion_tokens == 6
+    assert "".join(pieces) == chat.choices[0].message.content and len(pieces) > 2
+    assert [entry.id for entry in talk.models.list()] == ["policy"]
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        talk.completions.create(model="another", prompt="x", max_tokens=1)
+
+
+def test_tokens_in_tokens_out(endpoint, pool, loop):
+    import httpx
+
+    url, token = endpoint
+    body = {"token_ids": PROMPTS[0], "sampling_params": {"max_tokens": 5, "temperature": 0}}
+    answer = httpx.post(f"{url}/inference/v1/generate", json=body, headers={"Authorization": f"Bearer {token}"})
+    choice = answer.json()["choices"][0]
+    direct = loop(pool.slots[0].engine.generate("direct", PROMPTS[0], body["sampling_params"]))
+    assert choice["token_ids"] == direct.token_ids and choice["finish_reason"] == "length"
+    assert largest_gap([entry["logprob"] for entry in choice["logprobs"]["content"]], direct.logprobs) <= 1e-5
+    assert choice["weight_versions"] == [{"version": "initial", "start": 0, "end": 5}]
+    assert answer.headers["x-policy-version"] == "initial"
+
+
+def test_the_endpoint_refuses(endpoint):
+    import httpx
+
+    from skyrl_megatron.errors import LaunchError
+    from skyrl_megatron.inference.http_server import HttpServer
+
+    url, token = endpoint
+    right = {"Authorization": f"Bearer {token}"}
+
+    def status(path, headers, **content):
+        answer = httpx.post(url + path, headers=headers, **content)
+        return answer.status_code, answer.json()["error"]["message"]
+
+    path = "/inference/v1/generate"
+    assert status(path, {"Authorization": "Bearer wrong"}, json={})[0] == 401
+    assert status("/v1/chat/completions", {}, json={})[0] == 401
+    assert status(path, right, content=b"x" * 30_000)[0] == 413
+    assert status(path, right, content=(b"x" * 1000 for _ in range(30)))[0] == 413  # chunked: no length told
+    assert status(path, right, json={"token_ids": [VOCAB_SIZE + 3]})[0] == 400
+    assert status(path, right, json={"token_ids": "abc"})[0] == 400
+    assert status(path, right, content=b"{")[0] == 400
+    assert httpx.get(f"{url}/health").status_code == 200
+    with pytest.raises(LaunchError, match=f"http_endpoint_port={url.rsplit(':')[-1]}: cannot listen"):
+        HttpServer(None, "127.0.0.1", int(url.rsplit(":")[-1]))
+
+
+# ------------------------------------------------------------------ faults (last: they restart engines)
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_requests_of_a_lost_engine_are_made_again_and_it_comes_back(pool, loop, client, fault):
+    from skyrl_megatron.inference.health import HealthMonitor
+
+    victim = pool.slots[0]
+    before = victim.engine.process_ids()
+    monitor = HealthMonitor(pool, timeout_s=5)
+
+    async def lose_one():
+        work = asyncio.create_task(client.generate(PROMPTS, LONG))
+        while not victim.in_flight:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)
+        lost = len(victim.in_flight)
+        os.kill(before[-1], fault)  # a worker
+        await monitor.check()
+        return lost, await work
+
+    lost, samples = loop(lose_one(), 590)
+    assert lost > 0
+    assert [len(sample.token_ids) for sample in samples] == [400] * len(PROMPTS)
+    assert victim.state.value == "serving" and victim.engine.process_ids() != before
+    assert not any(alive(process) for process in before)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(before[-1], signal.SIGCONT)
