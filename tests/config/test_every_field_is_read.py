@@ -66,10 +66,8 @@ NOT_YET_READ: set[str] = {
     "InferenceEngineConfig.remote_urls",
     "InferenceEngineConfig.weight_transfer_threshold_cuda_ipc_GB",
     "KLCtrlConfig.type",
-    "MegatronConfig.moe_per_layer_logging",
     "MegatronLoraConfig.lora_type",
     "OptimizerConfig.offload_after_step",
-    "PolicyConfig.use_torch_compile",
     "SearchEnvConfig.timeout",
     "SearchEnvConfig.topk",
     "SkyRLLoraConfig.alpha",
@@ -78,7 +76,6 @@ NOT_YET_READ: set[str] = {
     "SkyRLLoraConfig.rank",
     "SkyRLLoraConfig.target_modules",
     "TrainerConfig.critic_mini_batch_size",
-    "TrainerConfig.fused_lm_head_logprob",
     "TrainerConfig.update_ref_every_epoch",
 }
 """Fields whose reader is still to come. This list only shrinks: a field in it that is read fails the test too."""
