@@ -149,9 +149,11 @@ for batch in PromptLoader(found, 64):
     pass
 print(len(found), anonymous() - before)
 """
+    from skyrl_megatron.data.prompts import _load
+
     rows = [{"prompt": [{"role": "user", "content": f"{i} " + "x" * 2000}]} for i in range(30_000)]
     path = save(rows, tmp_path / "large.parquet")
-    dataset([path], 10_000)  # converts it
+    _load(path, 1)  # converts it
     command = [sys.executable, "-c", code, path, str(tmp_path / "cache")]
     count, used = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert int(count) == 30_000 and int(used) < 20_000  # kB; the file holds 60,000
