@@ -25,10 +25,10 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
         "dp2·ep2",
     ),
     "mixtral": ("single", "tp2", "ep2"),
-    "olmoe": (),
-    "deepseek_v3": (),
-    "glm4_moe": (),
-    "gpt_oss": (),
+    "olmoe": ("single", "tp2", "tp2·ep2", "cp2"),
+    "deepseek_v3": ("single", "tp2", "tp2·ep2", "cp2"),
+    "glm4_moe": ("single", "tp2", "tp2·ep2", "pp2"),
+    "gpt_oss": ("single", "tp2", "tp2·ep2", "cp2"),
 }
 """Family → layouts of the parity tests (``tests/bridges/test_parity.py``); degrees that are not named are 1, and data
 parallelism fills up to ep. Empty: nothing beyond the exact conversion is checked yet."""

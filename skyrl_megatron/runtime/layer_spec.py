@@ -15,51 +15,94 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+from bridges.family import MegatronModelConfig
 from skyrl_megatron.runtime.attention import PackedAttention
 from skyrl_megatron.runtime.experts import GroupedExperts
-from skyrl_megatron.runtime.norm import RMSNorm
+from skyrl_megatron.runtime.hf_model import HfModel
+from skyrl_megatron.runtime.latent_attention import LatentAttention
+from skyrl_megatron.runtime.norm import FullWidthNorm, RMSNorm
+from skyrl_megatron.runtime.parallel_state import ProcessGroups
 from skyrl_megatron.runtime.router import TokenWeightedRouter
 
 # Checkpoint keys are those of Transformer Engine, whose matrices hold the norm before them.
-_CHECKPOINT_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-_DENSE_CHECKPOINT_KEYS = _CHECKPOINT_KEYS | {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+_NORM_BEFORE_QKV = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+_NORMS_IN_MLA = {
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+}
+_NORM_BEFORE_DENSE = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
-def block_spec(config: TransformerConfig, moe: tuple[bool, ...], layers: range) -> TransformerBlockSubmodules:
-    """The layers of one model chunk. ``moe``: for each layer of the model, whether it holds experts."""
-    specs = {flag: layer_spec(config, flag) for flag in {moe[layer] for layer in layers}}
+def block_spec(
+    config: TransformerConfig, model: HfModel, layers: range, groups: ProcessGroups
+) -> TransformerBlockSubmodules:
+    """The layers of one model chunk."""
+    moe = model.plan.shape.moe  # for each layer of the model, whether it holds experts
+    specs = {flag: layer_spec(config, model.megatron, flag, groups) for flag in {moe[layer] for layer in layers}}
     return TransformerBlockSubmodules(layer_specs=[specs[moe[layer]] for layer in layers], layer_norm=RMSNorm)
 
 
-def layer_spec(config: TransformerConfig, moe: bool) -> ModuleSpec:
-    """One layer with grouped-query attention and a dense or expert MLP."""
-    qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
-    attention = ModuleSpec(
+def layer_spec(config: TransformerConfig, model: MegatronModelConfig, moe: bool, groups: ProcessGroups) -> ModuleSpec:
+    """One layer with a dense or expert MLP."""
+    latent = model.multi_latent_attention
+    keys = _NORMS_IN_MLA if latent else _NORM_BEFORE_QKV
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=_latent_attention(model) if latent else _grouped_query_attention(config, model, groups),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=_experts(config) if moe else _dense(),
+            mlp_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map=keys if moe else keys | _NORM_BEFORE_DENSE,
+        ),
+    )
+
+
+def _grouped_query_attention(
+    config: TransformerConfig, model: MegatronModelConfig, groups: ProcessGroups
+) -> ModuleSpec:
+    q_norm = k_norm = RMSNorm if config.qk_layernorm else IdentityOp
+    if model.full_width_qk_norm:
+        q_norm = partial(FullWidthNorm, heads=config.num_attention_heads, groups=groups)
+        k_norm = partial(FullWidthNorm, heads=config.num_query_groups, groups=groups)
+    return ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
             core_attention=PackedAttention,
             linear_proj=RowParallelLinear,
-            q_layernorm=qk_norm,
-            k_layernorm=qk_norm,
+            q_layernorm=q_norm,
+            k_layernorm=k_norm,
         ),
     )
+
+
+def _latent_attention(model: MegatronModelConfig) -> ModuleSpec:
+    def norm(config: TransformerConfig, hidden_size: int, eps: float) -> RMSNorm:
+        return RMSNorm(config, hidden_size, eps if model.mla_norm_epsilon is None else model.mla_norm_epsilon)
+
     return ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
-            self_attention=attention,
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
-            mlp=_experts(config) if moe else _dense(),
-            mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=_CHECKPOINT_KEYS if moe else _DENSE_CHECKPOINT_KEYS,
+        module=LatentAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=ColumnParallelLinear,
+            linear_q_down_proj=ColumnParallelLinear,
+            linear_q_up_proj=ColumnParallelLinear,
+            linear_kv_down_proj=ColumnParallelLinear,
+            linear_kv_up_proj=ColumnParallelLinear,
+            core_attention=PackedAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=norm,
+            kv_layernorm=norm,
         ),
     )
 

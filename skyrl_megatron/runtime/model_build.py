@@ -90,7 +90,7 @@ def build_model(
     if problems:
         raise ConfigError(problems)
     on_meta = device is not None and device.type == "meta"
-    use_te = has_transformer_engine() and not on_meta
+    use_te = has_transformer_engine() and not on_meta and not _needs_our_layers(model)
     config = transformer_config(
         model,
         parallel,
@@ -124,7 +124,7 @@ def _chunk(
     chunk = GPTModel(
         config=config,
         transformer_layer_spec=(
-            _te_block_spec(config, groups, stage) if use_te else block_spec(config, model.plan.shape.moe, layers)
+            _te_block_spec(config, groups, stage) if use_te else block_spec(config, model, layers, groups)
         ),
         pre_process=first,
         post_process=last,
@@ -137,6 +137,14 @@ def _chunk(
     if last and head == "value":
         chunk.output_layer = ValueHead(config, groups)
     return chunk
+
+
+def _needs_our_layers(model: HfModel) -> bool:
+    """Whether the model computes what Megatron's Transformer Engine layers do not: norms of q and k over all heads,
+    another epsilon inside MLA, experts with biases."""
+    megatron = model.megatron
+    other_epsilon = megatron.mla_norm_epsilon not in (None, megatron.transformer["layernorm_epsilon"])
+    return megatron.full_width_qk_norm or other_epsilon or bool(megatron.transformer.get("add_bias_linear"))
 
 
 def _te_block_spec(config: TransformerConfig, groups: ProcessGroups, stage: int | None) -> TransformerBlockSubmodules:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
+
+    from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
 
 class RMSNorm(torch.nn.Module):
@@ -31,3 +34,56 @@ class RMSNorm(torch.nn.Module):
         if x.dtype == torch.float32:
             return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
         return F.rms_norm(x.float(), (x.shape[-1],), self.weight.float(), self.eps).to(x.dtype)
+
+
+class FullWidthNorm(torch.nn.Module):
+    """RMSNorm of q or k over all heads together (OLMoE), which are split over tp.
+
+    In place of a norm of one head: takes its arguments, and ``heads``, those of the whole model. The weight [heads ·
+    head size] is whole on every rank, because ``finalize_model_grads`` sums the gradients of q and k norms over tp,
+    found by name.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-6,
+        *,
+        heads: int,
+        groups: ProcessGroups,
+        **_: object,
+    ) -> None:
+        super().__init__()
+        self.eps, self.tp = eps, groups.tp
+        self.weight = torch.nn.Parameter(torch.ones(heads * hidden_size, dtype=config.params_dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., heads / tp, head size] → same shape and dtype; computed in fp32."""
+        flat = x.flatten(-2).float()
+        width = flat.shape[-1]
+        squares = _SumOverRanks.apply(flat.square().sum(-1, keepdim=True), self.tp)
+        scale = torch.rsqrt(squares / len(self.weight) + self.eps)
+        weight = self.weight[self.tp.rank() * width :][:width]
+        return (flat * scale * weight.float()).view_as(x).to(x.dtype)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Sum over a group; what each rank does with it is its own, so the gradients are summed too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _summed(grads[0], ctx.group), None
+
+
+def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if group.size() == 1:
+        return x
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total

@@ -46,6 +46,10 @@ class TokenWeightedRouter(TopKRouter):
         found = columns.sum(0, dtype=torch.float64)
         self.load = found if self.load is None else self.load + found
 
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Megatron combines a [tokens, experts] map with a [tokens] mask; it needs a column."""
+        super()._apply_expert_bias(routing_map, None if padding_mask is None else padding_mask.reshape(-1, 1))
+
     def _apply_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
     ) -> Tensor:

@@ -105,8 +105,6 @@ def built_and_predicted(layouts, configs):
 
 
 DENSE = ("llama", "qwen2", "qwen3")
-NOT_BUILT_YET = {"olmoe", "deepseek_v3"}
-"""Families whose layers the runtime does not build as their table says; to be taken out when it does."""
 
 
 def check_all(ranks, layouts):
@@ -114,8 +112,7 @@ def check_all(ranks, layouts):
     configs |= {("qwen2", "value"): config_of("qwen2"), ("qwen3_moe", "value"): config_of("qwen3_moe")}
     for rank, found in enumerate(ranks(4, built_and_predicted, layouts, configs, timeout_s=400)):
         wrong = {key: pair for key, pair in found.items() if pair[0] != pair[1]}
-        families = {family for _, family, _ in wrong}
-        assert families == NOT_BUILT_YET, f"rank {rank}: (built, predicted) {wrong}"
+        assert not wrong, f"rank {rank}: (built, predicted) {wrong}"
         assert len(found) >= 7 * len(layouts)
 
 
