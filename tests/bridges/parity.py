@@ -106,3 +106,37 @@ def built_names(folder: Path) -> dict[str, tuple[int, ...]]:
     groups = parallel_state.initialize(ParallelConfig(1), timeout_s=120)
     model = build_model(folder, groups, dtype=torch.float32)
     return {weight.name: tuple(weight.tensor.shape) for weight in local_weights(model, groups)}
+
+
+def compare_with_fault(fault: str, *arguments: Any) -> tuple[float | None, dict[str, Any]]:
+    """:func:`compare` with a mistake planted in the layers, one that was met on the way."""
+    from unittest import mock
+
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+    from skyrl_megatron.runtime import attention, latent_attention, norm
+
+    planted = {
+        "rotary keys keep their own heads' gradient": (
+            latent_attention.LatentAttention,
+            "_qkv_down_projection",
+            MLASelfAttention._qkv_down_projection,
+        ),
+        "norm over the rank's own heads": (norm, "_summed", lambda x, group: x * group.size()),
+        "sinks left out": (attention.PackedAttention, "_attend", _attend_without_sinks),
+    }
+    with mock.patch.object(*planted[fault]):
+        return compare(*arguments)
+
+
+def _attend_without_sinks(attention: Any, query: Any, key: Any, value: Any, mask: Any) -> Any:
+    from torch.nn import functional as F
+
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
+    return (
+        F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=attention.scale
+        )
+        + 0.0 * attention.softmax_offset.sum()
+    )  # keeps it in the graph, with a gradient of 0

@@ -60,3 +60,57 @@ def test_names_of_the_built_model_are_the_table(ranks, models, model_type):
     folder, _ = models(model_type, False)
     plan = Plan.of(json.loads((folder / "config.json").read_text()))
     assert ranks(1, parity.built_names, folder) == [{entry.name: entry.shape for entry in plan.entries}]
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 8192}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+VARIANTS = {
+    "yarn": ("deepseek_v3", dict(rope_parameters=YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}), "tp2"),
+    "queries that are not compressed": ("deepseek_v3", dict(q_lora_rank=None), "tp2"),
+    "rotary rows in halves": ("deepseek_v3", dict(rope_interleave=False), "single"),
+    "as Moonlight: one group": ("deepseek_v3", dict(n_group=1, topk_group=1, q_lora_rank=None), "ep2"),
+    "sliding window": ("mixtral", dict(sliding_window=17), "cp2"),
+    "weights of experts that add up to 1": ("olmoe", dict(norm_topk_prob=True), "tp2"),
+    "llama 3 rotary": (
+        "llama",
+        dict(
+            rope_parameters=LLAMA3 | {"low_freq_factor": 1.0, "high_freq_factor": 4.0}, max_position_embeddings=16384
+        ),
+        "tp2",
+    ),
+    "some layers dense": ("qwen2_moe", dict(mlp_only_layers=[1]), "ep2"),
+}
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_options_of_a_family(ranks, tmp_path, variant):
+    from bridges.plan import Plan
+
+    model_type, overrides, layout = VARIANTS[variant]
+    groups = {} if model_type == "deepseek_v3" else {"num_key_value_heads": 2}
+    folder = save_tiny(model_type, tmp_path, num_hidden_layers=4, initializer_range=0.2, **(groups | overrides))
+    reference = parity.reference(folder, folder / "reference.pt")
+    plan = Plan.of(json.loads((folder / "config.json").read_text()))
+    given = {degree: size for degree, size in degrees(layout).items()}
+    parity.check(ranks(1 if layout == "single" else 2, parity.compare, folder, reference, given), reference, plan)
+
+
+@pytest.mark.parametrize(
+    "fault, model_type, layout",
+    [
+        ("rotary keys keep their own heads' gradient", "deepseek_v3", "tp2"),
+        ("norm over the rank's own heads", "olmoe", "tp2"),
+        ("sinks left out", "gpt_oss", "single"),
+    ],
+)
+def test_planted_faults_are_noticed(ranks, models, fault, model_type, layout):
+    from bridges.plan import Plan
+
+    sizes = degrees(layout)
+    folder, reference = models(model_type, sizes.get("tp", 1) > 1)
+    plan = Plan.of(json.loads((folder / "config.json").read_text()))
+    results = ranks(sizes.get("tp", 1), parity.compare_with_fault, fault, folder, reference, sizes)
+    with pytest.raises(AssertionError, match="differ"):
+        parity.check(results, reference, plan)
