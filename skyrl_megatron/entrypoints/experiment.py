@@ -61,7 +61,8 @@ class BasePPOExp:
     def get_inference_client(self) -> Engines:
         """The engines; ``start()`` them before they are used."""
         assert self.colocate_pg is not None
-        return Engines(self.cfg, self.colocate_pg["engines"])
+        local = self.cfg.generator.inference_engine.run_engines_locally
+        return Engines(self.cfg, self.colocate_pg["engines"] if local else None)
 
     def get_generator(self, cfg: SkyRLTrainConfig, tokenizer: Any, inference_engine_client: Any) -> Any:
         """What turns prompts into trajectories."""

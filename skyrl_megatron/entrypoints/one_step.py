@@ -8,10 +8,11 @@ trainer agree on the log-probs of the same tokens before the step and after the 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,11 +96,13 @@ class _Step:
         from transformers import AutoTokenizer
 
         from skyrl_megatron.config import SkyRLTrainConfig
+        from skyrl_megatron.inference.client import InferenceClient
+        from skyrl_megatron.inference.pool import EnginePool
         from skyrl_megatron.inference.vllm_engine import EngineSettings
-        from skyrl_megatron.workers.engine_actor import EngineActor
+        from skyrl_megatron.workers.engine_actor import RayEngine
         from skyrl_megatron.workers.placement import Place, reserve
         from skyrl_megatron.workers.role import Role
-        from skyrl_megatron.workers.weights import WeightExchange
+        from skyrl_megatron.workers.weights import weight_publisher
 
         self.seed = seed
         self.tokenizer = AutoTokenizer.from_pretrained(model)
@@ -118,37 +121,32 @@ class _Step:
         settings = EngineSettings(
             str(model), dtype="float32", max_model_len=256, max_num_seqs=64, kv_cache_bytes=64 << 20, seed=seed
         )
-        self.engine = EngineActor.remote(settings)
+        self.pool = EnginePool([lambda: RayEngine(settings)], wait_s=CALL_TIMEOUT_S)
+        self.client, self.runner = InferenceClient(self.pool), asyncio.Runner()
         group = reserve("the policy", [{"CPU": 1.0}] * RANKS)
         self.policy = Role(self.cfg, "policy", Place(group, tuple(range(RANKS))))
-        self.weights = WeightExchange(self.policy, [self.engine], 1)
+        self.weights = weight_publisher(self.cfg, self.policy, self.pool, dtype=settings.dtype)
 
     def start(self) -> None:
-        starting = self.engine.start.remote()
         self.policy.start_building()
+        self._run(self.pool.start(), START_TIMEOUT_S)
         self.policy.finish_building()
-        _get(starting, START_TIMEOUT_S)
-        self.weights.connect()
 
     def rollout(self) -> Any:
         """Additions as prompts; the trivial reward is the share of digits in a response."""
         from skyrl_megatron.algorithms.advantages import compute_advantages_and_returns
         from skyrl_megatron.data.batch import collate
 
-        prompts, uids, requests = [], [], []
+        prompts, uids, sampling = [], [], []
         for prompt in range(PROMPTS):
             message = [{"role": "user", "content": f"{11 + 7 * prompt}+{23 + 5 * prompt}=?"}]
             ids = self.tokenizer.apply_chat_template(message, add_generation_prompt=True)["input_ids"]
             for sample in range(SAMPLES):
-                sampling = {
-                    "temperature": 1.0,
-                    "max_tokens": 8 + 4 * sample,
-                    "seed": self.seed + 100 * prompt + sample,
-                }
+                seed = self.seed + 100 * prompt + sample
                 prompts.append(ids)
                 uids.append(f"prompt-{prompt}")
-                requests.append(self.engine.generate.remote(f"{prompt}-{sample}", ids, sampling))
-        samples = _get(requests)
+                sampling.append({"temperature": 1.0, "max_tokens": 8 + 4 * sample, "seed": seed})
+        samples = self._run(self.client.generate(prompts, sampling))
         texts = [self.tokenizer.decode(sample.token_ids) for sample in samples]
         rewards = [sum(c.isdigit() for c in text) / max(len(text), 1) for text in texts]
         batch = collate(
@@ -173,7 +171,11 @@ class _Step:
 
         rows = [batch.sequences[row, -length:].tolist() for row, length in enumerate(batch.lengths)]
         out = torch.zeros_like(batch.response_mask)
-        for row, scores in enumerate(_get([self.engine.score.remote(ids) for ids in rows])):
+
+        async def score() -> list[list[float]]:
+            return await asyncio.gather(*(self.client.score(ids) for ids in rows))
+
+        for row, scores in enumerate(self._run(score())):
             tokens = int(batch.response_mask[row].sum())
             out[row, -tokens:] = torch.tensor(scores[-tokens:])
         return out
@@ -190,33 +192,30 @@ class _Step:
 
     def sync(self, version: str) -> tuple[float, float]:
         """(megabytes, seconds). Raises WeightSyncError when what arrived is not what was sent."""
-        report = self.weights.sync(version)
-        return report.nbytes / 1e6, report.seconds
+        report = self._run(self.weights.publish(version))
+        return report.nbytes / 1e6, report.total_seconds
 
     def stop(self) -> None:
         """End the engine's own processes; Ray ends the actors."""
-        import ray
+        with self.runner:
+            try:
+                self._run(self.pool.shutdown(), 30)
+            except Exception as error:
+                print(f"the engine did not shut down by itself: {error}", file=sys.stderr)
+
+    def _run(self, work: Coroutine[Any, Any, Any], timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        from skyrl_megatron.errors import DistributedError
+
+        async def within() -> Any:
+            async with asyncio.timeout(timeout_s):
+                return await work
 
         try:
-            ray.get(self.engine.shutdown.remote(), timeout=30)
-        except Exception as error:
-            print(f"the engine did not shut down by itself: {error}", file=sys.stderr)
-
-
-def _get(references: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
-    """Results of actor calls; the cause of a failed one, without the actor's traceback around it."""
-    import ray
-
-    from skyrl_megatron.errors import DistributedError
-
-    try:
-        return ray.get(references, timeout=timeout_s)
-    except ray.exceptions.GetTimeoutError as error:
-        raise DistributedError(
-            f"no answer within {timeout_s:.0f} s: a worker hangs or the machine is overloaded"
-        ) from error
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause from error
+            return self.runner.run(within())
+        except TimeoutError as error:
+            raise DistributedError(
+                f"no answer within {timeout_s:.0f} s: a worker hangs or the machine is overloaded"
+            ) from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:

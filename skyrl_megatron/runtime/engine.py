@@ -86,7 +86,7 @@ class MegatronEngine:
         self.steps = self.skipped_steps = 0
         self._accumulated = StepTotals()
         """What the gradients accumulated so far are a mean over."""
-        self._reduced = False
+        self._reduced = self._offloaded = False
         if role != "ref":
             self._prepare_training(total_steps)
 
@@ -183,6 +183,7 @@ class MegatronEngine:
         """
         if self._reduced:
             raise ValueError("gradients are reduced already: call optim_step() or clear_gradients() first")
+        self._take_back()
         started = time.perf_counter()
         objective = PolicyObjective(self.cfg.trainer.algorithm)
         with self._all_or_none():
@@ -251,6 +252,24 @@ class MegatronEngine:
         self.optimizer.zero_grad()
         self._accumulated = StepTotals()
         self._reduced = False
+
+    def offload(self) -> None:
+        """Free the memory of gradients and, with ``optimizer_config.offload_after_step``, of the optimizer's state,
+        for engines on the same GPU; the next :meth:`forward_backward` takes it back. No-op without a GPU."""
+        if not device.has_cuda() or self._offloaded:
+            return
+        for chunk in self.chunks:
+            chunk.offload_grad_buffers()
+        if self.settings.optimizer_config.offload_after_step:
+            self.optimizer.offload_to_cpu()
+        self._offloaded = True
+
+    def _take_back(self) -> None:
+        if self._offloaded:
+            for chunk in self.chunks:
+                chunk.restore_grad_buffers()
+            self.optimizer.restore_from_cpu()
+            self._offloaded = False
 
     # ------------------------------------------------------------------ parts of the step
     def _head(self, temperature: float | None = None) -> LogprobHead:

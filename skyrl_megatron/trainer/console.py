@@ -27,11 +27,11 @@ class ConsoleSink:
         self._progress: Any = None
         self._task: Any = None
         self._total = self._first = 0
-        self._began = time.monotonic()
+        self._began: float | None = None
 
     def start(self, total_steps: int, first_step: int) -> None:
         """Steps ``first_step`` + 1 … ``total_steps`` follow."""
-        self._total, self._first, self._began = total_steps, first_step, time.monotonic()
+        self._total = total_steps
         if sys.stdout.isatty():
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -41,8 +41,13 @@ class ConsoleSink:
             self._progress.start()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """One line for the step; evaluations have theirs."""
+        """One line for the step; evaluations have theirs, those of the warm-up too."""
+        if "warmup/step" in metrics:
+            told = "warm-up step {warmup/step:.0f} · loss {warmup/loss:.3f} · score {warmup/score:.3f}"
+            self.say(told.format(**metrics))
         if "timing/step" in metrics:
+            if self._began is None:  # what came before the first step is no measure of the others
+                self._first, self._began = step - 1, time.monotonic() - metrics["timing/step"]
             parts = [text.format(metrics[name]) for name, text in SHOWN if name in metrics]
             if self._progress is not None:
                 self._progress.update(self._task, completed=step, description=" · ".join(parts))
@@ -68,8 +73,8 @@ class ConsoleSink:
         self._file.flush()
 
     def _seconds_left(self, step: int) -> float:
-        done = max(step - self._first, 1)
-        return (time.monotonic() - self._began) / done * (self._total - step)
+        assert self._began is not None
+        return (time.monotonic() - self._began) / (step - self._first) * (self._total - step)
 
     def finish(self) -> None:
         """Leave the terminal as it was."""

@@ -36,7 +36,7 @@ from skyrl_megatron.trainer.resume import RunCheckpoints
 from skyrl_megatron.trainer.stop import StopRequested, StopSignal
 from skyrl_megatron.types import TrainingBatch
 from skyrl_megatron.workers.role import Role
-from skyrl_megatron.workers.weights import WeightExchange
+from skyrl_megatron.workers.weights import weight_publisher
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -131,7 +131,7 @@ class RayPPOTrainer:
         chosen = None
         while chosen is None:
             generator_input, uids = self.prepare_generator_input(self.next_prompts(), "train")
-            with self.phases("generate"), self.stop.interruptible():
+            with self.phases("generate"):
                 output = self.generate(generator_input)
             with self.phases("postprocess_generator_output"):
                 output = self.postprocess_generator_output(output, uids)
@@ -173,11 +173,10 @@ class RayPPOTrainer:
         self.tracker.open(total_steps=self.total_steps, resumed_from=self.global_step if loaded else None)
 
     def init_weight_sync_state(self) -> None:
-        """Connect the policy's ranks with the engines' workers."""
+        """What gives the engines the policy's weights; ranks and engines are connected by the first sync."""
         engines = self.inference_engine_client
-        self.weights = WeightExchange(self.policy, engines.actors, engines.ranks_per_engine, engines.publish)
-        with self.phases("connect_weights"):
-            self.weights.connect()
+        self.weights = weight_publisher(self.cfg, self.policy, engines.pool, dtype=engines.dtype)
+        self.runner.run(engines.watch(self.weights.bring_up_to_date))
 
     def before_training(self) -> None:
         """Evaluate the policy as it is, when ``eval_before_train`` and nothing was trained yet."""
@@ -208,7 +207,7 @@ class RayPPOTrainer:
     def generate(self, generator_input: GeneratorInput) -> GeneratorOutput:
         """Responses and rewards of the environments, from the generator."""
         timeout = self.cfg.trainer.phase_timeout_s
-        return self.runner.run(within(self.generator.generate(generator_input), timeout, "generate"))
+        return self.stop.run(self.runner, within(self.generator.generate(generator_input), timeout, "generate"))
 
     def postprocess_generator_output(self, generator_output: GeneratorOutput, uids: list[str]) -> GeneratorOutput:
         """Rewards for each token, and metrics of rewards and responses."""
@@ -302,8 +301,12 @@ class RayPPOTrainer:
     def sync_weights(self) -> None:
         """The policy's weights into every engine, as version ``global_step``."""
         with self.phases("sync_weights"):
-            report = self.weights.sync(str(self.global_step))
-        self.metrics["timing/sync_weights_only_transfer"] = report.transfer_seconds
+            report = self.runner.run(self.weights.publish(str(self.global_step)))
+        for failure in report.failures:
+            self.tracker.say(f"weight sync: {failure}")
+        self.metrics["timing/sync_weights_only_transfer"] = report.seconds["transfer"]
+        if report.gaps:
+            self.metrics["trainer/weight_sync_probe_max_abs_diff"] = max(g.largest for g in report.gaps.values())
         self.metrics["trainer/weight_sync_gb_per_second"] = report.gigabytes_per_second
 
     # ------------------------------------------------------------------ evaluation, saving, logging
@@ -311,10 +314,9 @@ class RayPPOTrainer:
         """Scores on the evaluation data, into this step's metrics too; {} when there is none."""
         if self.eval_dataset is None or len(self.eval_dataset) == 0:
             return {}
-        with self.phases("eval"), self.stop.interruptible():
-            metrics = self.runner.run(
-                evaluate(self.cfg, self.eval_dataset, self.generator, self.tokenizer, self.global_step)
-            )
+        work = evaluate(self.cfg, self.eval_dataset, self.generator, self.tokenizer, self.global_step)
+        with self.phases("eval"):
+            metrics = self.stop.run(self.runner, work)
         self.metrics |= metrics
         notify(self.callbacks, "on_evaluate", self, metrics)
         return metrics

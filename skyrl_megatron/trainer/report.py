@@ -11,14 +11,15 @@ from typing import Any
 from skyrl_megatron.trainer.tracking import METRICS_FILE, read_metrics
 
 CURVES = (
-    ("reward", ("reward/avg_raw_reward", "eval/all/avg_score", "warmup/score")),
+    ("warm-up by imitation", ("warmup/loss", "warmup/score")),
+    ("reward", ("reward/avg_raw_reward", "eval/all/avg_score")),
     ("loss", ("policy/final_loss", "policy/policy_kl")),
     ("gradient norm", ("policy/grad_norm",)),
     ("seconds a step", ("timing/step", "timing/generate", "timing/policy_train", "timing/sync_weights")),
     ("tokens a second", ("trainer/tokens_per_second",)),
     ("trainer − engine log-prob", ("policy/rollout_train_logprobs_abs_diff_max",)),
 )
-"""Panels and the metrics drawn in each."""
+"""Panels and the metrics drawn in each, over the step; those of the warm-up over steps of its own."""
 
 
 def write_report(folder: Path, config_yaml: str = "") -> Path:
@@ -44,15 +45,19 @@ def draw_curves(lines: Sequence[Mapping[str, Any]], path: Path) -> Path:
             if points := _points(lines, name):
                 axes.plot(*zip(*points, strict=True), label=name, marker="." if len(points) < 30 else "", linewidth=1)
         axes.set_title(title, fontsize=10)
-        axes.set_xlabel("step", fontsize=8)
+        axes.set_xlabel(_step_name(names[0]), fontsize=8)
         axes.legend(fontsize=7)
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
     return path
 
 
-def _points(lines: Sequence[Mapping[str, Any]], name: str) -> list[tuple[int, float]]:
-    return [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+def _points(lines: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, float]]:
+    return [(line[_step_name(name)], line[name]) for line in lines if line.get(name) is not None]
+
+
+def _step_name(name: str) -> str:
+    return "warmup/step" if name.startswith("warmup/") else "step"
 
 
 def _page(title: str, lines: Sequence[Mapping[str, Any]], picture: Path, config_yaml: str) -> str:

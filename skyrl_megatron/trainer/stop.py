@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Coroutine
 from types import FrameType
 from typing import Any
 
@@ -18,7 +18,7 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.requested = False
-        self._interruptible = False
+        self._work: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignal:
@@ -38,18 +38,27 @@ class StopSignal:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        if self._interruptible:
-            raise StopRequested
+        if self._work is not None:
+            loop, task = self._work
+            loop.call_soon_threadsafe(task.cancel)
 
-    @contextmanager
-    def interruptible(self) -> Iterator[None]:
-        """A phase that changes no state: it may be broken off. Raises StopRequested when a signal came."""
-        self.check()
-        self._interruptible = True
+    def run[T](self, runner: asyncio.Runner, work: Coroutine[Any, Any, T]) -> T:
+        """The result of ``work``, which changes no state: a signal cancels it and raises StopRequested."""
+
+        async def cancellable() -> T:
+            task = asyncio.current_task()
+            assert task is not None
+            self._work = asyncio.get_running_loop(), task
+            try:
+                return await work
+            finally:
+                self._work = None
+
         try:
-            yield
-        finally:
-            self._interruptible = False
+            return runner.run(cancellable())
+        except asyncio.CancelledError:
+            self.check()
+            raise
 
     def check(self) -> None:
         """Raise StopRequested when a signal came before."""

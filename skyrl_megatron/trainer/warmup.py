@@ -23,11 +23,13 @@ from skyrl_megatron.types import TrainingBatch
 class WarmUp:
     """How long and how fast."""
 
-    enough: float = 0.2
+    enough: float = 0.22
     """Held-out score (greedy) at which the warm-up ends …"""
     too_much: float = 0.3
     """… and which it must not exceed: the rest is for the RL steps to learn."""
     lr: float = 1e-3
+    fine_lr: float = 3e-4
+    """Learning rate from half of ``enough`` on, where the score rises fast."""
     rows: int = 256
     """Answers per optimizer step."""
     eval_interval: int = 5
@@ -53,7 +55,7 @@ class WarmedUpTrainer(RayPPOTrainer):
         ``plan.too_much``."""
         rng = random.Random(self.cfg.trainer.seed)
         self.policy.restart_schedule(lr=plan.lr)
-        score = 0.0
+        score, fine = 0.0, False
         for step in range(1, plan.max_steps + 1):
             self.stop.check()
             staged = self.policy.stage(self.answers(rng, plan.rows))
@@ -66,6 +68,9 @@ class WarmedUpTrainer(RayPPOTrainer):
             self.tracker.log({f"warmup/{name}": value for name, value in measured.items()}, 0)
             if score >= plan.enough:
                 break
+            if score >= plan.enough / 2 and not fine:
+                self.policy.restart_schedule(lr=plan.fine_lr)
+                fine = True
         else:
             raise AlgorithmError(f"warm-up: held-out score {score:.3f} after {plan.max_steps} steps: raise WarmUp.lr")
         if score > plan.too_much:

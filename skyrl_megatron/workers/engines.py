@@ -1,46 +1,60 @@
-"""The inference engines of a run: an actor each on its place, and the client that samples from all of them."""
+"""The inference engines of a run: started on their places or found at their URLs, watched, and sampled from."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config.run_folder import run_folder
 from skyrl_megatron.inference.client import InferenceClient
-from skyrl_megatron.inference.pool import EnginePool
-from skyrl_megatron.inference.protocol import Generation
+from skyrl_megatron.inference.health import HealthMonitor
+from skyrl_megatron.inference.pool import EnginePool, EngineSlot
+from skyrl_megatron.inference.protocol import Generation, InferenceEngine
+from skyrl_megatron.inference.remote import RemoteEngine
 from skyrl_megatron.inference.settings import engine_settings
 from skyrl_megatron.workers.engine_actor import RayEngine
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.inference.http_server import HttpServer
     from skyrl_megatron.workers.placement import Place
 
 STOP_TIMEOUT_S = 60.0
+log = logging.getLogger(__name__)
 
 
 class Engines:
-    """``num_engines`` engines and their client. Coroutines belong to one event loop; :meth:`stop` may run anywhere."""
+    """The engines of a run and their client. Coroutines belong to one event loop; :meth:`stop` may run anywhere.
 
-    def __init__(self, cfg: SkyRLTrainConfig, place: Place) -> None:
-        logs, made = run_folder(cfg) / "workers", []
-        for number in range(cfg.generator.inference_engine.num_engines):
-            settings = engine_settings(cfg, log_file=logs / f"engine_{number}.log")
-            made.append(partial(RayEngine, settings, **place.options(number, settings.workers)))
-        self.ranks_per_engine = settings.workers
+    ``place``: where engines are started; None when ``run_engines_locally`` is off.
+    """
+
+    def __init__(self, cfg: SkyRLTrainConfig, place: Place | None) -> None:
+        self.cfg, self.settings = cfg, engine_settings(cfg)
+        made = _started(cfg, place) if place is not None else _elsewhere(cfg)
         self.pool = EnginePool(made, wait_s=cfg.trainer.phase_timeout_s)
         self.client = InferenceClient(self.pool, deterministic=bool(cfg.trainer.deterministic))
+        self._endpoint: HttpServer | None = None
 
     @property
-    def actors(self) -> list[Any]:
-        """The engines' actors, in order."""
-        return [slot.engine.actor for slot in self.pool.slots]  # type: ignore[attr-defined]
+    def dtype(self) -> str:
+        """Of the engines' weights."""
+        return self.settings.dtype
 
     async def start(self) -> None:
-        """Until all are up. Raises EngineError with what the failing one said."""
+        """Until all are up, and the HTTP endpoint if there is to be one. Raises EngineError with what the failing one
+        said, LaunchError when the endpoint's port is taken."""
         await self.pool.start()
+        if self.cfg.generator.inference_engine.enable_http_endpoint:
+            await self._serve()
+
+    async def watch(self, bring_up_to_date: Callable[[EngineSlot], Awaitable[None]]) -> None:
+        """From now on restart engines that die or hang; see :class:`HealthMonitor`."""
+        HealthMonitor(self.pool, bring_up_to_date=bring_up_to_date).start()
 
     async def generate(
         self,
@@ -50,12 +64,6 @@ class Engines:
     ) -> list[Generation]:
         """One continuation for each prompt, in order; see :class:`InferenceClient`."""
         return await self.client.generate(prompt_token_ids, sampling_params, session_ids)
-
-    def publish(self, version: str) -> None:
-        """All engines hold the weights of ``version``, verified: it is what they sample from now on."""
-        for slot in self.pool.slots:
-            slot.version = version
-        self.pool.publish(version)
 
     def stop(self) -> None:
         """End the engines' processes and actors."""
@@ -70,3 +78,31 @@ class Engines:
 
     async def _kill(self) -> None:
         await asyncio.gather(*(slot.engine.kill() for slot in self.pool.slots), return_exceptions=True)
+
+    async def _serve(self) -> None:
+        from skyrl_megatron.inference.http import build_app
+        from skyrl_megatron.inference.http_server import HttpServer, endpoint_token
+
+        engine = self.cfg.generator.inference_engine
+        path = Path(engine.http_token_path or run_folder(self.cfg) / "http_token").expanduser()
+        app = build_app(self.client, self.settings.served_model_name or self.settings.model, endpoint_token(path))
+        self._endpoint = HttpServer(app, engine.http_endpoint_host, engine.http_endpoint_port)
+        await self._endpoint.start()
+        log.warning("OpenAI-compatible endpoint at %s/v1, bearer token in %s", self._endpoint.url, path)
+
+
+def _started(cfg: SkyRLTrainConfig, place: Place) -> list[Callable[[], InferenceEngine]]:
+    logs, made = run_folder(cfg) / "workers", []
+    for number in range(cfg.generator.inference_engine.num_engines):
+        settings = engine_settings(cfg, log_file=logs / f"engine_{number}.log")
+        made.append(partial(RayEngine, settings, **place.options(number, settings.workers)))
+    return made
+
+
+def _elsewhere(cfg: SkyRLTrainConfig) -> list[Callable[[], InferenceEngine]]:
+    """Servers named by URL. A proxy alone stands for one server."""
+    engine = cfg.generator.inference_engine
+    proxy = engine.external_proxy_url
+    urls = engine.external_server_urls or engine.remote_urls or ([proxy] if proxy else [])
+    timeout = cfg.trainer.phase_timeout_s
+    return [partial(RemoteEngine, url, proxy_url=proxy, timeout_s=timeout) for url in urls]

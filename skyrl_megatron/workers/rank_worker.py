@@ -7,7 +7,7 @@ import dataclasses
 import datetime
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,13 +135,34 @@ class RankWorker:
         self.sender = WeightSender(lambda: ((p.name, p.tensor) for p in stream_hf(engine.model, engine.groups)))
         return [(meta.name, meta.dtype, meta.shape) for meta in self.sender.metadata()]
 
-    def listen_for_engines(self, address: tuple[str, int], receivers: int) -> None:
-        """Open this rank's group for the engines' workers at ``address``, which :meth:`address` gave."""
-        self.sender.connect(*address, receivers)
+    def listen_for_engines(self) -> tuple[str, int]:
+        """Take an address for this rank's group of engine workers."""
+        self._address = self.sender.listen(ray.util.get_node_ip_address())
+        return self._address
+
+    def connect_engines(self, receivers: int, timeout_s: float) -> None:
+        """Open the group at that address and wait for the engines' workers."""
+        self.sender.connect(*self._address, receivers, timeout_s)
 
     def send_weights(self) -> list[int]:
         """Send this rank's tensors; returns the checksum of each bucket."""
         return self.sender.send()
+
+    def score(self, token_ids: Sequence[int]) -> list[float] | None:
+        """Log-probs of tokens 1 … n−1 at temperature 1, nats, on the first replica's rank that collects."""
+        import torch
+
+        from skyrl_megatron.types import TrainingBatch
+
+        tokens = torch.tensor([token_ids])
+        ones = torch.ones(1, len(token_ids) - 1)
+        batch = TrainingBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), ones, ones)
+        logprobs = self.engine.compute_logprobs(batch, temperature=1.0)
+        return logprobs[0].tolist() if self.engine.is_collection_rank and self.engine.dp_rank == 0 else None
+
+    def make_room(self) -> None:
+        """Free GPU memory for engines on the same GPU, until the next training pass."""
+        self.engine.offload()
 
     # ------------------------------------------------------------------ checkpoints
     def save_checkpoint(self, folder: str, step: int, background: bool) -> None:

@@ -1,98 +1,77 @@
-"""New weights for the engines: pause all, update all, compare what arrived with what was sent, publish, resume."""
+"""Publishing the policy's weights to the engines of a run: ranks and engines are Ray actors here."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import ray
 
-from skyrl_megatron.errors import WeightSyncError
-from skyrl_megatron.weight_sync.bucket import TensorMeta
-from skyrl_megatron.workers.role import ADDRESS_TIMEOUT_S, Role
+from skyrl_megatron import device
+from skyrl_megatron.config.hf_model import read_hf_config
+from skyrl_megatron.errors import DistributedError, SkyRLMegatronError
+from skyrl_megatron.weight_sync.publish import WeightPublisher
+
+if TYPE_CHECKING:
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.inference.pool import EnginePool
+    from skyrl_megatron.workers.role import Role
 
 
-@dataclass(frozen=True, slots=True)
-class SyncReport:
-    """What a sync cost."""
+def weight_publisher(cfg: SkyRLTrainConfig, policy: Role, pool: EnginePool, *, dtype: str) -> WeightPublisher:
+    """The publisher of ``policy``'s weights to ``pool``. ``dtype``: of the engines' weights.
 
-    version: str
-    nbytes: int
-    seconds: float
-    """From pause to resume."""
-    transfer_seconds: float
-    """Of that, sending and loading."""
-
-    @property
-    def gigabytes_per_second(self) -> float:
-        """Bytes per second of transfer, in 10⁹."""
-        return self.nbytes / self.transfer_seconds / 1e9
-
-
-class WeightExchange:
-    """Connects the ranks of the policy with the workers of all engines; every rank sends the tensors it puts together.
-
-    ``engines``: actors with the methods of ``inference/protocol.py``; ``ranks_per_engine``: worker ranks of each;
-    ``publish``: told of a version when all engines hold it, verified, and before they resume.
+    Await its ``publish(version)`` on the event loop that the engines were started on.
     """
+    key = "trainer.policy.model.path"
+    return WeightPublisher(
+        pool,
+        [PolicyRank(actor, policy, rank) for rank, actor in enumerate(policy.group.actors)],
+        hf_config=read_hf_config(cfg.trainer.policy.model.path or "", key) or {},
+        dtype=dtype,
+        probe_interval=cfg.generator.inference_engine.weight_sync_probe_interval or 0,
+        deadline_s=2 * cfg.trainer.phase_timeout_s,
+        phase_s=cfg.trainer.phase_timeout_s,
+        shared_gpus=cfg.trainer.placement.colocate_all and device.has_cuda(),
+    )
 
-    def __init__(
-        self,
-        policy: Role,
-        engines: Sequence[Any],
-        ranks_per_engine: int,
-        publish: Callable[[str], None] = lambda version: None,
-    ) -> None:
-        self.policy, self.engines, self.ranks_per_engine = policy, list(engines), ranks_per_engine
-        self.publish = publish
-        self.names = [f"engine {number}" for number in range(len(self.engines))]
-        self.syncs = 0
 
-    def connect(self) -> None:
-        """Once, before the first :meth:`sync`: announce the tensors and open a group for each sending rank."""
-        group = self.policy.group
-        self.metadata = group.call("weight_metadata", phase="connect weights")
-        self.nbytes = sum(TensorMeta(*meta).nbytes for sender in self.metadata for meta in sender)
-        addresses = ray.get([actor.address.remote() for actor in group.actors], timeout=ADDRESS_TIMEOUT_S)
-        receivers = len(self.engines) * self.ranks_per_engine
-        pending = group.start(
-            "listen_for_engines", phase="connect weights", each=[(address, receivers) for address in addresses]
-        )
-        joining = [
-            engine.connect_weights.remote(addresses, 1 + number * self.ranks_per_engine, receivers + 1)
-            for number, engine in enumerate(self.engines)
-        ]
-        pending.beside(joining, self.names).results()
+class PolicyRank:
+    """One rank of the policy as the publisher calls it (``weight_sync/handles.py``)."""
 
-    def sync(self, version: str) -> SyncReport:
-        """Give every engine the policy's weights as ``version``. Requests in flight are frozen meanwhile.
+    def __init__(self, actor: Any, policy: Role, rank: int) -> None:
+        self.actor, self.policy, self.rank = actor, policy, rank
 
-        Raises WeightSyncError, with all engines left paused, when a checksum differs; DistributedError when a rank or
-        engine fails or the phase outlives its deadline.
-        """
-        began = time.perf_counter()
-        self._all("pause")
-        transfer = time.perf_counter()
-        pending = self.policy.group.start("send_weights", phase="sync weights")
-        updating = [engine.update_weights.remote(self.metadata, version) for engine in self.engines]
-        results = pending.beside(updating, self.names).results()
-        transfer_seconds = time.perf_counter() - transfer
-        sent = results[: len(self.policy.group)]
-        for name, workers in zip(self.names, self._all("weight_checksums"), strict=True):
-            for worker, received in enumerate(workers):
-                if received != sent:
-                    raise WeightSyncError(
-                        f"{name}, worker {worker}: checksums {received} are not those sent, {sent}; version {version} "
-                        "is not published and no engine generates: start the run again from its last checkpoint"
-                    )
-        self.publish(version)
-        self._all("resume")
-        self.syncs += 1
-        return SyncReport(version, self.nbytes, time.perf_counter() - began, transfer_seconds)
+    async def weight_metadata(self) -> Sequence[Any]:
+        metadata: Sequence[Any] = await self._call("weight_metadata")
+        return metadata
 
-    def _all(self, method: str) -> list[Any]:
-        """A call of every engine."""
-        references = [getattr(engine, method).remote() for engine in self.engines]
-        return ray.get(references, timeout=self.policy.group.timeout_s)
+    async def listen_for_engines(self) -> tuple[str, int]:
+        host, port = await self._call("listen_for_engines")
+        return host, port
+
+    async def connect_engines(self, receivers: int, timeout_s: float) -> None:
+        await self._call("connect_engines", receivers, timeout_s)
+
+    async def send_weights(self) -> list[int]:
+        sums: list[int] = await self._call("send_weights")
+        return sums
+
+    async def score(self, token_ids: Sequence[int]) -> list[float] | None:
+        scores: list[float] | None = await self._call("score", list(token_ids))
+        return scores
+
+    async def make_room(self) -> None:
+        await self._call("make_room")
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        """Raises the rank's own error, or DistributedError when its process is gone."""
+        try:
+            return await getattr(self.actor, method).remote(*args)
+        except ray.exceptions.RayActorError as error:
+            name = self.policy.group.names[self.rank]
+            raise DistributedError(f"{name}, phase sync weights: the process died") from error
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, SkyRLMegatronError):
+                raise error.cause from None
+            raise
