@@ -25,8 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from skyrl_megatron.errors import CheckpointError
-from skyrl_megatron.runtime.checkpoint.manifest import FileEntry, hash_bytes
-from skyrl_megatron.runtime.checkpoint.rank_writer import COMMON_STATE, PARTS
+from skyrl_megatron.runtime.checkpoint.manifest import COMMON_STATE, PARTS, FileEntry, hash_bytes
 from skyrl_megatron.runtime.checkpoint.storage import Storage
 
 FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}

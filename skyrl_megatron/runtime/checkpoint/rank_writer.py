@@ -20,7 +20,7 @@ from skyrl_megatron.runtime.checkpoint import fault_points, rng
 from skyrl_megatron.runtime.checkpoint.background import Background
 from skyrl_megatron.runtime.checkpoint.host_memory import HostBuffer
 from skyrl_megatron.runtime.checkpoint.local_state import CONTENT, Block, blocks_to_save
-from skyrl_megatron.runtime.checkpoint.manifest import hash_bytes
+from skyrl_megatron.runtime.checkpoint.manifest import COMMON_STATE, PARTS, hash_bytes
 from skyrl_megatron.runtime.checkpoint.optimizer_state import step_count
 from skyrl_megatron.runtime.checkpoint.shard_file import ShardFile
 from skyrl_megatron.runtime.checkpoint.storage import Storage, open_storage
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     from skyrl_megatron.runtime.parallel_state import ProcessGroups
-
-COMMON_STATE = "common_state/shard_0_1"
-PARTS = "parts"
 
 
 @dataclass(slots=True)

@@ -21,8 +21,7 @@ from skyrl_megatron.errors import CheckpointError
 from skyrl_megatron.runtime.checkpoint.boxes import Index, overlap, slices
 from skyrl_megatron.runtime.checkpoint.host_memory import HostBuffer
 from skyrl_megatron.runtime.checkpoint.local_state import Block
-from skyrl_megatron.runtime.checkpoint.manifest import Manifest, read_verified
-from skyrl_megatron.runtime.checkpoint.rank_writer import COMMON_STATE
+from skyrl_megatron.runtime.checkpoint.manifest import COMMON_STATE, Manifest, read_verified
 from skyrl_megatron.runtime.checkpoint.storage import Storage
 from skyrl_megatron.runtime.checkpoint.unpickle import read_common_state, read_metadata
 from skyrl_megatron.runtime.checkpoint.verified_file import VerifiedFile

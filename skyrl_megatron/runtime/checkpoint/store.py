@@ -27,6 +27,7 @@ from skyrl_megatron.runtime.checkpoint import fault_points
 from skyrl_megatron.runtime.checkpoint.lock import FolderLock
 from skyrl_megatron.runtime.checkpoint.manifest import (
     MANIFEST,
+    PARTS,
     Manifest,
     check_files,
     check_hashes,
@@ -36,7 +37,6 @@ from skyrl_megatron.runtime.checkpoint.manifest import (
     versions,
 )
 from skyrl_megatron.runtime.checkpoint.merge import complete_role, wait_for_notes
-from skyrl_megatron.runtime.checkpoint.rank_writer import PARTS
 from skyrl_megatron.runtime.checkpoint.storage import LocalStorage, open_storage
 
 logger = logging.getLogger(__name__)
