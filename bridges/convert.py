@@ -23,6 +23,8 @@ from bridges.staging import staged
 from bridges.verify import same_bytes
 from bridges.workers import Progress, in_threads, shares
 
+ONE_FILE = 256 * 2**20  # exports beyond are cut into a file per worker: the kernel lets one thread write to a file
+
 
 @dataclass(frozen=True)
 class Report:
@@ -161,7 +163,10 @@ def export_megatron(
     unknown = {kind for _, kind in tensors.values()} - set(DTYPE_NAMES)
     if unknown:
         raise BridgeError(f"{megatron} holds {unknown}, which safetensors cannot; choose --dtype")
-    total = sum(math.prod(shape) * kind.itemsize for shape, kind in tensors.values())
+    sizes = [math.prod(shape) * kind.itemsize for shape, kind in tensors.values()]
+    total = sum(sizes)
+    if total > ONE_FILE:
+        max_shard_size = min(max_shard_size, total // max(1, workers) + max(sizes))
     progress = Progress(total, "export", stream)
     with staged(out, total) as folder:
         writer = HfWriter(folder, tensors, max_shard_size)

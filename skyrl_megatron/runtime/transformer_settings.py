@@ -59,6 +59,10 @@ def transformer_config(
         for name, value in overrides.items()
         if name in layout and value != layout[name]
     ]
+    biased = model.layout_shape.num_experts and model.megatron.transformer.get("add_bias_linear")
+    if biased and parallel.etp > 1:
+        fix = "experts with biases are not split: set it to 1 and raise expert_model_parallel_size instead"
+        problems.append(Problem(f"{prefix}expert_tensor_parallel_size", parallel.etp, fix))
     if problems:
         raise ConfigError(problems)
     if isinstance(backend := overrides.get("attention_backend"), str):

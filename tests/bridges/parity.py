@@ -40,7 +40,9 @@ def reference(folder: Path, out: Path) -> Path:
     return out
 
 
-def compare(folder: Path, reference_file: Path, layout: dict[str, int]) -> tuple[float | None, dict[str, Any]]:
+def compare(
+    folder: Path, reference_file: Path, layout: dict[str, int], padded: bool = False
+) -> tuple[float | None, dict[str, Any]]:
     """Body of a multi-process test: (largest logit error or None, HF name → (squared error, squared norm, slices))."""
     import torch
     import torch.distributed as dist
@@ -56,7 +58,7 @@ def compare(folder: Path, reference_file: Path, layout: dict[str, int]) -> tuple
     model = build_model(folder, groups, dtype=torch.float32)
     load_hf(model, folder, groups)
     expected = torch.load(reference_file)
-    logits_error = _forward_backward(model, groups, expected["logits"], padded=False, fault=None)
+    logits_error = _forward_backward(model, groups, expected["logits"], padded, fault=None)
     buffers = {piece.name for entry in model.hf.plan.entries if entry.is_buffer for piece in entry.hf}
     found: dict[str, Any] = {}
     for piece in stream_hf(model, groups, of=lambda parameter: parameter.main_grad):

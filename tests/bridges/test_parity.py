@@ -13,6 +13,18 @@ from tests.bridges import parity
 from tests.bridges.tiny_models import save_tiny
 
 ELSEWHERE = {"qwen2", "qwen3", "qwen3_moe"}  # tests/runtime runs these families in its plain suite
+MORE = [
+    ("qwen2_moe", "tp2·etp2"),
+    ("mixtral", "tp2·cp2"),
+    ("olmoe", "tp2·cp2·ep2"),
+    ("deepseek_v3", "pp2"),
+    ("deepseek_v3", "tp2·etp2"),
+    ("deepseek_v3", "tp2·cp2·ep4"),
+    ("glm4_moe", "tp2·cp2·ep2"),
+    ("gpt_oss", "pp2"),
+    ("gpt_oss", "tp2·cp2·ep4"),
+]
+"""Products of degrees, for what a family computes in its own way."""
 
 
 def cases():
@@ -20,6 +32,8 @@ def cases():
         for layout in layouts:
             marks = [pytest.mark.full_matrix] if model_type in ELSEWHERE else []
             yield pytest.param(model_type, layout, marks=marks)
+    for model_type, layout in MORE:
+        yield pytest.param(model_type, layout, marks=pytest.mark.full_matrix)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +53,7 @@ def models(tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("model_type, layout", cases())
+@pytest.mark.parametrize("model_type, layout", list(cases()))
 def test_logits_and_gradients_equal_transformers(ranks, models, model_type, layout):
     from bridges.plan import Plan
 
@@ -67,6 +81,7 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "original
 LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 VARIANTS = {
     "yarn": ("deepseek_v3", dict(rope_parameters=YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}), "tp2"),
+    "yarn over cp": ("deepseek_v3", dict(rope_parameters=YARN, q_lora_rank=None), "cp2"),
     "queries that are not compressed": ("deepseek_v3", dict(q_lora_rank=None), "tp2"),
     "rotary rows in halves": ("deepseek_v3", dict(rope_interleave=False), "single"),
     "as Moonlight: one group": ("deepseek_v3", dict(n_group=1, topk_group=1, q_lora_rank=None), "ep2"),
@@ -79,6 +94,7 @@ VARIANTS = {
         ),
         "tp2",
     ),
+    "biases in dense layers": ("llama", dict(attention_bias=True, mlp_bias=True), "tp2"),
     "some layers dense": ("qwen2_moe", dict(mlp_only_layers=[1]), "ep2"),
 }
 
@@ -95,6 +111,24 @@ def test_options_of_a_family(ranks, tmp_path, variant):
     plan = Plan.of(json.loads((folder / "config.json").read_text()))
     given = {degree: size for degree, size in degrees(layout).items()}
     parity.check(ranks(1 if layout == "single" else 2, parity.compare, folder, reference, given), reference, plan)
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("model_type", ["mixtral", "olmoe", "deepseek_v3", "glm4_moe", "gpt_oss"])
+def test_padded_equals_packed(ranks, models, model_type):
+    from bridges.plan import Plan
+
+    folder, reference = models(model_type, True)
+    plan = Plan.of(json.loads((folder / "config.json").read_text()))
+    parity.check(ranks(2, parity.compare, folder, reference, dict(tp=2), True), reference, plan)
+
+
+def test_experts_with_biases_are_not_split(ranks, models):
+    from tests.support.rank_pool import RankFailure
+
+    folder, reference = models("gpt_oss", True)
+    with pytest.raises(RankFailure, match=r"expert_tensor_parallel_size=2: experts with biases are not split"):
+        ranks(2, parity.compare, folder, reference, dict(tp=2, etp=2))
 
 
 @pytest.mark.parametrize(
