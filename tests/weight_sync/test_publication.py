@@ -1,0 +1,152 @@
+"""Publishing versions to two real engines: what they serve afterwards, and what happens when something goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+
+import pytest
+
+from tests.support.engines import LoopThread, largest_gap, reference_logprobs, tiny_settings
+from tests.support.tiny_models import write_tiny_model
+from tests.weight_sync.trainer_process import BUCKET_BYTES, TrainerProcess
+
+pytestmark = pytest.mark.vllm
+TOKENS = [(7 * i + 3 * i * i) % 400 + 5 for i in range(64)]
+SAMPLING = {"max_tokens": 24, "temperature": 1.0, "seed": 3, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Two models of the same shape, A and B."""
+    folder = tmp_path_factory.mktemp("models")
+    return {name: write_tiny_model("qwen3_moe", folder / name, seed) for name, seed in (("A", 0), ("B", 1))}
+
+
+@pytest.fixture(scope="module")
+def loop():
+    loop = LoopThread()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture(scope="module")
+def pool(models, loop):
+    from skyrl_megatron.inference.pool import EnginePool
+    from skyrl_megatron.inference.vllm_engine import VLLMEngine
+
+    pool = EnginePool([lambda: VLLMEngine(tiny_settings(models["A"]))] * 2, wait_s=20)
+    loop(pool.start(), 590)
+    yield pool
+    loop(pool.shutdown())
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    trainer = TrainerProcess()
+    yield trainer
+    trainer.close()
+
+
+@pytest.fixture
+def publish(pool, trainer, models, loop):
+    """``publish(version, model, fault=…)`` → report."""
+    from skyrl_megatron.weight_sync.publish import WeightPublisher
+
+    def publish(version, model, fault=None, **options):
+        trainer.load(models[model], fault)
+        config = json.loads((models[model] / "config.json").read_text())
+        options = {"phase_s": 60.0, "deadline_s": 400.0, **options}
+        publisher = WeightPublisher(
+            pool, [trainer], hf_config=config, dtype="float32", bucket_bytes=1 << 17, **options
+        )
+        return loop(publisher.publish(version), 500)
+
+    return publish
+
+
+def answers(pool, loop):
+    """Scores and a sample of every engine."""
+
+    async def ask(slot):
+        sample = await slot.engine.generate(f"ask {slot.name} {id(object())}", TOKENS[:20], SAMPLING)
+        return await slot.engine.score(TOKENS), sample.token_ids, sample.logprobs
+
+    return [loop(ask(slot)) for slot in pool.slots]
+
+
+@pytest.fixture(scope="module")
+def fresh(models, loop):
+    """What engines that never held anything else answer: model → (scores, token ids, log-probs)."""
+    from skyrl_megatron.inference.pool import EnginePool
+    from skyrl_megatron.inference.vllm_engine import VLLMEngine
+
+    found = {}
+    for name, folder in models.items():
+        pool = EnginePool([lambda folder=folder: VLLMEngine(tiny_settings(folder))])
+        loop(pool.start(), 590)
+        found[name] = answers(pool, loop)[0]
+        loop(pool.shutdown())
+    return found
+
+
+def test_engines_equal_fresh_ones_bit_for_bit(pool, publish, loop, models, fresh):
+    """A → B → A → B, and again without a new connection."""
+    for number, model in enumerate("BABB"):
+        report = publish(f"{model}{number}", model)
+        assert report.engines == 2 and not report.failures
+        assert max(gap.largest for gap in report.gaps.values()) <= 1e-4
+        assert pool.published == f"{model}{number}"
+        for found in answers(pool, loop):
+            assert found == fresh[model]
+    assert largest_gap(fresh["B"][0], reference_logprobs(models["B"], TOKENS)) <= 1e-5
+
+
+def test_a_request_in_flight_is_frozen_and_tells_its_versions(pool, publish, loop):
+    publish("before", "A")
+    long = {"max_tokens": 300, "temperature": 1.0, "seed": 0, "ignore_eos": True}
+    running = loop.start(pool.slots[0].engine.generate("in flight", TOKENS[:12], long))
+    loop(asyncio.sleep(0.3))
+    publish("after", "B")
+    spans = running.result(120).versions
+    assert [version for version, _, _ in spans] == ["before", "after"]
+    assert spans[0][1] == 0 and spans[0][2] == spans[1][1] and spans[1][2] == 300
+
+
+@pytest.mark.parametrize(
+    "fault, message",
+    [
+        ("a tensor is missing", "1 tensors are missing: model.layers.2.mlp.experts.5.down_proj.weight"),
+        ("a tensor has another shape", "model.layers.0.self_attn.q_proj.weight"),
+        ("two experts are swapped", "differ from the trainer's"),
+        ("a byte flips on the way", "checksums differ"),
+    ],
+)
+def test_a_faulty_update_is_never_served(pool, publish, loop, fault, message):
+    from skyrl_megatron.errors import EngineError, WeightSyncError
+    from skyrl_megatron.inference.client import InferenceClient
+
+    publish("good", "A")
+    with pytest.raises(WeightSyncError, match=message):
+        publish("bad", "B", fault)
+    assert pool.published == "good"
+    assert all(slot.state.value == "held" for slot in pool.slots)
+    pool.wait_s = 1.0
+    with pytest.raises(EngineError, match="no engine served"):
+        loop(InferenceClient(pool).sample(TOKENS, SAMPLING))
+    pool.wait_s = 20.0
+    publish("good again", "B")
+    assert all(slot.state.value == "serving" for slot in pool.slots)
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_an_engine_lost_between_updates_is_restarted_and_updated(pool, publish, loop, fresh, number):
+    publish("good", "A")
+    os.kill(pool.slots[1].engine.process_ids()[-1], number)
+    report = publish("next", "B", phase_s=20.0)
+    assert report.failures and "engine 1" in report.failures[0]
+    for found in answers(pool, loop):
+        assert found == fresh["B"]

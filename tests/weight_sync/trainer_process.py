@@ -1,0 +1,141 @@
+"""A trainer rank in a process of its own: a real sender of a folder's tensors, with mistakes that can be planted."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+from typing import Any
+
+BUCKET_BYTES = 1 << 17  # smaller than the largest tensor of the tiny models
+
+
+def serve(connection) -> None:
+    """Answer (method, arguments) until the pipe closes; an error is sent back as it is."""
+    import torch
+    from safetensors.torch import load_file
+
+    from skyrl_megatron.weight_sync.source import StateSource
+
+    torch.set_num_threads(1)
+    sender, address = None, ("", 0)
+    while True:
+        try:
+            method, arguments = connection.recv()
+        except EOFError:
+            return
+        try:
+            if method == "load":
+                folder, fault = arguments
+                tensors = load_file(f"{folder}/model.safetensors")
+                if sender is not None:
+                    sender.close()
+                sender = FaultySender(StateSource(with_fault(tensors, fault)), bucket_bytes=BUCKET_BYTES)
+                sender.fault, answer = fault, None
+            elif method == "metadata":
+                answer = list(sender.metadata())
+            elif method == "listen":
+                answer = address = sender.listen("127.0.0.1")
+            elif method == "connect":
+                answer = sender.connect(*address, *arguments)
+            elif method == "send":
+                answer = sender.send()
+            connection.send(answer)
+        except Exception as error:
+            connection.send(error)
+
+
+def with_fault(tensors: dict, fault: str | None) -> dict:
+    """Mistakes in what is sent."""
+    if fault == "a tensor is missing":
+        tensors.pop("model.layers.2.mlp.experts.5.down_proj.weight")
+    if fault == "two experts are swapped":
+        for kind in ("gate_proj", "up_proj", "down_proj"):
+            one, two = (f"model.layers.1.mlp.experts.{expert}.{kind}.weight" for expert in (2, 3))
+            tensors[one], tensors[two] = tensors[two], tensors[one]
+    if fault == "a tensor has another shape":
+        name = "model.layers.0.self_attn.q_proj.weight"
+        tensors[name] = tensors[name][:-32].clone()
+    return tensors
+
+
+def FaultySender(source, bucket_bytes):
+    from skyrl_megatron.weight_sync.sender import WeightSender
+
+    class Sender(WeightSender):
+        """Mistakes on the way."""
+
+        fault: str | None = None
+
+        def _send(self, transport):
+            if self.fault != "a byte flips on the way":
+                return super()._send(transport)
+            broadcast, sent = transport.broadcast, []
+
+            def flipped(buffer):
+                sent.append(buffer)
+                if len(sent) == 3:
+                    buffer[len(buffer) // 2] ^= 0x40  # after its checksum was taken
+                return broadcast(buffer)
+
+            transport.broadcast = flipped
+            try:
+                return super()._send(transport)
+            finally:
+                transport.broadcast = broadcast
+
+    return Sender(source, bucket_bytes=bucket_bytes)
+
+
+class TrainerProcess:
+    """A ``TrainerRank`` (``weight_sync/handles.py``) in a process. :meth:`load` chooses what it sends."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.folder: Any = None
+
+    def load(self, folder, fault: str | None = None) -> None:
+        self.folder = folder
+        self._ask("load", str(folder), fault)
+
+    def close(self) -> None:
+        self._pipe.close()
+        self.process.join(10)
+        self.process.kill()
+
+    async def weight_metadata(self):
+        return await asyncio.to_thread(self._ask, "metadata")
+
+    async def listen_for_engines(self):
+        return await asyncio.to_thread(self._ask, "listen")
+
+    async def connect_engines(self, receivers, timeout_s):
+        await asyncio.to_thread(self._ask, "connect", receivers, timeout_s)
+
+    async def send_weights(self):
+        return await asyncio.to_thread(self._ask, "send")
+
+    async def score(self, token_ids):
+        from tests.support.engines import reference_logprobs
+
+        return await asyncio.to_thread(reference_logprobs, self.folder, token_ids)
+
+    async def make_room(self):
+        raise AssertionError("nobody shares a GPU")
+
+    def _ask(self, method, *arguments):
+        from skyrl_megatron.errors import EngineGoneError
+
+        try:
+            self._pipe.send((method, arguments))
+            if not self._pipe.poll(120):
+                raise TimeoutError(f"the trainer process does not answer {method}")
+            answer = self._pipe.recv()
+        except (EOFError, BrokenPipeError) as error:
+            raise EngineGoneError("the trainer process is gone") from error
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
