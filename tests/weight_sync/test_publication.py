@@ -60,7 +60,7 @@ def publish(pool, trainer, models, loop):
         config = json.loads((models[model] / "config.json").read_text())
         options = {"phase_s": 60.0, "deadline_s": 400.0, **options}
         publisher = WeightPublisher(
-            pool, [trainer], hf_config=config, dtype="float32", bucket_bytes=1 << 17, **options
+            pool, [trainer], hf_config=config, dtype="float32", bucket_bytes=BUCKET_BYTES, **options
         )
         return loop(publisher.publish(version), 500)
 
