@@ -32,6 +32,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "trainer.policy.megatron_config.dist_ckpt_optim_fully_reshardable": "optimizer state always loads at any layout",
     "trainer.critic.megatron_config.dist_ckpt_optim_fully_reshardable": "optimizer state always loads at any layout",
     "generator.inference_engine.vllm_v1_disable_multiproc": "trainer.deterministic makes sampling reproducible",
+    "generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB": "weights travel in buckets of a fixed size",
     "generator.inference_engine.async_engine": "engines are always asynchronous",
     "generator.inference_engine.override_existing_update_group": "an old update group is always replaced",
 }

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from skyrl_megatron.config.run_folder import save_config
+from skyrl_megatron.entrypoints.available import require_available
 from skyrl_megatron.rollout.generator import SkyRLGymGenerator
 from skyrl_megatron.trainer import RayPPOTrainer
 from skyrl_megatron.trainer.tracking import Tracking
@@ -144,7 +145,11 @@ def skyrl_entrypoint(cfg: SkyRLTrainConfig) -> None:
 
 
 def run_experiment(cfg: SkyRLTrainConfig, experiment: type[BasePPOExp] = BasePPOExp) -> None:
-    """Run it: in this process where Ray is ours, as a task where a cluster was joined; Ray ends with it."""
+    """Run it: in this process where Ray is ours, as a task where a cluster was joined; Ray ends with it.
+
+    Raises ConfigError for features that are not available yet.
+    """
+    require_available(cfg)
     joining = bool(os.environ.get("RAY_ADDRESS"))
     initialize_ray(cfg, log_to_driver=joining)
     try:

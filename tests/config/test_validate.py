@@ -487,6 +487,7 @@ def test_settings_without_effect_warn_when_set(key):
         "gradient_checkpointing_use_reentrant": True,
         "lora_sync_path": "/x",
         "override_existing_update_group": "enable",
+        "weight_transfer_threshold_cuda_ipc_GB": 2.0,
     }
     value = other.get(key.rpartition(".")[2], False)
     cfg = SkyRLTrainConfig.from_cli_overrides({key: value, "trainer.logger": "console"})

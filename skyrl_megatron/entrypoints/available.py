@@ -1,0 +1,39 @@
+"""Parts of the configuration that describe features which are still to come: valid, checked, and refused by a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from skyrl_megatron.config import SkyRLTrainConfig
+from skyrl_megatron.config.base import default_of, get_path, owner_of
+from skyrl_megatron.errors import ConfigError, Problem
+
+NOT_AVAILABLE: Mapping[str, str] = {
+    "trainer.critic.model.path": "critics",
+    "trainer.critic_mini_batch_size": "critics",
+    "trainer.algorithm.value_head_prefix": "critics",
+    "trainer.policy.model.lora.rank": "LoRA adapters",
+    "trainer.policy.model.lora.alpha": "LoRA adapters",
+    "trainer.policy.model.lora.dropout": "LoRA adapters",
+    "trainer.policy.model.lora.target_modules": "LoRA adapters",
+    "trainer.policy.model.lora.exclude_modules": "LoRA adapters",
+    "trainer.policy.megatron_config.lora_config.lora_type": "LoRA adapters",
+    "trainer.policy.megatron_config.moe_enable_routing_replay": "routing replay",
+    "generator.inference_engine.enable_return_routed_experts": "routing replay",
+    "trainer.fully_async.max_staleness_steps": "fully asynchronous training",
+    "trainer.fully_async.num_parallel_generation_workers": "fully asynchronous training",
+    "trainer.update_ref_every_epoch": "a reference that follows the policy",
+}
+"""Keys → the feature that they belong to. A run that sets one ends with an error instead of doing something else."""
+
+
+def require_available(cfg: SkyRLTrainConfig) -> None:
+    """Raise ConfigError naming every setting of a feature that no code acts on yet."""
+    problems = []
+    for key, feature in NOT_AVAILABLE.items():
+        section, name = owner_of(cfg, key)
+        value = get_path(cfg, key)
+        if value != default_of(type(section), name):
+            problems.append(Problem(key, value, f"{feature}: not available in this version; leave it at its default"))
+    if problems:
+        raise ConfigError(problems)
