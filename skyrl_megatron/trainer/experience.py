@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from skyrl_megatron.algorithms.advantages.groups import varied_rows
 from skyrl_megatron.algorithms.metrics import metric_values, moments
 from skyrl_megatron.errors import DistributedError
 from skyrl_megatron.rollout.interface import GeneratorOutput
@@ -62,6 +63,16 @@ def rollout_gap(batch: TrainingBatch) -> Metrics:
         return {}
     name = "policy/rollout_train_logprobs_abs_diff"
     return metric_values(moments(name, (batch.old_logprobs - batch.rollout_logprobs).abs(), batch.loss_mask))
+
+
+def mask_groups_without_variety(batch: TrainingBatch) -> float:
+    """Take rows out of the loss whose prompt got the same reward throughout; how many. All stay when none would."""
+    assert batch.rewards is not None
+    scores = (batch.rewards * batch.response_mask).sum(dim=1)
+    varied = varied_rows(scores, batch.uids, batch.loss_mask)
+    if (batch.loss_mask * varied[:, None]).any():
+        batch.loss_mask *= varied[:, None]
+    return float((~varied).sum())
 
 
 def advantage_metrics(batch: TrainingBatch) -> Metrics:

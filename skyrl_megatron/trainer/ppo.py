@@ -267,6 +267,8 @@ class RayPPOTrainer:
         """Advantages and returns by the configured estimator."""
         algorithm = self.cfg.trainer.algorithm
         assert batch.rewards is not None
+        if algorithm.zero_variance_filter:
+            self.metrics["loss/zero_variance_rows"] = experience.mask_groups_without_variety(batch)
         batch.advantages, batch.returns = compute_advantages_and_returns(
             token_level_rewards=batch.rewards,
             response_mask=batch.response_mask,

@@ -117,6 +117,8 @@ class RankWorker:
         settings = self.engine.settings.optimizer_config
         if lr is not None:
             settings = dataclasses.replace(settings, lr=lr)
+        for group in self.engine.optimizer.param_groups:
+            group["max_lr"] = settings.lr  # a group's own peak goes before the schedule's
         self.engine.lr_schedule = build_lr_schedule(self.engine.optimizer, settings, total_steps)
 
     def memory_bytes(self) -> int:

@@ -153,6 +153,7 @@ def test_a_script_for_the_other_system_runs_with_another_import_prefix(folder, m
     assert "step 1/1 · reward" in done.out, "the remote entry point's lines reach the terminal"
 
 
+@pytest.mark.full_matrix
 def test_turns_dynamic_sampling_and_kl_in_the_reward(folder):
     """REINFORCE++ over two turns; one reference rank."""
     done = runs.run(
@@ -179,6 +180,7 @@ Trainer.sync_weights = sync_weights
 """
 
 
+@pytest.mark.full_matrix
 def test_a_skipped_sync_shows(folder):
     """The log-probs of step 2 are those of a policy that the engine does not have."""
     lines = runs.run(folder, SKIPS_A_SYNC).check().lines
@@ -202,6 +204,7 @@ def await_line(process, text):
     raise AssertionError(f"the run ended without {text!r}: {process.stderr.read()[-4000:]}")
 
 
+@pytest.mark.full_matrix
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_run_that_is_ended_leaves_nothing_and_loses_nothing(folder, number):
     """SIGTERM saves the last whole step; after kill -9 the last checkpoint counts. Both are gone within a minute."""

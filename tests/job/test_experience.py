@@ -1,0 +1,16 @@
+"""What the trainer makes of a batch, without ranks or engines."""
+
+
+def test_prompts_with_one_reward_throughout_leave_the_loss():
+    from skyrl_megatron.data.batch import collate
+    from skyrl_megatron.trainer.experience import mask_groups_without_variety
+
+    def batch(rewards):
+        return collate([[1]] * 4, [[2, 3], [2], [2, 3], [2]], uids=["a", "a", "b", "b"], rewards=rewards)
+
+    mixed = batch([1.0, 0.0, 1.0, 1.0])
+    assert mask_groups_without_variety(mixed) == 2.0
+    assert mixed.loss_mask.sum(dim=1).tolist() == [2.0, 1.0, 0.0, 0.0]
+    alike = batch([1.0, 1.0, 0.0, 0.0])
+    assert mask_groups_without_variety(alike) == 4.0
+    assert alike.loss_mask.sum().item() == 6.0, "a step needs at least one token to train on"
