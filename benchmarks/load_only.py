@@ -1,0 +1,28 @@
+"""Worker extension of ``weight_sync.py``: loads weights that the worker already holds in memory."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from skyrl_megatron.weight_sync.vllm_compat import WorkerExtension
+
+
+class LoadOnly(WorkerExtension):
+    """The exchange without the exchange."""
+
+    def bench_hold(self, folder: str) -> None:
+        """Read a folder into memory."""
+        from safetensors.torch import load_file
+
+        self.bench_tensors = {
+            k: v.clone() for path in Path(folder).glob("*.safetensors") for k, v in load_file(path).items()
+        }
+
+    def bench_load(self) -> float:
+        """Seconds for start, load and finish."""
+        began = time.perf_counter()
+        self.weight_transfer_engine.start_weight_update()
+        self.model_runner.model.load_weights(iter(self.bench_tensors.items()))
+        self.weight_transfer_engine.finish_weight_update()
+        return time.perf_counter() - began

@@ -1,0 +1,210 @@
+"""Weight sync of a 425 M-parameter MoE (850 MB bf16) into a live engine, against its parts.
+
+    python benchmarks/weight_sync.py [--rounds 5]
+
+A trainer process sends, one vLLM engine receives, on this machine. In one run, medians of the rounds: a publication
+(pause, transfer with checksums, finish, resume); vLLM loading the same tensors from its own memory (start, load,
+finish: nothing travels); a raw broadcast of the same bytes; the checksums of a side; and the fixed cost, from a model
+of 2 MB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+
+LARGE = dict(
+    hidden_size=1024,
+    num_hidden_layers=8,
+    num_experts=32,
+    num_experts_per_tok=4,
+    moe_intermediate_size=512,
+    num_attention_heads=16,
+    num_key_value_heads=4,
+    head_dim=64,
+)
+BUCKET_BYTES = 16 << 20
+
+
+def trainer(pipe: Any) -> None:
+    """Answers the calls of ``weight_sync/handles.py`` with the tensors of a folder, held in memory."""
+    import psutil
+    import torch
+    from safetensors.torch import load_file
+
+    from skyrl_megatron.weight_sync import sender as sending
+    from skyrl_megatron.weight_sync.source import StateSource
+    from skyrl_megatron.weight_sync.transport import open_transport
+
+    torch.set_num_threads(1)
+    process, sender, address = psutil.Process(), None, ("", 0)
+    while (job := pipe.recv()) is not None:
+        method, *arguments = job
+        answer: Any = None
+        if method == "load":
+            tensors = {
+                k: v.clone() for path in Path(arguments[0]).glob("*.safetensors") for k, v in load_file(path).items()
+            }
+            sender = sending.WeightSender(StateSource(tensors), bucket_bytes=BUCKET_BYTES)
+            before = process.memory_info().rss
+        elif method == "metadata":
+            answer = list(sender.metadata())
+        elif method == "listen":
+            answer = address = sender.listen("127.0.0.1")
+        elif method == "connect":
+            sender.connect(*address, *arguments)
+        elif method == "send":
+            answer = sender.send()
+        elif method == "memory":
+            answer = process.memory_info().rss - before
+        elif method == "checksums":
+            data, began = torch.empty(BUCKET_BYTES, dtype=torch.uint8), time.perf_counter()
+            for _ in range(arguments[0] // BUCKET_BYTES):
+                sending.checksum(data)
+            answer = time.perf_counter() - began
+        elif method == "broadcast":
+            host, port, nbytes = arguments
+            transport = open_transport(sender.transport_name, host, port, 1, 2, 60.0, None)
+            answer = broadcast(transport, nbytes)
+        pipe.send(answer)
+
+
+def broadcast(transport: Any, nbytes: int) -> float:
+    """Seconds for ``nbytes`` in buckets, two in flight."""
+    import torch
+
+    buffers = [torch.zeros(BUCKET_BYTES, dtype=torch.uint8) for _ in range(2)]
+    transport.broadcast(buffers[0])()
+    began, waiting = time.perf_counter(), []
+    for number in range(nbytes // BUCKET_BYTES):
+        if len(waiting) == 2:
+            waiting.pop(0)()
+        waiting.append(transport.broadcast(buffers[number % 2]))
+    for wait in waiting:
+        wait()
+    seconds = time.perf_counter() - began
+    transport.close()
+    return seconds
+
+
+class Rank:
+    """The trainer process as the publisher calls it."""
+
+    def __init__(self, pipe: Any) -> None:
+        self.pipe = pipe
+
+    def ask(self, *job: Any) -> Any:
+        self.pipe.send(job)
+        if not self.pipe.poll(300):
+            raise SystemExit(f"the trainer does not answer {job[0]}")
+        return self.pipe.recv()
+
+    async def weight_metadata(self) -> Any:
+        return await asyncio.to_thread(self.ask, "metadata")
+
+    async def listen_for_engines(self) -> Any:
+        return await asyncio.to_thread(self.ask, "listen")
+
+    async def connect_engines(self, receivers: int, timeout_s: float) -> None:
+        await asyncio.to_thread(self.ask, "connect", receivers, timeout_s)
+
+    async def send_weights(self) -> Any:
+        return await asyncio.to_thread(self.ask, "send")
+
+
+async def measure(folder: Path, rank: Rank, rounds: int) -> dict[str, float]:
+    """Medians for one model, seconds."""
+    from skyrl_megatron.inference.pool import EnginePool
+    from skyrl_megatron.inference.settings import EngineSettings
+    from skyrl_megatron.inference.vllm_engine import VLLMEngine
+    from skyrl_megatron.weight_sync import publish
+    from skyrl_megatron.weight_sync.publish import WeightPublisher
+
+    settings = EngineSettings(
+        str(folder),
+        dtype="bfloat16",
+        max_model_len=256,
+        max_num_seqs=8,
+        max_num_batched_tokens=512,
+        kv_cache_bytes=64 << 20,
+        extra={"worker_extension_cls": "benchmarks.load_only.LoadOnly"},
+    )
+    publish.is_due = lambda *_: False  # the probe is a forward pass, not part of the exchange
+    pool = EnginePool([lambda: VLLMEngine(settings)])
+    await pool.start()
+    rank.ask("load", str(folder))
+    config = json.loads((folder / "config.json").read_text())
+    publisher = WeightPublisher(pool, [rank], hf_config=config, dtype="bfloat16", bucket_bytes=BUCKET_BYTES)
+    engine = pool.slots[0].engine._llm
+    await engine.collective_rpc("bench_hold", args=(str(folder),))
+    found: dict[str, list[float]] = {"publication": [], "transfer": [], "load only": []}
+    report = await publisher.publish("first")
+    for number in range(rounds):
+        report = await publisher.publish(str(number))
+        found["publication"].append(report.total_seconds)
+        found["transfer"].append(report.seconds["transfer"] + report.seconds["finish"])
+        found["load only"].append((await engine.collective_rpc("bench_load"))[0])
+    await pool.shutdown()
+    return {name: statistics.median(values) for name, values in found.items()} | {"bytes": report.nbytes}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+
+    from skyrl_megatron.weight_sync.transport import default_transport, listen, open_transport
+    from tests.support.tiny_models import write_tiny_model
+
+    pipe, theirs = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=trainer, args=(theirs,))
+    process.start()
+    rank = Rank(pipe)
+    with tempfile.TemporaryDirectory() as root:
+        large = write_tiny_model("qwen3_moe", Path(root) / "large", dtype="bfloat16", **LARGE)
+        small = write_tiny_model("qwen3_moe", Path(root) / "small", dtype="bfloat16")
+        found = asyncio.run(measure(large, rank, args.rounds))
+        memory = rank.ask("memory")
+        nbytes = int(found["bytes"])
+        listener = listen("127.0.0.1")
+        port = listener.getsockname()[1]
+        pipe.send(("broadcast", "127.0.0.1", port, nbytes))
+        raw = broadcast(open_transport(default_transport(), "127.0.0.1", port, 0, 2, 60.0, listener), nbytes)
+        pipe.recv()
+        sums = rank.ask("checksums", nbytes)
+        fixed = asyncio.run(measure(small, rank, args.rounds))
+    pipe.send(None)
+    process.join(10)
+    rate = {name: nbytes / found[name] / 1e6 for name in ("publication", "transfer", "load only")}
+    print(f"{nbytes / 1e6:.0f} MB in buckets of {BUCKET_BYTES >> 20} MiB")
+    print(f"publication, checksums included   {found['publication'] * 1e3:7.0f} ms   {rate['publication']:6.0f} MB/s")
+    print(f"  of which transfer and finish    {found['transfer'] * 1e3:7.0f} ms   {rate['transfer']:6.0f} MB/s")
+    print(f"load only, nothing travels        {found['load only'] * 1e3:7.0f} ms   {rate['load only']:6.0f} MB/s")
+    print(f"raw broadcast                     {raw * 1e3:7.0f} ms   {nbytes / raw / 1e6:6.0f} MB/s")
+    print(f"publication against load only     {rate['publication'] / rate['load only']:.2f} (wanted: at least 0.65)")
+    print(
+        f"checksums of one side             {sums * 1e3:7.0f} ms = {sums / found['publication']:.1%} (wanted: < 10 %)"
+    )
+    print(
+        f"sender's extra memory             {memory / 1e6:7.0f} MB = {memory / BUCKET_BYTES:.1f} buckets (wanted: 2)"
+    )
+    cost = fixed["publication"] - fixed["load only"]
+    print(f"fixed cost beyond start/finish    {cost * 1e3:7.0f} ms (wanted: < 50 ms)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Engines of every family against transformers, engines that cannot start, and what we rely on in vLLM."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import socket
+
+import pytest
+
+from tests.support.engines import LoopThread, largest_gap, reference_logprobs, tiny_settings
+from tests.support.tiny_models import write_tiny_model
+
+pytestmark = pytest.mark.vllm
+TOKENS = [(7 * i + 3 * i * i) % 400 + 5 for i in range(48)]
+
+
+@pytest.fixture(scope="module")
+def loop():
+    loop = LoopThread()
+    yield loop
+    loop.close()
+
+
+def failing(loop, settings):
+    """The error of an engine that cannot start; it leaves no process behind."""
+    import psutil
+
+    from skyrl_megatron.errors import EngineError
+    from skyrl_megatron.inference.vllm_engine import VLLMEngine
+
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    with pytest.raises(EngineError) as caught:
+        loop(VLLMEngine(settings).start(), 590)
+    left = [p.name() for p in psutil.Process().children(recursive=True) if p.pid not in before]
+    assert not [name for name in left if "resource_tracker" not in name and name.startswith("VLLM")], left
+    return str(caught.value)
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("family", ["qwen3", "mixtral", "olmoe", "deepseek_v3"])
+def test_log_probs_are_those_of_transformers(family, loop, tmp_path):
+    from skyrl_megatron.inference.vllm_engine import VLLMEngine
+
+    model = write_tiny_model(family, tmp_path)
+    engine = VLLMEngine(tiny_settings(model))
+    loop(engine.start(), 590)
+    try:
+        assert largest_gap(loop(engine.score(TOKENS)), reference_logprobs(model, TOKENS)) <= 1e-5
+        sampling = {"max_tokens": 24, "temperature": 0.7, "seed": 1, "ignore_eos": True}
+        sample = loop(engine.generate("one", TOKENS, sampling))
+        expected = reference_logprobs(model, TOKENS + sample.token_ids, temperature=0.7)[len(TOKENS) - 1 :]
+        assert largest_gap(sample.logprobs, expected) <= 1e-5
+    finally:
+        loop(engine.shutdown())
+
+
+def test_an_engine_that_fails_at_start_says_why(loop, tmp_path):
+    model = write_tiny_model("qwen3_moe", tmp_path)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"hidden_size": 96}))  # not what the weights are
+    error = failing(loop, tiny_settings(model))
+    assert str(model) in error and "vLLM did not start" in error
+    assert "size" in error or "shape" in error, error  # vLLM's own words
+
+
+def test_too_little_memory_is_said_before_anything_starts(loop, tmp_path):
+    model = write_tiny_model("qwen3_moe", tmp_path)
+    error = failing(loop, tiny_settings(model, kv_cache_bytes=1 << 50))
+    assert "GiB" in error and "memory" in error
+
+
+def test_a_missing_model_folder_is_named(loop, tmp_path):
+    assert str(tmp_path / "nowhere") in failing(loop, tiny_settings(tmp_path / "nowhere"))
+
+
+def test_a_port_that_is_taken():
+    from skyrl_megatron.errors import LaunchError
+    from skyrl_megatron.inference.http_server import HttpServer
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"http_endpoint_port={port}: cannot listen"):
+            HttpServer(None, "127.0.0.1", port)
+
+
+def test_what_is_relied_on_in_vllm():
+    """Names and parameters that ``vllm_compat`` replaces or calls; a release that changes them fails here first."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.sample.sampler import Sampler
+
+    from skyrl_megatron.weight_sync import vllm_compat
+
+    packs = vllm_compat.UnquantizedFusedMoEMethod._setup_kernel
+    original = getattr(packs, "packs_once", packs)
+    assert list(inspect.signature(original).parameters)[:2] == ["self", "layer"]
+    assert {"w13", "w2"} <= set(inspect.signature(original).parameters)
+    assert UnquantizedFusedMoEMethod is vllm_compat.UnquantizedFusedMoEMethod
+    assert {"logits", "sampling_metadata"} <= set(inspect.signature(Sampler.forward).parameters)
+    for method in (
+        "add_request abort pause_generation resume_generation collective_rpc update_weights start_weight_update "
+        "finish_weight_update init_weight_transfer_engine update_weight_version reset_prefix_cache sleep wake_up "
+        "check_health shutdown"
+    ).split():
+        assert callable(getattr(AsyncLLM, method, None)), method
