@@ -163,10 +163,9 @@ def export_megatron(
     unknown = {kind for _, kind in tensors.values()} - set(DTYPE_NAMES)
     if unknown:
         raise BridgeError(f"{megatron} holds {unknown}, which safetensors cannot; choose --dtype")
-    sizes = [math.prod(shape) * kind.itemsize for shape, kind in tensors.values()]
-    total = sum(sizes)
+    total = sum(math.prod(shape) * kind.itemsize for shape, kind in tensors.values())
     if total > ONE_FILE:
-        max_shard_size = min(max_shard_size, total // max(1, workers) + max(sizes))
+        max_shard_size = min(max_shard_size, -(-total // max(1, workers)))
     progress = Progress(total, "export", stream)
     with staged(out, total) as folder:
         writer = HfWriter(folder, tensors, max_shard_size)

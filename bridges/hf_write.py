@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -97,8 +98,8 @@ class HfWriter:
             weight_map = {name: place.file for name, place in sorted(self.places.items())}
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             write_file(self.folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
-        for descriptor in self._descriptors.values():
-            os.fsync(descriptor)
+        with ThreadPoolExecutor(max_workers=4) as pool:
+            list(pool.map(os.fsync, self._descriptors.values()))
         self.close()
 
     def close(self) -> None:
