@@ -33,7 +33,7 @@ SMALL = {
     "generator.sampling_params.max_generate_length": 6,
     "generator.inference_engine.max_num_seqs": 64,
     "generator.inference_engine.max_num_batched_tokens": 2048,
-    "generator.inference_engine.engine_init_kwargs": "{kv_cache_memory_bytes: 33554432}",
+    "generator.inference_engine.engine_init_kwargs": "{max_model_len: 128, kv_cache_memory_bytes: 33554432}",
     "environment.env_class": "digits",
 }
 """Two steps of sixteen short samples on the embedded model, experts over two ranks."""
