@@ -1,0 +1,135 @@
+"""An engine started elsewhere: a real vLLM server, sampled from, updated, and refused when a flag is missing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.support.engines import LoopThread, largest_gap, reference_logprobs
+from tests.support.rank_pool import free_port
+from tests.support.tiny_models import write_tiny_model
+from tests.weight_sync.trainer_process import BUCKET_BYTES, TrainerProcess
+
+pytestmark = [pytest.mark.vllm, pytest.mark.full_matrix]
+ROOT = Path(__file__).resolve().parents[2]
+TOKENS = [(7 * i + 3 * i * i) % 400 + 5 for i in range(40)]
+NEEDED = [
+    "--enable-scale-out",
+    "--logprobs-mode=processed_logprobs",
+    "--worker-extension-cls=skyrl_megatron.weight_sync.vllm_compat.WorkerExtension",
+    '--weight-transfer-config={"backend":"skyrl_megatron"}',
+]
+
+
+@contextlib.contextmanager
+def server(model: Path, log: Path, flags: list[str], **environment: str):
+    """URL of a vLLM server on a port of its own."""
+    from skyrl_megatron.weight_sync import vllm_compat
+
+    port = free_port()
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={model}", f"--port={port}"]
+    command += ["--host=127.0.0.1", "--dtype=float32", "--max-model-len=256", "--max-num-seqs=16", "--enforce-eager"]
+    command += [f"--kv-cache-memory-bytes={64 << 20}", "--distributed-executor-backend=mp", *flags]
+    env = {**os.environ, **vllm_compat.worker_environment(), "PYTHONPATH": str(ROOT), **environment}
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, env=env, stdout=output, stderr=output, start_new_session=True)
+    try:
+        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 400
+        while True:
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+            with contextlib.suppress(urllib.error.URLError, ConnectionError):
+                urllib.request.urlopen(f"{url}/health", timeout=5)
+                break
+            time.sleep(0.5)
+        yield url
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def loop():
+    loop = LoopThread()
+    yield loop
+    loop.close()
+
+
+def test_a_server_is_sampled_from_and_updated(loop, tmp_path):
+    from skyrl_megatron.inference.client import InferenceClient
+    from skyrl_megatron.inference.pool import EnginePool
+    from skyrl_megatron.inference.remote import RemoteEngine
+    from skyrl_megatron.weight_sync.publish import WeightPublisher
+
+    models = [write_tiny_model("qwen3_moe", tmp_path / str(seed), seed) for seed in (0, 1)]
+    trainer = TrainerProcess()
+    sampling = {"max_tokens": 20, "temperature": 0.8, "seed": 3, "ignore_eos": True}
+
+    async def made():
+        return EnginePool([lambda: RemoteEngine(url)])
+
+    with server(models[0], tmp_path / "server.log", NEEDED, VLLM_SERVER_DEV_MODE="1") as url:
+        pool = loop(made())
+        loop(pool.start())
+        client = InferenceClient(pool)
+        trainer.load(models[1])
+        config = json.loads((models[1] / "config.json").read_text())
+        options = dict(hf_config=config, dtype="float32", bucket_bytes=BUCKET_BYTES, phase_s=60.0)
+        for model, version in ((models[0], None), (models[1], "7")):
+            if version is not None:
+                report = loop(WeightPublisher(pool, [trainer], **options).publish(version))
+                assert not report.failures and report.gaps["engine 0"].largest <= 1e-4
+            sample = loop(client.sample(TOKENS, sampling))
+            expected = reference_logprobs(model, TOKENS + sample.token_ids, temperature=0.8)[len(TOKENS) - 1 :]
+            assert largest_gap(sample.logprobs, expected) <= 1e-5
+            assert largest_gap(loop(client.score(TOKENS)), reference_logprobs(model, TOKENS)) <= 1e-5
+        assert loop(pool.slots[0].engine.version()) == "7"
+        assert sample.versions and {version for version, _, _ in sample.versions} == {"7"}
+        loop(pool.shutdown())
+    trainer.close()
+
+
+@pytest.mark.parametrize(
+    "flags, environment, missing",
+    [
+        (NEEDED, {}, "VLLM_SERVER_DEV_MODE=1"),
+        (NEEDED[1:], {"VLLM_SERVER_DEV_MODE": "1"}, "--enable-scale-out"),
+        ([NEEDED[0], *NEEDED[2:]], {"VLLM_SERVER_DEV_MODE": "1"}, "--logprobs-mode processed_logprobs"),
+    ],
+    ids=["dev mode", "scale out", "log-probs"],
+)
+def test_a_server_without_a_flag_is_refused(loop, tmp_path, flags, environment, missing):
+    from skyrl_megatron.errors import EngineError
+    from skyrl_megatron.inference.remote import RemoteEngine
+
+    async def start(url):
+        await RemoteEngine(url).start()
+
+    model = write_tiny_model("qwen3_moe", tmp_path / "model")
+    with server(model, tmp_path / "server.log", flags, **environment) as url:
+        with pytest.raises(EngineError) as caught:
+            loop(start(url))
+        assert missing in str(caught.value) and url in str(caught.value)
+
+
+def test_no_server_is_one_clear_error(loop):
+    from skyrl_megatron.errors import EngineError
+    from skyrl_megatron.inference.remote import RemoteEngine
+
+    async def start():
+        await RemoteEngine(f"127.0.0.1:{free_port()}").start()
+
+    with pytest.raises(EngineError, match=r"no vLLM server at http://127\.0\.0\.1"):
+        loop(start())
