@@ -45,6 +45,10 @@ class ConfigError(SkyRLMegatronError, ValueError):
         head = "1 problem" if count == 1 else f"{count} problems"
         super().__init__("\n".join([f"{head} in the configuration:", *(f"  - {p}" for p in self.problems)]))
 
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
+        """Travels between processes with its problems; an exception's own way would call with the message."""
+        return type(self), (self.problems,)
+
 
 class ModelLoadError(SkyRLMegatronError):
     """A HF folder is missing, corrupt, or of a kind that is not supported."""

@@ -45,7 +45,7 @@ def arguments(args: Sequence[str]) -> list[str]:
     home = Path(os.environ.get("SKYRL_MEGATRON_HOME", "~/.cache/skyrl_megatron")).expanduser()
     folder = home / "embedded" / f"seed_{number}"
     model = write_embedded_model(folder / "model", number)
-    data = write_problems(folder / "data", number)
+    data = write_problems(folder / "problems", number)
     return [
         f"--config={config_dir}/embedded.yaml",
         f"trainer.policy.model.path={model}",
@@ -60,12 +60,12 @@ def arguments(args: Sequence[str]) -> list[str]:
 
 
 def write_problems(folder: Path, seed: int) -> Path:
-    """All sums of two two-digit numbers, once each; a fifth held out, with operand pairs that training never sees."""
+    """All sums of two two-digit numbers, the smaller one first; a fifth held out: operand pairs never trained on."""
     from skyrl_megatron.data import prepare
 
     sizes = [f"--train-size={PROBLEMS - HELD_OUT}", f"--test-size={HELD_OUT}", f"--seed={seed}"]
     if not (folder / "validation.parquet").exists():
-        prepare.main(["addition", f"--output-dir={folder}", "--num-digits=2", *sizes])
+        prepare.main(["addition", f"--output-dir={folder}", "--num-digits=2", "--ordered", *sizes])
     return folder
 
 

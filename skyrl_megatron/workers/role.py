@@ -84,7 +84,7 @@ class Role:
         return self._merged(results)
 
     def restart_schedule(self, *, lr: float | None = None, total_steps: int | None = None) -> None:
-        """Begin the learning-rate schedule anew with the peak ``lr``, default the configured one."""
+        """Begin the learning-rate schedule anew: as configured for ``total_steps``, or constant at ``lr``."""
         self.group.call("restart_schedule", lr, total_steps)
 
     def _merged(self, results: list[dict[str, float]]) -> dict[str, float]:

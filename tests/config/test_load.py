@@ -23,7 +23,7 @@ from skyrl_megatron.config import (
     resolve,
 )
 from skyrl_megatron.config.base import Bounds, OneOf, field_types, get_path, leaves, members_of, owner_of
-from skyrl_megatron.errors import ConfigError
+from skyrl_megatron.errors import ConfigError, Problem
 
 MEGATRON = "trainer.policy.megatron_config."
 KWARGS = MEGATRON + "transformer_config_kwargs"
@@ -328,6 +328,9 @@ def test_configurations_travel_between_processes():
     copy = pickle.loads(cloudpickle.dumps(cfg))
     assert get_config_as_dict(copy) == get_config_as_dict(cfg) and copy.trainer.algorithm.is_set("buffer_len")
     assert pickle.loads(pickle.dumps(parse("trainer.seed=3"))) == parse("trainer.seed=3")
+    error = ConfigError([Problem("trainer.seed", -1, "must not be negative")])
+    received = pickle.loads(pickle.dumps(error))
+    assert received.problems == error.problems and str(received) == str(error)
 
 
 # --- YAML → object → YAML ------------------------------------------------------------------------------------------

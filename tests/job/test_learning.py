@@ -9,13 +9,11 @@ import pytest
 
 pytestmark = [pytest.mark.vllm, pytest.mark.full_matrix]
 
-STEPS = 40
 
-
-def scores(home, *keys):
+def scores(home, steps, *keys):
     """Held-out scores by step of an embedded run; the warm-up's are not among them."""
     command = [sys.executable, "-W", "ignore", "-m", "skyrl_megatron.entrypoints.embedded"]
-    fixed = [f"trainer.max_training_steps={STEPS}", f"trainer.eval_interval={STEPS}", "trainer.ckpt_interval=0"]
+    fixed = [f"trainer.max_training_steps={steps}", f"trainer.eval_interval={steps}", "trainer.ckpt_interval=0"]
     environment = {**os.environ, "SKYRL_MEGATRON_HOME": str(home), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, *fixed, *keys], capture_output=True, text=True, timeout=1500, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -28,10 +26,10 @@ def scores(home, *keys):
 
 
 def test_rewards_teach(tmp_path):
-    found = scores(tmp_path)
-    assert found[STEPS] >= found[0] + 0.05
+    found = scores(tmp_path, 40)
+    assert found[40] >= found[0] + 0.15
 
 
 def test_a_learning_rate_of_nothing_teaches_nothing(tmp_path):
-    found = scores(tmp_path, "trainer.policy.optimizer_config.lr=0")
-    assert found[STEPS] == found[0], "the same weights answer the same questions alike"
+    found = scores(tmp_path, 10, "trainer.policy.optimizer_config.lr=0")
+    assert found[10] == found[0], "the same weights answer the same questions alike"
