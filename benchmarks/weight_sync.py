@@ -4,8 +4,8 @@
 
 A trainer process sends, one vLLM engine receives, on this machine. In one run, medians of the rounds: a publication
 (pause, transfer with checksums, finish, resume); vLLM loading the same tensors from its own memory (start, load,
-finish: nothing travels); a raw broadcast of the same bytes; the checksums of a side; and the fixed cost, from a model
-of 2 MB.
+finish: nothing travels); a raw broadcast of the same bytes; the checksums of a side; the fixed cost, from a model of
+2 MB; and what a tensor costs the sender, from many small ones.
 """
 
 from __future__ import annotations
@@ -76,11 +76,32 @@ def trainer(pipe: Any) -> None:
             for _ in range(arguments[0] // BUCKET_BYTES):
                 sending.checksum(data)
             answer = time.perf_counter() - began
+        elif method == "per tensor":
+            answer = seconds_per_tensor(*arguments)
         elif method == "broadcast":
             host, port, nbytes = arguments
             transport = open_transport(sender.transport_name, host, port, 1, 2, 60.0, None)
             answer = broadcast(transport, nbytes)
         pipe.send(answer)
+
+
+def seconds_per_tensor(count: int) -> tuple[float, float]:
+    """Of a sender, for ``count`` tensors of 1 KiB: to plan, once, and to fill the buckets in each pass."""
+    import torch
+
+    from skyrl_megatron.weight_sync.plan import ExportPlan
+    from skyrl_megatron.weight_sync.source import StateSource
+
+    source = StateSource({f"layers.{number}.weight": torch.zeros(16, 16) for number in range(count)})
+    began = time.perf_counter()
+    plan = ExportPlan(source, BUCKET_BYTES, torch.device("cpu"))
+    planned = time.perf_counter()
+    passes = 5
+    for _ in range(passes):
+        for number in range(len(plan.buckets)):
+            plan.fill(number)
+        plan.finish()
+    return (planned - began) / count, (time.perf_counter() - planned) / passes / count
 
 
 def broadcast(transport: Any, nbytes: int) -> float:
@@ -186,6 +207,7 @@ def main() -> None:
         raw = broadcast(open_transport(default_transport(), "127.0.0.1", port, 0, 2, 60.0, listener), nbytes)
         pipe.recv()
         sums = rank.ask("checksums", nbytes)
+        plan, per_tensor = rank.ask("per tensor", 50_000)
         fixed = asyncio.run(measure(small, rank, args.rounds))
     pipe.send(None)
     process.join(10)
@@ -202,6 +224,7 @@ def main() -> None:
     print(
         f"sender's extra memory             {memory / 1e6:7.0f} MB = {memory / BUCKET_BYTES:.1f} buckets (wanted: 2)"
     )
+    print(f"sender's cost per tensor          {per_tensor * 1e6:7.2f} µs (wanted: 2); planned in {plan * 1e6:.0f} µs")
     cost = fixed["publication"] - fixed["load only"]
     print(f"fixed cost beyond start/finish    {cost * 1e3:7.0f} ms (wanted: < 50 ms)")
 

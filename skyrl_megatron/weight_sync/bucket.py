@@ -59,6 +59,11 @@ class TensorMeta:
         return self.rows[0] * torch.Size(self.shape[1:]).numel() * self.torch_dtype.itemsize
 
     @property
+    def row_nbytes(self) -> int:
+        """Bytes of one row, a step along the dimension before the last; of one element for vectors."""
+        return torch.Size(self.shape[1:][-1:]).numel() * self.torch_dtype.itemsize
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype itself."""
         dtype: torch.dtype = getattr(torch, self.dtype)
@@ -104,21 +109,31 @@ def plan_buckets(senders: Sequence[Sequence[TensorMeta]], bucket_bytes: int) -> 
             if 0 <= meta.position < place:
                 raise WeightSyncError(f"sender {sender}: {meta.name} stands before the tensor announced before it")
             place = meta.position
-            start = 0
-            while True:
-                left = meta.nbytes - start
-                if segments and size + min(left, bucket_bytes) > bucket_bytes:
+            for start, nbytes in cuts(meta, bucket_bytes):
+                if segments and size + nbytes > bucket_bytes:
                     plan.append(_bucket(sender, announced, segments, size))
                     segments, size = [], 0
-                piece = min(left, bucket_bytes)
-                segments.append(Segment(index, start, piece, size))
-                size += -(-piece // ALIGNMENT) * ALIGNMENT
-                start += piece
-                if start >= meta.nbytes:
-                    break
+                segments.append(Segment(index, start, nbytes, size))
+                size += -(-nbytes // ALIGNMENT) * ALIGNMENT
         if segments:
             plan.append(_bucket(sender, announced, segments, size))
     return sorted(plan, key=lambda bucket: (bucket.position, bucket.sender))
+
+
+def cuts(meta: TensorMeta, bucket_bytes: int) -> list[tuple[int, int]]:
+    """(first byte, bytes) of the stretches in which a contribution travels: whole rows, at most a bucket each.
+
+    They depend on nothing but the tensor, so that ranks that hold shares of it know them too. Raises WeightSyncError
+    when a row is larger than a bucket.
+    """
+    if meta.nbytes <= bucket_bytes:
+        return [(0, meta.nbytes)]
+    if meta.row_nbytes > bucket_bytes:
+        raise WeightSyncError(
+            f"bucket_bytes={bucket_bytes} is less than a row of {meta.name} ({meta.row_nbytes} bytes): raise it"
+        )
+    most = bucket_bytes // meta.row_nbytes * meta.row_nbytes
+    return [(start, min(most, meta.nbytes - start)) for start in range(0, meta.nbytes, most)]
 
 
 def _bucket(sender: int, announced: Sequence[TensorMeta], segments: list[Segment], size: int) -> Bucket:
@@ -126,11 +141,6 @@ def _bucket(sender: int, announced: Sequence[TensorMeta], segments: list[Segment
     position = announced[last.index].position
     place = (position if position >= 0 else last.index, last.start)
     return Bucket(sender, tuple(segments), max(-(-size // PAGE) * PAGE, PAGE), place)
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The tensor's memory as [nbytes] uint8; copies only if it is not contiguous."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def checksum(buffer: Tensor) -> Tensor:

@@ -11,16 +11,17 @@ A rank's broadcasts wait for the receivers, which take the buckets of all ranks 
 
 from __future__ import annotations
 
+import contextlib
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch import Tensor
 
 from skyrl_megatron import device
-from skyrl_megatron.errors import EngineGoneError, WeightSyncError
-from skyrl_megatron.weight_sync.bucket import DEFAULT_BUCKET_BYTES, TensorMeta, checksum, plan_buckets
-from skyrl_megatron.weight_sync.source import BucketWriter, PassSource, WeightSource
+from skyrl_megatron.errors import DistributedError, EngineGoneError, SkyRLMegatronError, WeightSyncError
+from skyrl_megatron.weight_sync.bucket import DEFAULT_BUCKET_BYTES, TensorMeta, checksum
+from skyrl_megatron.weight_sync.plan import ExportPlan
+from skyrl_megatron.weight_sync.source import WeightSource
 from skyrl_megatron.weight_sync.transport import (
     DEFAULT_TIMEOUT_S,
     Transport,
@@ -32,30 +33,29 @@ from skyrl_megatron.weight_sync.transport import (
 
 
 class WeightSender:
-    """Sends what ``source`` yields. Names, shapes, types and order of a pass must not change between syncs.
+    """Sends what ``source`` holds. Names, shapes, types and order must not change between syncs.
 
-    ``source``: a :class:`~skyrl_megatron.weight_sync.source.WeightSource`, or a function that makes a pass over
-    (HF name, tensor). Two buckets of memory are held from the first sync to :meth:`close`.
+    The plan of a pass is made in the first sync, and its buckets are held until :meth:`close`.
     """
 
     def __init__(
         self,
-        source: WeightSource | Callable[[], Iterable[tuple[str, Tensor]]],
+        source: WeightSource,
         *,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         transport: str | None = None,
     ) -> None:
-        self.source: WeightSource = source if hasattr(source, "metadata") else PassSource(source)
+        self.source = source
         self.bucket_bytes = bucket_bytes
         self.transport_name = transport or default_transport()
         self.sent_bytes = 0
         """Of the sync in progress, or of the last one."""
         self._listener: socket.socket | None = None
         self._transport: Transport | None = None
-        self._buffers: list[Tensor] = []
+        self._plan: ExportPlan | None = None
 
     def metadata(self) -> Sequence[TensorMeta]:
-        """What this rank will send, in order. May be a collective the first time: all ranks call together."""
+        """What this rank will send, in order."""
         return self.source.metadata()
 
     def listen(self, host: str) -> tuple[str, int]:
@@ -82,7 +82,7 @@ class WeightSender:
         """Leave the group and free the buckets."""
         if self._transport is not None:
             self._transport.close()
-        self._transport, self._buffers = None, []
+        self._transport = self._plan = None
 
     def send(self) -> list[int]:
         """Send every bucket; returns their checksums, in order. The next bucket is filled while one travels.
@@ -99,35 +99,47 @@ class WeightSender:
             raise
 
     def _send(self, transport: Transport) -> list[int]:
-        buckets = plan_buckets([self.metadata()], self.bucket_bytes)
-        writer, sums = BucketWriter(self.source), []
-        total, self.sent_bytes = sum(bucket.nbytes for bucket in buckets), 0
-        self._allocate(max((bucket.nbytes for bucket in buckets), default=0))
+        plan = self._current_plan()
+        total, self.sent_bytes = sum(bucket.nbytes for bucket in plan.buckets), 0
+        sums: list[torch.Tensor] = []
         travelling: list[tuple[Callable[[], None], int]] = []
+
+        def progress() -> str:
+            return f"after {self.sent_bytes / 1e6:.1f} of {total / 1e6:.1f} MB"
 
         def arrived() -> None:
             wait, nbytes = travelling.pop(0)
-            try:
+            with _as(EngineGoneError, "an engine worker is gone or silent", progress):
                 wait()
-            except RuntimeError as error:
-                raise EngineGoneError(
-                    f"send: an engine worker is gone or silent after {self.sent_bytes / 1e6:.1f} of "
-                    f"{total / 1e6:.1f} MB: {first_line(error)}"
-                ) from error
             self.sent_bytes += nbytes
 
-        for number, bucket in enumerate(buckets):
-            if len(travelling) == len(self._buffers):
-                arrived()
-            buffer = self._buffers[number % len(self._buffers)][: bucket.nbytes]
-            writer.fill(bucket, buffer)
-            sums.append(checksum(buffer))
-            travelling.append((transport.broadcast(buffer), bucket.nbytes))
+        with _as(DistributedError, "a trainer rank with shares of the same weights is gone or silent", progress):
+            try:
+                for number, bucket in enumerate(plan.buckets):
+                    if len(travelling) == 2:
+                        arrived()
+                    buffer = plan.fill(number)
+                    sums.append(checksum(buffer))
+                    with _as(EngineGoneError, "an engine worker is gone", progress):
+                        travelling.append((transport.broadcast(buffer), bucket.nbytes))
+            finally:
+                plan.finish()  # whatever happened to engines: ranks that need rows from this one are not left waiting
         while travelling:
             arrived()
-        writer.finish()
         return torch.stack(sums).tolist() if sums else []
 
-    def _allocate(self, nbytes: int) -> None:
-        if not self._buffers or self._buffers[0].numel() < nbytes:
-            self._buffers = [torch.empty(nbytes, dtype=torch.uint8, device=device.device()) for _ in range(2)]
+    def _current_plan(self) -> ExportPlan:
+        """The plan made before, unless the weights have moved."""
+        if self._plan is None or self._plan.addresses != self.source.addresses():
+            self._plan = None  # its buckets are freed before there are new ones
+            self._plan = ExportPlan(self.source, self.bucket_bytes, device.device())
+        return self._plan
+
+
+@contextlib.contextmanager
+def _as(kind: type[SkyRLMegatronError], what: str, progress: Callable[[], str]) -> Iterator[None]:
+    """An error of torch.distributed as one of ours."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise kind(f"send: {what} {progress()}: {first_line(error)}") from error

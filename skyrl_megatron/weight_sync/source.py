@@ -1,46 +1,66 @@
-"""What a trainer rank sends: announced once, iterated in every sync. The shape of vLLM's ``WeightSource``."""
+"""What a trainer rank sends: tensors by HF name, and where in the memory of which ranks their rows lie."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from skyrl_megatron.errors import WeightSyncError
-from skyrl_megatron.weight_sync.bucket import Bucket, TensorMeta, as_bytes
+from skyrl_megatron.weight_sync.bucket import TensorMeta
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Rows of a tensor that lie evenly spaced in one rank's share: ``tensor[start + i] = share[first + i · step]``."""
+
+    owner: int
+    """Rank in the group of the tensor's shares."""
+    start: int
+    count: int
+    first: int
+    step: int = 1
+    column: int = 0
+    """First column of the tensor that the share holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor that rank 0 of a group contributes, put together from the shares of the group's ranks."""
+
+    meta: TensorMeta
+    share: Tensor
+    """[rows, columns], this rank's: a view of memory that stays where it is."""
+    runs: Sequence[Run]
+    group: Any = None
+    """Process group of the shares; None: the rank has all of it."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's in the group."""
+        return 0 if self.group is None else int(self.group.rank())
 
 
 class WeightSource(Protocol):
-    """Announcement and data must agree item for item: the receivers size their buffers from the announcement."""
+    """Ranks that hold shares of the same tensors list them in the same order."""
 
     def metadata(self) -> Sequence[TensorMeta]:
-        """What a pass yields, in order, without transferring anything."""
+        """What this rank contributes, in order, without transferring anything."""
 
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """A fresh pass over (HF name, tensor on any device). May be a collective among trainer ranks, which then
-        iterate in lockstep."""
+    def parts(self) -> Sequence[Part]:
+        """What this rank contributes, and what it has shares of."""
 
-
-class PassSource:
-    """A function that makes a pass. What it yields is learned from a first pass, made by all ranks together."""
-
-    def __init__(self, make_pass: Callable[[], Iterable[tuple[str, Tensor]]]) -> None:
-        self._make_pass = make_pass
-        self._metadata: list[TensorMeta] | None = None
-
-    def metadata(self) -> Sequence[TensorMeta]:
-        if self._metadata is None:
-            self._metadata = [TensorMeta(name, dtype_name(t), tuple(t.shape)) for name, t in self._make_pass()]
-        return self._metadata
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self._make_pass())
+    def addresses(self) -> list[int]:
+        """Where the memory is now. When it has moved, parts are asked for anew."""
 
 
 class StateSource:
-    """Tensors that stay where they are, as of a state dict; their contents change between syncs."""
+    """Tensors that one rank has whole, as of a state dict; their contents change between syncs.
+
+    Raises WeightSyncError for a tensor of more than two dimensions whose memory is not contiguous.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = tensors
@@ -48,49 +68,27 @@ class StateSource:
     def metadata(self) -> Sequence[TensorMeta]:
         return [TensorMeta(name, dtype_name(t), tuple(t.shape)) for name, t in self.tensors.items()]
 
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self.tensors.items())
+    def parts(self) -> Sequence[Part]:
+        shares = [as_rows(name, tensor) for name, tensor in self.tensors.items()]
+        metadata = zip(self.metadata(), shares, strict=True)
+        return [Part(meta, share, (Run(0, 0, len(share), 0),)) for meta, share in metadata]
+
+    def addresses(self) -> list[int]:
+        return [tensor.data_ptr() for tensor in self.tensors.values()]
+
+
+def as_rows(name: str, tensor: Tensor) -> Tensor:
+    """A view [rows, columns] of a tensor's memory; a vector has one column. Raises WeightSyncError."""
+    tensor = tensor.detach()
+    if tensor.dim() == 2:
+        return tensor
+    if tensor.dim() < 2:
+        return tensor.unsqueeze(-1) if tensor.dim() else tensor.view(1, 1)
+    if not tensor.is_contiguous():
+        raise WeightSyncError(f"{name} {list(tensor.shape)} has gaps in memory: give a contiguous tensor")
+    return tensor.flatten(0, -2)
 
 
 def dtype_name(tensor: Tensor) -> str:
     """``float32`` of a torch.float32 tensor."""
     return str(tensor.dtype).removeprefix("torch.")
-
-
-class BucketWriter:
-    """One pass over a source, written into its buckets one after the other."""
-
-    def __init__(self, source: WeightSource) -> None:
-        self.metadata = source.metadata()
-        self._pass = iter(source)
-        self._index = -1
-        self._bytes = torch.empty(0, dtype=torch.uint8)
-
-    def fill(self, bucket: Bucket, buffer: Tensor) -> None:
-        """Copy the bucket's segments into ``buffer`` ([bucket.nbytes] uint8). Raises WeightSyncError when the source
-        yields something else than it announced."""
-        for segment in bucket.segments:
-            while self._index < segment.index:
-                self._next()
-            data = self._bytes[segment.start : segment.start + segment.nbytes]
-            buffer[segment.offset : segment.offset + segment.nbytes].copy_(data)
-
-    def finish(self) -> None:
-        """Raise WeightSyncError when the source yields more than it announced."""
-        extra = next(self._pass, None)
-        if extra is not None:
-            raise WeightSyncError(f"the source yields {extra[0]}, which was not announced")
-
-    def _next(self) -> None:
-        self._index += 1
-        meta = self.metadata[self._index]
-        name, tensor = next(self._pass, ("nothing", torch.empty(0)))
-        found, announced = (name, dtype_name(tensor), tuple(tensor.shape)), (meta.name, meta.dtype, meta.part_shape)
-        if found != announced:
-            raise WeightSyncError(f"the source yields {_text(found)} where {_text(announced)} was announced")
-        self._bytes = as_bytes(tensor)
-
-
-def _text(tensor: tuple[str, str, tuple[int, ...]]) -> str:
-    name, dtype, shape = tensor
-    return f"{name} ({dtype}, {list(shape)})"

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.runtime.engine import Role
     from skyrl_megatron.runtime.flops import ModelFlops
+    from skyrl_megatron.weight_sync.bucket import TensorMeta
     from skyrl_megatron.workers.dispatch import RankPlace
 
 type Arrays = dict[str, Any]
@@ -111,12 +112,12 @@ class RankWorker:
         return {"grad_norm": result.grad_norm, "lr": result.learning_rate, "skipped": float(result.skipped)}
 
     def restart_schedule(self, lr: float | None, total_steps: int | None) -> None:
-        """Begin the learning-rate schedule anew: as configured, or constant at ``lr``."""
+        """Begin the learning-rate schedule anew with the peak ``lr``; None: the configured one."""
         from skyrl_megatron.runtime.optimizer import build_lr_schedule
 
         settings = self.engine.settings.optimizer_config
         if lr is not None:
-            settings = dataclasses.replace(settings, lr=lr, scheduler="constant")
+            settings = dataclasses.replace(settings, lr=lr)
         for group in self.engine.optimizer.param_groups:
             group["max_lr"] = settings.lr  # a group's own peak goes before the schedule's
         self.engine.lr_schedule = build_lr_schedule(self.engine.optimizer, settings, total_steps)
@@ -128,14 +129,13 @@ class RankWorker:
         return device.peak_memory_bytes()
 
     # ------------------------------------------------------------------ weights for the engines
-    def weight_metadata(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """What this rank sends to the engines: (name, dtype, shape) in order."""
-        from skyrl_megatron.runtime.hf_export import stream_hf
+    def weight_metadata(self) -> list[TensorMeta]:
+        """What this rank sends to the engines, in order."""
+        from skyrl_megatron.weight_sync.megatron_source import MegatronSource
         from skyrl_megatron.weight_sync.sender import WeightSender
 
-        engine = self.engine
-        self.sender = WeightSender(lambda: ((p.name, p.tensor) for p in stream_hf(engine.model, engine.groups)))
-        return [(meta.name, meta.dtype, meta.shape) for meta in self.sender.metadata()]
+        self.sender = WeightSender(MegatronSource(self.engine.model, self.engine.groups))
+        return list(self.sender.metadata())
 
     def listen_for_engines(self) -> tuple[str, int]:
         """Take an address for this rank's group of engine workers."""

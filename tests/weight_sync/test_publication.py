@@ -92,6 +92,11 @@ def fresh(models, loop):
     return found
 
 
+def check_nothing_is_served(pool, published):
+    assert pool.published == published
+    assert all(slot.state.value == "held" for slot in pool.slots)
+
+
 def test_engines_equal_fresh_ones_bit_for_bit(pool, publish, loop, models, fresh):
     """A → B → A → B, and again without a new connection."""
     for number, model in enumerate("BABB"):
@@ -119,7 +124,8 @@ def test_a_request_in_flight_is_frozen_and_tells_its_versions(pool, publish, loo
     "fault, message",
     [
         ("a tensor is missing", "1 tensors are missing: model.layers.2.mlp.experts.5.down_proj.weight"),
-        ("a tensor has another shape", "model.layers.0.self_attn.q_proj.weight"),
+        ("a tensor has another shape", "model.layers.0.self_attn.q_proj.weight is .* the model has"),
+        ("a tensor is misnamed", r"experts.3.gate.weight is no tensor of the model \(nearest: .*experts.3.gate_proj"),
         ("two experts are swapped", "differ from the trainer's"),
         ("a byte flips on the way", "checksums differ"),
     ],
@@ -131,8 +137,7 @@ def test_a_faulty_update_is_never_served(pool, publish, loop, fault, message):
     publish("good", "A")
     with pytest.raises(WeightSyncError, match=message):
         publish("bad", "B", fault)
-    assert pool.published == "good"
-    assert all(slot.state.value == "held" for slot in pool.slots)
+    check_nothing_is_served(pool, "good")
     pool.wait_s = 1.0
     with pytest.raises(EngineError, match="no engine served"):
         loop(InferenceClient(pool).sample(TOKENS, SAMPLING))
@@ -141,12 +146,86 @@ def test_a_faulty_update_is_never_served(pool, publish, loop, fault, message):
     assert all(slot.state.value == "serving" for slot in pool.slots)
 
 
+def test_a_bucket_that_never_comes_is_noticed(pool, publish, loop, fresh):
+    from skyrl_megatron.errors import WeightSyncError
+
+    publish("good", "A")
+    with pytest.raises(WeightSyncError, match="a trainer rank is gone or silent"):
+        publish("bad", "B", "the last bucket is skipped", phase_s=8.0)
+    check_nothing_is_served(pool, "good")
+    publish("good again", "B")
+    assert [found == fresh["B"] for found in answers(pool, loop)] == [True, True]
+
+
+def test_a_trainer_that_dies_leaves_engines_held(pool, publish, loop, fresh, trainer):
+    from skyrl_megatron.errors import DistributedError
+
+    publish("good", "A")
+    with pytest.raises(DistributedError, match="the trainer process is gone"):
+        publish("bad", "B", "the trainer dies", phase_s=20.0)
+    check_nothing_is_served(pool, "good")
+    trainer.start()
+    publish("good again", "B")
+    assert [found == fresh["B"] for found in answers(pool, loop)] == [True, True]
+
+
 @pytest.mark.full_matrix
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_an_engine_lost_between_updates_is_restarted_and_updated(pool, publish, loop, fresh, number):
+@pytest.mark.parametrize("when", ["between updates", "in the transfer", "before the finish"])
+def test_an_engine_that_is_lost_is_restarted_and_updated(pool, publish, loop, fresh, number, when):
     publish("good", "A")
-    os.kill(pool.slots[1].engine.process_ids()[-1], number)
-    report = publish("next", "B", phase_s=20.0)
+    engine = pool.slots[1].engine
+    worker = engine.process_ids()[-1]
+    if when == "between updates":
+        os.kill(worker, number)
+    if when == "before the finish":
+        finish = engine.finish_update
+
+        async def lost_first(version):
+            os.kill(worker, number)
+            await finish(version)
+
+        engine.finish_update = lost_first
+    fault = f"signal {int(number)} {worker}" if when == "in the transfer" else None
+    report = publish("next", "B", fault, phase_s=20.0)
     assert report.failures and "engine 1" in report.failures[0]
-    for found in answers(pool, loop):
-        assert found == fresh["B"]
+    assert pool.slots[1].engine is not engine
+    assert [found == fresh["B"] for found in answers(pool, loop)] == [True, True]
+
+
+@pytest.mark.full_matrix
+def test_an_engine_that_does_not_come_back_is_dropped(pool, publish, loop, fresh, models):
+    from skyrl_megatron.inference.vllm_engine import VLLMEngine
+
+    publish("good", "A")
+    slot = pool.slots[1]
+    make, slot.make = slot.make, lambda: VLLMEngine(tiny_settings(models["A"] / "missing"))
+    os.kill(slot.engine.process_ids()[-1], signal.SIGKILL)
+    report = publish("next", "B", phase_s=20.0)
+    assert "engine 1 is dropped" in report.failures[-1]
+    assert [each.state.value for each in pool.slots] == ["serving", "dropped"]
+    assert answers(pool, loop)[:1] == [fresh["B"]]
+    slot.make = make
+    loop(pool.restart(slot), 590)
+    publish("both", "A")
+
+
+@pytest.mark.full_matrix
+def test_experts_that_are_not_packed_again_are_noticed(models, trainer, loop):
+    """Without the work-around, vLLM computes with garbled experts after an update and says nothing: the probe does."""
+    from skyrl_megatron.errors import WeightSyncError
+    from skyrl_megatron.inference.pool import EnginePool
+    from skyrl_megatron.inference.vllm_engine import VLLMEngine
+    from skyrl_megatron.weight_sync.publish import WeightPublisher
+
+    extension = {"worker_extension_cls": "tests.weight_sync.without_packing.WorkerExtension"}
+    pool = EnginePool([lambda: VLLMEngine(tiny_settings(models["A"], extra=extension))])
+    loop(pool.start(), 590)
+    try:
+        trainer.load(models["A"])
+        config = json.loads((models["A"] / "config.json").read_text())
+        publisher = WeightPublisher(pool, [trainer], hf_config=config, dtype="float32", bucket_bytes=BUCKET_BYTES)
+        with pytest.raises(WeightSyncError, match="differ from the trainer's"):
+            loop(publisher.publish("garbled"), 500)
+    finally:
+        loop(pool.shutdown())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
+import signal
 from typing import Any
 
 BUCKET_BYTES = 1 << 17  # smaller than the largest tensor of the tiny models
@@ -48,6 +50,10 @@ def with_fault(tensors: dict, fault: str | None) -> dict:
     """Mistakes in what is sent."""
     if fault == "a tensor is missing":
         tensors.pop("model.layers.2.mlp.experts.5.down_proj.weight")
+    if fault == "a tensor is misnamed":
+        tensors["model.layers.1.mlp.experts.3.gate.weight"] = tensors.pop(
+            "model.layers.1.mlp.experts.3.gate_proj.weight"
+        )
     if fault == "two experts are swapped":
         for kind in ("gate_proj", "up_proj", "down_proj"):
             one, two = (f"model.layers.1.mlp.experts.{expert}.{kind}.weight" for expert in (2, 3))
@@ -67,17 +73,25 @@ def FaultySender(source, bucket_bytes):
         fault: str | None = None
 
         def _send(self, transport):
-            if self.fault != "a byte flips on the way":
-                return super()._send(transport)
-            broadcast, sent = transport.broadcast, []
+            last, sent = len(self._current_plan().buckets), 0
+            broadcast = transport.broadcast
 
-            def flipped(buffer):
-                sent.append(buffer)
-                if len(sent) == 3:
+            def faulty(buffer):
+                nonlocal sent
+                sent += 1
+                if sent == 3 and self.fault == "a byte flips on the way":
                     buffer[len(buffer) // 2] ^= 0x40  # after its checksum was taken
+                if sent == 3 and self.fault == "the trainer dies":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if sent == 3 and self.fault and self.fault.startswith("signal"):
+                    _, number, process = self.fault.split()
+                    os.kill(int(process), int(number))
+                    self.fault = None
+                if sent == last and self.fault == "the last bucket is skipped":
+                    return lambda: None
                 return broadcast(buffer)
 
-            transport.broadcast = flipped
+            transport.broadcast = faulty
             try:
                 return super()._send(transport)
             finally:
@@ -90,12 +104,16 @@ class TrainerProcess:
     """A ``TrainerRank`` (``weight_sync/handles.py``) in a process. :meth:`load` chooses what it sends."""
 
     def __init__(self) -> None:
+        self.folder: Any = None
+        self.start()
+
+    def start(self) -> None:
+        """The process; a new one, if there was one before."""
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(theirs,), daemon=True)
         self.process.start()
         theirs.close()
-        self.folder: Any = None
 
     def load(self, folder, fault: str | None = None) -> None:
         self.folder = folder
@@ -127,15 +145,15 @@ class TrainerProcess:
         raise AssertionError("nobody shares a GPU")
 
     def _ask(self, method, *arguments):
-        from skyrl_megatron.errors import EngineGoneError
+        from skyrl_megatron.errors import DistributedError
 
         try:
             self._pipe.send((method, arguments))
             if not self._pipe.poll(120):
                 raise TimeoutError(f"the trainer process does not answer {method}")
             answer = self._pipe.recv()
-        except (EOFError, BrokenPipeError) as error:
-            raise EngineGoneError("the trainer process is gone") from error
+        except (EOFError, BrokenPipeError, ConnectionResetError) as error:
+            raise DistributedError("the trainer process is gone") from error
         if isinstance(answer, Exception):
             raise answer
         return answer

@@ -1,0 +1,114 @@
+"""A Megatron model as the source of HF tensors: which rows of which rank's share make up each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from bridges.rules import BoundRow, Entry
+from bridges.shard import unshard
+from skyrl_megatron.errors import WeightSyncError
+from skyrl_megatron.runtime.local_weights import local_weights
+from skyrl_megatron.runtime.model_build import ModelChunks
+from skyrl_megatron.runtime.parallel_state import ProcessGroups
+from skyrl_megatron.weight_sync.bucket import TensorMeta
+from skyrl_megatron.weight_sync.source import Part, Run, as_rows, dtype_name
+
+type Runs = tuple[Run, ...]
+
+
+class MegatronSource:
+    """What a rank of ``model`` contributes: HF names and shapes, experts one by one, in module order.
+
+    Of the ranks that hold shares or copies of a tensor, the first of the first replica contributes it: every pipeline
+    stage its layers, every expert-parallel rank its experts. A value head is left out, engines have none.
+    """
+
+    def __init__(self, model: ModelChunks, groups: ProcessGroups) -> None:
+        self.model, self.groups = model, groups
+
+    def metadata(self) -> Sequence[TensorMeta]:
+        """See ``WeightSource``."""
+        return [part.meta for part in self.parts() if part.rank == 0]
+
+    def parts(self) -> Sequence[Part]:
+        """See ``WeightSource``. Raises WeightSyncError for a family whose tensors on disk are not rows of
+        Megatron's."""
+        parts: list[Part] = []
+        known: dict[tuple[BoundRow, int, int], tuple[Runs, ...]] = {}
+        place = 0  # of a HF tensor, the same on all ranks of the groups it is put together in
+        for weight in local_weights(self.model, self.groups):
+            if weight.is_copy:
+                continue
+            entry, groups = weight.entry, self.groups
+            over, replicas = (groups.etp, groups.edp) if entry.is_expert else (groups.tp, groups.dp_cp)
+            place += len(entry.hf)
+            if replicas.rank() != 0 or (entry.split.dim is None and over.rank() != 0):
+                continue
+            size = 1 if entry.split.dim is None else over.size()
+            share = as_rows(weight.name, weight.tensor)
+            key = (entry.bound, size, len(share))
+            if key not in known:
+                known[key] = rows_of_shares(entry, size, share)
+            for number, (piece, runs) in enumerate(zip(entry.hf, known[key], strict=True)):
+                meta = TensorMeta(piece.name, dtype_name(share), piece.shape, position=place - len(entry.hf) + number)
+                parts.append(Part(meta, share, runs, over if size > 1 else None))
+        return parts
+
+    def addresses(self) -> list[int]:
+        """See ``WeightSource``."""
+        chunks = self.model.chunks
+        return [t.data_ptr() for chunk in chunks for t in [*chunk.parameters(), *chunk.buffers()]]
+
+
+def rows_of_shares(entry: Entry, size: int, share: Tensor) -> tuple[Runs, ...]:
+    """For each HF tensor of an entry, where its rows lie in the shares ([rows, columns] each) of ``size`` ranks.
+
+    Found by sending row numbers through the conversion itself.
+    """
+    split_rows = size > 1 and entry.split.dim == 0
+    held = len(share)
+    numbers = torch.arange(held * (size if split_rows else 1)).unsqueeze(1)
+    pieces = entry.to_hf(unshard(list(numbers.split(held)), entry))
+    runs: list[Runs] = []
+    for piece, shape in zip(pieces, entry.bound.hf_shapes, strict=True):
+        if piece.shape != (shape[0], 1) or entry.hf[0].index is not None:
+            raise WeightSyncError(
+                f"{entry.hf[0].name} is not made of rows of {entry.name}: weights of this family cannot be published "
+                "to engines"
+            )
+        found = even_runs(piece[:, 0].tolist(), held)
+        if not split_rows and size > 1:
+            width = share.shape[1]
+            found = [
+                Run(owner, run.start, run.count, run.first, run.step, owner * width)
+                for owner in range(size)
+                for run in found
+            ]
+        runs.append(tuple(found))
+    return tuple(runs)
+
+
+def even_runs(numbers: Sequence[int], held: int) -> list[Run]:
+    """Evenly rising numbers are one run; ``held`` rows belong to each owner.
+
+    >>> even_runs([0, 2, 4, 1, 3, 5], held=3)[0]
+    Run(owner=0, start=0, count=2, first=0, step=2, column=0)
+    """
+    runs: list[Run] = []
+    start = 0
+    while start < len(numbers):
+        owner, first = divmod(numbers[start], held)
+        stop, step = start + 1, 1
+        while stop < len(numbers) and numbers[stop] // held == owner:
+            ahead = numbers[stop] - numbers[stop - 1]
+            if stop == start + 1 and ahead > 0:
+                step = ahead
+            elif ahead != step:
+                break
+            stop += 1
+        runs.append(Run(owner, start, stop - start, first, step))
+        start = stop
+    return runs

@@ -1,0 +1,189 @@
+"""The export plan of a rank: every copy and message of a pass, found out once, then repeated.
+
+All ranks of a tensor's group cut it into the same stretches (``bucket.cuts``) and walk through them in one order. For
+each, the ranks that hold rows of it send them to the group's rank 0, which receives them where they belong in the
+bucket, or beside it if they do not lie together there, and copies the rest at once. Nothing is allocated in a pass, no
+name is looked at, and the copies of a bucket are one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from skyrl_megatron.weight_sync.bucket import ALIGNMENT, Bucket, cuts, plan_buckets
+from skyrl_megatron.weight_sync.source import Part, Run, WeightSource
+
+
+@dataclass(slots=True)
+class Copies:
+    """Copies between views of memory that stays."""
+
+    targets: list[Tensor] = field(default_factory=list)
+    sources: list[Tensor] = field(default_factory=list)
+
+    def add(self, target: Tensor, source: Tensor) -> None:
+        """One more."""
+        self.targets.append(target)
+        self.sources.append(source)
+
+    def __call__(self) -> None:
+        if self.targets:
+            torch._foreach_copy_(self.targets, self.sources)
+
+
+@dataclass(slots=True)
+class Message:
+    """Rows from one rank of a group to its rank 0."""
+
+    tensor: Tensor
+    group: Any
+    owner: int
+    packing: Copies | None = None
+    """Of the rank that sends."""
+
+    def __call__(self) -> None:
+        if self.packing is None:
+            dist.recv(self.tensor, group=self.group, group_src=self.owner)
+        else:
+            self.packing()
+            dist.send(self.tensor, group=self.group, group_dst=0)
+
+
+@dataclass(slots=True)
+class Step:
+    """What fills one bucket, or what a rank still owes to others after its last."""
+
+    messages: list[Message] = field(default_factory=list)
+    copies: Copies = field(default_factory=Copies)
+
+    def __call__(self) -> None:
+        for message in self.messages:
+            message()
+        self.copies()
+
+
+class ExportPlan:
+    """A rank's passes over ``source``, in buckets of at most ``bucket_bytes``.
+
+    Two buffers take turns. A rank that puts rows of several together, or packs rows for another, holds a third.
+    Raises WeightSyncError when a bucket is too small for a row.
+    """
+
+    def __init__(self, source: WeightSource, bucket_bytes: int, device: torch.device) -> None:
+        parts = source.parts()
+        self.addresses = source.addresses()
+        self.buckets: list[Bucket] = plan_buckets([[part.meta for part in parts if part.rank == 0]], bucket_bytes)
+        self._bucket_bytes, self._device = bucket_bytes, device
+        largest = max((bucket.nbytes for bucket in self.buckets), default=0)
+        self._buffers = [self._empty(largest), self._empty(largest)]
+        self._inbox = self._outbox = self._empty(0)
+        self._taken = 0  # bytes of the inbox that the bucket being compiled uses
+        self._steps = self._compile(parts)
+        self._done = 0  # steps of the pass under way
+
+    def fill(self, number: int) -> Tensor:
+        """The buffer of bucket ``number``, filled: [nbytes] uint8, good until the bucket after the next is filled.
+        Buckets are filled in order; :meth:`finish` ends the pass. Raises RuntimeError (torch) when a rank is gone."""
+        assert number == self._done, (number, self._done)
+        self._done += 1
+        self._steps[number]()
+        return self._buffers[number % 2][: self.buckets[number].nbytes]
+
+    def finish(self) -> None:
+        """Walk to the end of the pass, as other ranks wait for rows from this one."""
+        left, self._done = self._steps[self._done :], 0
+        for step in left:
+            step()
+
+    # ------------------------------------------------------------------ compiling
+    def _compile(self, parts: Sequence[Part]) -> list[Step]:
+        """A step per bucket, and one for the end. Rows for others go out before the bucket that comes next."""
+        ours = [(number, segment) for number, bucket in enumerate(self.buckets) for segment in bucket.segments]
+        steps = [Step() for _ in range(len(self.buckets) + 1)]
+        following = 0
+        for part in parts:
+            for start, nbytes in cuts(part.meta, self._bucket_bytes):
+                first = start // part.meta.row_nbytes if nbytes else 0
+                rows = range(first, first + (nbytes // part.meta.row_nbytes if nbytes else 0))
+                number = ours[following][0] if following < len(ours) else len(self.buckets)
+                if part.rank == 0:
+                    segment = ours[following][1]
+                    if following == 0 or ours[following - 1][0] != number:
+                        self._taken = 0
+                    following += 1
+                    stretch = self._buffers[number % 2][segment.offset : segment.offset + nbytes]
+                    self._collect(part, rows, stretch, steps[number])
+                else:
+                    self._give(part, rows, steps[number])
+        return steps
+
+    def _collect(self, part: Part, rows: range, stretch: Tensor, step: Step) -> None:
+        """Fill a stretch of a bucket with ``rows`` of a part of this rank."""
+        target = stretch.view(part.share.dtype).view(len(rows), -1) if rows else stretch.view(0, 1)
+        width = part.share.shape[1]
+        for owner, runs in _by_owner(part, rows):
+            places = [target[r.start : r.start + r.count, r.column : r.column + width] for r in runs]
+            if owner == part.rank:
+                for place, run in zip(places, runs, strict=True):
+                    step.copies.add(place, _source(part, run))
+            elif len(places) == 1 and places[0].is_contiguous():
+                step.messages.append(Message(places[0], part.group, owner))
+            else:
+                rows_of_owner = self._take_inbox(sum(run.count for run in runs), part.share)
+                step.messages.append(Message(rows_of_owner, part.group, owner))
+                for place, source in zip(places, rows_of_owner.split([run.count for run in runs]), strict=True):
+                    step.copies.add(place, source)
+
+    def _give(self, part: Part, rows: range, step: Step) -> None:
+        """Send this rank's share of ``rows`` to the part's rank."""
+        for owner, runs in _by_owner(part, rows):
+            if owner != part.rank:
+                continue
+            sources = [_source(part, run) for run in runs]
+            if len(sources) == 1 and sources[0].is_contiguous():
+                step.messages.append(Message(sources[0], part.group, owner, Copies()))
+                continue
+            if not self._outbox.numel():
+                self._outbox = self._empty(self._bucket_bytes)
+            packed = _view(self._outbox, sum(run.count for run in runs), part.share)
+            packing = Copies(list(packed.split([run.count for run in runs])), sources)
+            step.messages.append(Message(packed, part.group, owner, packing))
+
+    def _take_inbox(self, rows: int, like: Tensor) -> Tensor:
+        """[rows, columns of ``like``] beside the bucket."""
+        if not self._inbox.numel():
+            self._inbox = self._empty(self._bucket_bytes)
+        taken = _view(self._inbox[self._taken :], rows, like)
+        self._taken += -(-taken.nbytes // ALIGNMENT) * ALIGNMENT
+        return taken
+
+    def _empty(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+
+def _view(memory: Tensor, rows: int, like: Tensor) -> Tensor:
+    """[rows, columns of ``like``] at the beginning of ``memory``."""
+    return memory[: rows * like.shape[1] * like.itemsize].view(like.dtype).view(rows, like.shape[1])
+
+
+def _by_owner(part: Part, rows: range) -> Iterator[tuple[int, list[Run]]]:
+    """The runs that make up ``rows`` of a part, counted from their first, by owner."""
+    found: dict[int, list[Run]] = {}
+    for run in part.runs:
+        start, stop = max(run.start, rows.start), min(run.start + run.count, rows.stop)
+        if start < stop:
+            first = run.first + (start - run.start) * run.step
+            clipped = replace(run, start=start - rows.start, count=stop - start, first=first)
+            found.setdefault(run.owner, []).append(clipped)
+    yield from found.items()
+
+
+def _source(part: Part, run: Run) -> Tensor:
+    """The rows of a run in this rank's share."""
+    return part.share[run.first : run.first + run.step * (run.count - 1) + 1 : run.step]

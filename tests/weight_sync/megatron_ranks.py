@@ -1,0 +1,153 @@
+"""Real Megatron ranks as the publisher calls them (``weight_sync/handles.py``), in the processes of the rank pool."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Client, Listener
+from pathlib import Path
+from typing import Any
+
+ANSWER_S = 120.0
+
+
+def serve(folder: Path, world: int, layout: dict[str, Any], sockets: str, bucket_bytes: int) -> None:
+    """Body of a rank: build the model in ``layout``, then answer (method, arguments) until None comes."""
+    import torch.distributed as dist
+
+    rank = Rank(folder, world, layout, bucket_bytes)
+    with Listener(f"{sockets}/{dist.get_rank()}") as listener, listener.accept() as pipe:
+        while (call := pipe.recv()) is not None:
+            method, *arguments = call
+            try:
+                pipe.send(getattr(rank, method)(*arguments))
+            except Exception as error:
+                pipe.send(error)
+
+
+class Rank:
+    """One rank's policy, with folders read into it and written from it."""
+
+    def __init__(self, folder: Path, world: int, layout: dict[str, Any], bucket_bytes: int) -> None:
+        from skyrl_megatron.runtime.engine import MegatronEngine
+        from tests.training.bodies import config
+
+        self.engine = MegatronEngine(config(folder, world=world, **layout))
+        self.bucket_bytes = bucket_bytes
+
+    def load(self, folder: Path) -> None:
+        from skyrl_megatron.runtime.hf_load import load_hf
+
+        load_hf(self.engine.model, folder, self.engine.groups)
+
+    def export(self, folder: Path) -> None:
+        from skyrl_megatron.runtime.hf_export import save_hf
+
+        save_hf(self.engine.model, self.engine.groups, folder)
+
+    def weight_metadata(self):
+        from skyrl_megatron.weight_sync.megatron_source import MegatronSource
+        from skyrl_megatron.weight_sync.sender import WeightSender
+
+        self.sender = WeightSender(
+            MegatronSource(self.engine.model, self.engine.groups), bucket_bytes=self.bucket_bytes
+        )
+        return list(self.sender.metadata())
+
+    def listen_for_engines(self):
+        self.address = self.sender.listen("127.0.0.1")
+        return self.address
+
+    def connect_engines(self, receivers, timeout_s):
+        self.sender.connect(*self.address, receivers, timeout_s)
+
+    def send_weights(self):
+        return self.sender.send()
+
+    def score(self, token_ids):
+        import torch
+
+        from skyrl_megatron.types import TrainingBatch
+
+        tokens = torch.tensor([token_ids])
+        ones = torch.ones(1, len(token_ids) - 1)
+        batch = TrainingBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), ones, ones)
+        logprobs = self.engine.compute_logprobs(batch, temperature=1.0)
+        return logprobs[0].tolist() if self.engine.is_collection_rank and self.engine.dp_rank == 0 else None
+
+
+class MegatronRanks:
+    """A model in a layout, until the ``with`` block ends. ``handles``: one ``TrainerRank`` per rank."""
+
+    def __init__(self, pool, folder: Path, world: int, layout: dict[str, Any], bucket_bytes: int) -> None:
+        self._sockets = tempfile.mkdtemp(prefix="ranks")
+        self._thread = ThreadPoolExecutor(1)
+        self._run = self._thread.submit(pool, world, serve, folder, world, layout, self._sockets, bucket_bytes)
+        self._world = world
+
+    def __enter__(self) -> MegatronRanks:
+        self.handles = [Handle(self._pipe(rank)) for rank in range(self._world)]
+        return self
+
+    def __exit__(self, *exception) -> None:
+        for handle in self.handles:
+            handle.pipe.send(None)
+        self._run.result(60)
+        self._thread.shutdown()
+        shutil.rmtree(self._sockets)
+
+    def together(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method on all ranks at once."""
+
+        async def call():
+            return await asyncio.gather(*(handle(method, *arguments) for handle in self.handles))
+
+        return asyncio.run(call())
+
+    def _pipe(self, rank: int):
+        path, deadline = Path(self._sockets) / str(rank), time.monotonic() + ANSWER_S
+        while not path.exists():
+            if self._run.done():
+                self._run.result()
+            assert time.monotonic() < deadline, f"rank {rank} did not build its model"
+            time.sleep(0.02)
+        return Client(str(path))
+
+
+class Handle:
+    """One rank as the publisher calls it."""
+
+    def __init__(self, pipe) -> None:
+        self.pipe = pipe
+
+    async def __call__(self, method: str, *arguments: Any) -> Any:
+        answer = await asyncio.to_thread(self._ask, method, *arguments)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def weight_metadata(self):
+        return await self("weight_metadata")
+
+    async def listen_for_engines(self):
+        return await self("listen_for_engines")
+
+    async def connect_engines(self, receivers, timeout_s):
+        await self("connect_engines", receivers, timeout_s)
+
+    async def send_weights(self):
+        return await self("send_weights")
+
+    async def score(self, token_ids):
+        return await self("score", list(token_ids))
+
+    async def make_room(self):
+        raise AssertionError("nobody shares a GPU")
+
+    def _ask(self, *call: Any) -> Any:
+        self.pipe.send(call)
+        assert self.pipe.poll(ANSWER_S), f"a rank does not answer {call[0]}"
+        return self.pipe.recv()

@@ -1,0 +1,90 @@
+"""What the ranks announce must be the whole model: each mistake is named before a byte travels."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.tiny_models import TINY
+
+LAYER = "model.layers.2.mlp.experts"
+
+
+@pytest.fixture
+def model():
+    """(config.json, announcement) of the tiny model, with tied embeddings."""
+    from transformers import AutoConfig
+
+    from bridges.plan import Plan
+    from skyrl_megatron.weight_sync.bucket import TensorMeta
+
+    config = AutoConfig.for_model("qwen3_moe", num_hidden_layers=3, tie_word_embeddings=True, **TINY["qwen3_moe"])
+    hf = config.to_dict()
+    return hf, {name: TensorMeta(name, "float32", tuple(shape)) for name, shape in Plan.of(hf).hf.items()}
+
+
+def check(config, metas):
+    from skyrl_megatron.weight_sync.announcement import check_complete
+
+    check_complete([metas], config)
+
+
+def test_tied_embeddings_may_travel_once_or_twice(model):
+    import dataclasses
+
+    config, metas = model
+    check(config, list(metas.values()))
+    check(config, [*metas.values(), dataclasses.replace(metas["model.embed_tokens.weight"], name="lm_head.weight")])
+
+
+def test_fused_experts_may_travel_in_parts_of_several_ranks(model):
+    from skyrl_megatron.weight_sync.announcement import check_complete
+    from skyrl_megatron.weight_sync.bucket import TensorMeta
+
+    config, metas = model
+    others = [meta for name, meta in metas.items() if ".experts." not in name]
+    hidden, width = config["hidden_size"], config["moe_intermediate_size"]
+    halves = [
+        [
+            TensorMeta(f"model.layers.{layer}.mlp.experts.{name}", "float32", (8, *shape), rows)
+            for layer in range(3)
+            for name, shape in (("gate_up_proj", (2 * width, hidden)), ("down_proj", (hidden, width)))
+        ]
+        for rows in ((0, 4), (4, 8))
+    ]
+    check_complete([others + halves[0], halves[1]], config)
+    from skyrl_megatron.errors import WeightSyncError
+
+    with pytest.raises(WeightSyncError, match=r"rows 4 to 8 of model.layers.0.mlp.experts.gate_up_proj are missing"):
+        check_complete([others + halves[0]], config)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(drop=f"{LAYER}.5.up_proj.weight"), f"1 tensors are missing: {LAYER}.5.up_proj.weight"),
+        (dict(add="model.layers.7.mlp.gate.weight"), "model.layers.7.mlp.gate.weight is no tensor of the model"),
+        (dict(rename=f"{LAYER}.5.up_proj.weight"), r"up_proj.weights is no tensor of the model .nearest: .*experts.5.up_proj"),
+        (dict(shape=(3, 4)), r"model.norm.weight is \[3, 4\], the model has"),
+        (dict(shape=(0,)), r"model.norm.weight is \[0\], the model has"),
+        (dict(twice="model.norm.weight"), "of model.norm.weight are announced twice"),
+    ],
+    ids=["missing", "extra", "misnamed", "misshapen", "without elements", "twice"],
+)
+def test_a_mistake_is_named(model, change, message):
+    import dataclasses
+
+    from skyrl_megatron.errors import WeightSyncError
+    from skyrl_megatron.weight_sync.bucket import TensorMeta
+
+    config, metas = model
+    if name := change.get("drop"):
+        del metas[name]
+    if name := change.get("add"):
+        metas[name] = TensorMeta(name, "float32", (8, 4))
+    if name := change.get("rename"):
+        metas[name] = dataclasses.replace(metas[name], name=f"{name}s")
+    if shape := change.get("shape"):
+        metas["model.norm.weight"] = TensorMeta("model.norm.weight", "float32", shape)
+    listed = list(metas.values()) + ([metas[change["twice"]]] if "twice" in change else [])
+    with pytest.raises(WeightSyncError, match=message):
+        check(config, listed)

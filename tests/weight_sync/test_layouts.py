@@ -1,0 +1,169 @@
+"""Weights published by real Megatron ranks in every layout: the engine then equals, bit for bit, one that was started
+on the HF folder which the same ranks export."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+
+from tests.support.engines import LoopThread, largest_gap, reference_logprobs, tiny_settings
+from tests.support.tiny_models import write_tiny_model
+from tests.weight_sync.megatron_ranks import MegatronRanks
+
+pytestmark = pytest.mark.vllm
+TOKENS = [(7 * i + 3 * i * i) % 400 + 5 for i in range(64)]
+SAMPLING = {"max_tokens": 24, "temperature": 1.0, "seed": 3, "ignore_eos": True}
+BUCKET_BYTES = 1 << 17  # smaller than the largest tensor
+VOCABULARY = 509  # no multiple of any degree: padded rows must not travel
+# name → ranks, degrees
+PLAIN = {"tp2·ep2": (2, dict(tp=2, ep=2))}
+MORE = {
+    "dp2": (2, {}),
+    "dp2·ep2": (2, dict(ep=2)),
+    "tp2": (2, dict(tp=2)),
+    "tp2·etp2": (2, dict(tp=2, etp=2)),
+    "pp2": (2, dict(pp=2)),
+    "pp2·vpp2": (2, dict(pp=2, vpp=2)),
+    "cp2": (2, dict(cp=2)),
+    "cp2·ep2": (2, dict(cp=2, ep=2)),
+    "tp2·dp2·ep2": (4, dict(tp=2, ep=2)),
+    "tp2·dp2·ep4": (4, dict(tp=2, ep=4)),
+    "tp2·cp2·etp2·ep2": (4, dict(tp=2, cp=2, etp=2, ep=2)),
+    "tp2·pp2": (4, dict(tp=2, pp=2)),
+    "tp2·pp2·ep2": (4, dict(tp=2, pp=2, ep=2)),
+    "tp2·pp2·vpp2·etp2": (4, dict(tp=2, pp=2, vpp=2, etp=2)),
+    "pp2·dp2·ep2": (4, dict(pp=2, ep=2)),
+    "pp2·vpp2·cp2·ep2": (4, dict(pp=2, vpp=2, cp=2, ep=2)),
+    "pp4": (4, dict(pp=4)),
+    "dp4·ep4": (4, dict(ep=4)),
+}
+FAMILIES = {
+    "qwen3": (2, dict(pp=2), dict(tie_word_embeddings=True, vocab_size=VOCABULARY)),
+    "mixtral": (2, dict(tp=2, ep=2), {}),
+    "olmoe": (2, dict(tp=2, etp=2), {}),
+    "deepseek_v3": (4, dict(pp=2, ep=2), {}),
+}
+
+
+@pytest.fixture(scope="module")
+def loop():
+    loop = LoopThread()
+    yield loop
+    loop.close()
+
+
+class Model:
+    """Two seeds, A and B, of a model, and an engine that was started on A."""
+
+    def __init__(self, folders, loop, **settings) -> None:
+        from skyrl_megatron.inference.pool import EnginePool
+        from skyrl_megatron.inference.vllm_engine import VLLMEngine
+
+        self.folders, self.loop, self.settings = folders, loop, settings
+        self.config = json.loads((folders["A"] / "config.json").read_text())
+        self.fresh: dict[str, tuple] = {}
+        self.pool = EnginePool([lambda: VLLMEngine(tiny_settings(folders["A"], **settings))], wait_s=20)
+        loop(self.pool.start(), 590)
+
+    def close(self) -> None:
+        self.loop(self.pool.shutdown())
+
+    def answers(self, pool) -> tuple:
+        async def ask():
+            engine = pool.slots[0].engine
+            sample = await engine.generate(f"ask {id(object())}", TOKENS[:20], SAMPLING)
+            return await engine.score(TOKENS), sample.token_ids, sample.logprobs
+
+        return self.loop(ask())
+
+    def fresh_answers(self, folder) -> tuple:
+        """Of an engine that was started on ``folder`` and never held anything else; one is started per content."""
+        from skyrl_megatron.inference.pool import EnginePool
+        from skyrl_megatron.inference.vllm_engine import VLLMEngine
+
+        content = digest(folder)
+        if content not in self.fresh:
+            pool = EnginePool([lambda: VLLMEngine(tiny_settings(folder, **self.settings))])
+            self.loop(pool.start(), 590)
+            self.fresh[content] = self.answers(pool)
+            self.loop(pool.shutdown())
+        return self.fresh[content]
+
+    def check(self, ranks, world, layout, exports) -> None:
+        """A → B → A from ranks in ``layout``, each compared with a fresh engine on what they export."""
+        from skyrl_megatron.weight_sync.publish import WeightPublisher
+
+        with MegatronRanks(ranks, self.folders["A"], world, layout, BUCKET_BYTES) as trainer:
+            publisher = WeightPublisher(
+                self.pool,
+                trainer.handles,
+                hf_config=self.config,
+                dtype="float32",
+                bucket_bytes=BUCKET_BYTES,
+                phase_s=60.0,
+                deadline_s=200.0,
+            )
+            for number, name in enumerate("ABA"):
+                trainer.together("load", self.folders[name])
+                report = self.loop(publisher.publish(f"{name}{number}"), 250)
+                assert not report.failures
+                assert report.gaps["engine 0"].largest <= 1e-4
+                trainer.together("export", exports / f"{name}{number}")
+                assert digest(exports / f"{name}{number}") == digest(self.folders[name])
+                assert self.answers(self.pool) == self.fresh_answers(exports / f"{name}{number}")
+        assert len(self.fresh) == 2 and largest_gap(*(scores for scores, *_ in self.fresh.values())) > 1
+
+
+def digest(folder) -> str:
+    """Of all tensors of a HF folder."""
+    from safetensors.torch import load_file
+
+    found = hashlib.sha256()
+    tensors = {name: t for path in folder.glob("*.safetensors") for name, t in load_file(path).items()}
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.numpy().tobytes())
+    return found.hexdigest()
+
+
+def seeds(folder, model_type, **overrides):
+    return {
+        name: write_tiny_model(model_type, folder / name, seed, **overrides) for name, seed in (("A", 0), ("B", 1))
+    }
+
+
+@pytest.fixture(scope="module")
+def qwen3_moe(tmp_path_factory, loop):
+    model = Model(seeds(tmp_path_factory.mktemp("qwen3_moe"), "qwen3_moe", vocab_size=VOCABULARY), loop)
+    yield model
+    model.close()
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *(pytest.param(name, marks=pytest.mark.full_matrix) for name in MORE)])
+def test_qwen3_moe(ranks, qwen3_moe, tmp_path, name):
+    qwen3_moe.check(ranks, *(PLAIN | MORE)[name], tmp_path)
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_families(ranks, loop, tmp_path, model_type):
+    world, layout, overrides = FAMILIES[model_type]
+    model = Model(seeds(tmp_path, model_type, **overrides), loop)
+    try:
+        model.check(ranks, world, layout, tmp_path)
+    finally:
+        model.close()
+
+
+@pytest.mark.full_matrix
+def test_an_engine_on_two_ranks(ranks, loop, tmp_path):
+    """Bit for bit a fresh engine with tp=2; rounding away from a model that is not split."""
+    folders = seeds(tmp_path, "qwen3_moe", vocab_size=VOCABULARY)
+    model = Model(folders, loop, tensor_parallel_size=2)
+    try:
+        model.check(ranks, 2, dict(tp=2, ep=2), tmp_path)
+        assert largest_gap(model.answers(model.pool)[0], reference_logprobs(folders["A"], TOKENS)) <= 1e-5
+    finally:
+        model.close()
