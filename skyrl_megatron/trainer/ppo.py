@@ -6,7 +6,6 @@ wants done differently.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +29,7 @@ from skyrl_megatron.trainer import experience
 from skyrl_megatron.trainer.callbacks import TrainerCallback, notify
 from skyrl_megatron.trainer.evaluate import evaluate
 from skyrl_megatron.trainer.experience import within
+from skyrl_megatron.trainer.loop_thread import LoopThread
 from skyrl_megatron.trainer.phases import Phases
 from skyrl_megatron.trainer.report import write_report
 from skyrl_megatron.trainer.resume import RunCheckpoints
@@ -77,13 +77,13 @@ class RayPPOTrainer:
         )
         self.phases, self.metrics = Phases(), {}
         self.finite = True
-        self.stop, self.runner = StopSignal(), asyncio.Runner()
+        self.stop, self.loop = StopSignal(), LoopThread()
         self.roles: dict[str, Role] = {}
 
     # ------------------------------------------------------------------ the loop
     def train(self) -> None:
         """The whole run, from loading to the report. Raises StopRequested after Ctrl-C, with everything saved."""
-        with self.stop, self.runner:
+        with self.stop, self.loop:
             try:
                 self.build_models()
                 self.load_checkpoints()
@@ -106,6 +106,7 @@ class RayPPOTrainer:
             notify(self.callbacks, "on_step_start", self)
             with self.phases("step"):
                 batch = self.collect_experience()
+                self.take_ranks()
                 with self.phases("fwd_logprobs_values_reward"):
                     batch = self.fwd_logprobs_values_reward(batch)
                 if self.kl_controller is not None:
@@ -149,7 +150,7 @@ class RayPPOTrainer:
             for name in active_roles(self.cfg):
                 self.roles[name] = Role(self.cfg, name, self.placement[name])
                 self.roles[name].start_building(self.updates if name != "ref" else None, logs)
-            self.runner.run(
+            self.loop.run(
                 within(self.inference_engine_client.start(), self.cfg.trainer.phase_timeout_s, "start engines")
             )
             for role in self.roles.values():
@@ -176,7 +177,7 @@ class RayPPOTrainer:
         """What gives the engines the policy's weights; ranks and engines are connected by the first sync."""
         engines = self.inference_engine_client
         self.weights = weight_publisher(self.cfg, self.policy, engines.pool, dtype=engines.dtype)
-        self.runner.run(engines.watch(self.weights.bring_up_to_date))
+        self.loop.run(engines.watch(self.weights.bring_up_to_date))
 
     def before_training(self) -> None:
         """Evaluate the policy as it is, when ``eval_before_train`` and nothing was trained yet."""
@@ -207,7 +208,7 @@ class RayPPOTrainer:
     def generate(self, generator_input: GeneratorInput) -> GeneratorOutput:
         """Responses and rewards of the environments, from the generator."""
         timeout = self.cfg.trainer.phase_timeout_s
-        return self.stop.run(self.runner, within(self.generator.generate(generator_input), timeout, "generate"))
+        return self.stop.run(self.loop, within(self.generator.generate(generator_input), timeout, "generate"))
 
     def postprocess_generator_output(self, generator_output: GeneratorOutput, uids: list[str]) -> GeneratorOutput:
         """Rewards for each token, and metrics of rewards and responses."""
@@ -300,10 +301,14 @@ class RayPPOTrainer:
         self.metrics |= experience.policy_metrics(results)
         self.metrics["trainer/tokens"] = float(batch.lengths.sum())
 
+    def take_ranks(self) -> None:
+        """The ranks are the trainer's until the next sync: engines that are restarted get no weights before."""
+        self.loop.run(self.weights.withdraw())
+
     def sync_weights(self) -> None:
         """The policy's weights into every engine, as version ``global_step``."""
         with self.phases("sync_weights"):
-            report = self.runner.run(self.weights.publish(str(self.global_step)))
+            report = self.loop.run(self.weights.publish(str(self.global_step)))
         for failure in report.failures:
             self.tracker.say(f"weight sync: {failure}")
         self.metrics["timing/sync_weights_only_transfer"] = report.seconds["transfer"]
@@ -318,7 +323,7 @@ class RayPPOTrainer:
             return {}
         work = evaluate(self.cfg, self.eval_dataset, self.generator, self.tokenizer, self.global_step)
         with self.phases("eval"):
-            metrics = self.stop.run(self.runner, work)
+            metrics = self.stop.run(self.loop, work)
         self.metrics |= metrics
         notify(self.callbacks, "on_evaluate", self, metrics)
         return metrics

@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Coroutine
+from concurrent.futures import CancelledError
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from skyrl_megatron.trainer.loop_thread import LoopThread
 
 
 class StopRequested(KeyboardInterrupt):
@@ -42,7 +46,7 @@ class StopSignal:
             loop, task = self._work
             loop.call_soon_threadsafe(task.cancel)
 
-    def run[T](self, runner: asyncio.Runner, work: Coroutine[Any, Any, T]) -> T:
+    def run[T](self, loop: LoopThread, work: Coroutine[Any, Any, T]) -> T:
         """The result of ``work``, which changes no state: a signal cancels it and raises StopRequested."""
 
         async def cancellable() -> T:
@@ -55,8 +59,8 @@ class StopSignal:
                 self._work = None
 
         try:
-            return runner.run(cancellable())
-        except asyncio.CancelledError:
+            return loop.run(cancellable())
+        except CancelledError:
             self.check()
             raise
 

@@ -58,6 +58,7 @@ class WarmedUpTrainer(RayPPOTrainer):
         score, fine = 0.0, False
         for step in range(1, plan.max_steps + 1):
             self.stop.check()
+            self.take_ranks()
             staged = self.policy.stage(self.answers(rng, plan.rows))
             result = self.policy.train_mini_batch(staged, policy_loss_type="cross_entropy", use_kl_loss=False)
             if step % plan.eval_interval or result["policy_loss"] > plan.promising:

@@ -76,6 +76,7 @@ class WeightPublisher:
         }
         self.deadline_s, self.phase_s, self.shared_gpus = deadline_s, phase_s, shared_gpus
         self.syncs = 0
+        self.withdrawn = True
         self._metadata: list[list[TensorMeta]] = []
         self._connected: list[Any] = []  # engines that the ranks' groups were made for
         self._ends = 0.0
@@ -96,11 +97,20 @@ class WeightPublisher:
             with _timed(report, "resume"):
                 await self._each(slots, "resume", lambda engine: engine.resume())
             self.syncs += 1
+            self.withdrawn = False
             return report
 
+    async def withdraw(self) -> None:
+        """The trainer is about to use its ranks or change its weights: returns once no update is under way, and
+        until the next publication :meth:`bring_up_to_date` refuses."""
+        async with self.pool.changing:
+            self.withdrawn = True
+
     async def bring_up_to_date(self, slot: Any) -> None:
-        """Give a restarted engine the published version. Only while the trainer still holds just these weights, that
-        is from a publication to the next optimizer step. Called with the pool's lock held. Raises WeightSyncError."""
+        """Give a restarted engine the published version, while the trainer still holds just these weights: from a
+        publication to :meth:`withdraw`. Called with the pool's lock held. Raises WeightSyncError."""
+        if self.withdrawn:
+            raise WeightSyncError(f"the trainer is past version {self.pool.published}; the next version is for it too")
         self._ends = time.monotonic() + self.deadline_s
         version = self.pool.published
         try:

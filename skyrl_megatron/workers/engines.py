@@ -45,6 +45,11 @@ class Engines:
         """Of the engines' weights."""
         return self.settings.dtype
 
+    @property
+    def endpoint_url(self) -> str | None:
+        """``http://host:port`` of the HTTP endpoint; None when there is none."""
+        return None if self._endpoint is None else self._endpoint.url
+
     async def start(self) -> None:
         """Until all are up, and the HTTP endpoint if there is to be one. Raises EngineError with what the failing one
         said, LaunchError when the endpoint's port is taken."""

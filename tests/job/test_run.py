@@ -187,6 +187,30 @@ def test_a_skipped_sync_shows(folder):
     assert lines[0][GAP] <= AGREE < lines[1][GAP]
 
 
+ASKS_THE_ENDPOINT = """
+import json, urllib.request
+from skyrl_megatron.config.run_folder import run_folder
+def train_critic_and_policy(self, batch):
+    token = (run_folder(self.cfg) / "http_token").read_text().strip()
+    body = json.dumps({"model": "policy", "prompt": "12+34=", "max_tokens": 3, "temperature": 0}).encode()
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+    url = self.inference_engine_client.endpoint_url + "/v1/completions"
+    with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60) as answer:
+        self.metrics["endpoint/tokens"] = json.load(answer)["usage"]["completion_tokens"]
+    RayPPOTrainer.train_critic_and_policy(self, batch)
+Trainer.train_critic_and_policy = train_critic_and_policy
+"""
+
+
+@pytest.mark.full_matrix
+def test_the_endpoint_answers_while_the_policy_is_trained(folder):
+    engine = "generator__inference_engine__"
+    keys = {"enable_http_endpoint": "true", "http_endpoint_port": 0, "served_model_name": "policy"}
+    keys = {engine + key: value for key, value in keys.items()}
+    lines = runs.run(folder, ASKS_THE_ENDPOINT, trainer__max_training_steps=1, **keys).check().lines
+    assert 1 <= lines[0]["endpoint/tokens"] <= 3
+
+
 SLOW = """
 import time
 from skyrl_megatron.trainer.callbacks import TrainerCallback
