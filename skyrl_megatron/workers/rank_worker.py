@@ -112,12 +112,12 @@ class RankWorker:
         return {"grad_norm": result.grad_norm, "lr": result.learning_rate, "skipped": float(result.skipped)}
 
     def restart_schedule(self, lr: float | None, total_steps: int | None) -> None:
-        """Begin the learning-rate schedule anew with the peak ``lr``; None: the configured one."""
+        """Begin the learning-rate schedule anew: as configured, or constant at ``lr``."""
         from skyrl_megatron.runtime.optimizer import build_lr_schedule
 
         settings = self.engine.settings.optimizer_config
         if lr is not None:
-            settings = dataclasses.replace(settings, lr=lr)
+            settings = dataclasses.replace(settings, lr=lr, scheduler="constant")
         for group in self.engine.optimizer.param_groups:
             group["max_lr"] = settings.lr  # a group's own peak goes before the schedule's
         self.engine.lr_schedule = build_lr_schedule(self.engine.optimizer, settings, total_steps)
