@@ -1,6 +1,6 @@
 """Weight sync of a 425 M-parameter MoE (850 MB bf16) into a live engine, against its parts.
 
-    python benchmarks/weight_sync.py [--rounds 5]
+    python benchmarks/weight_sync.py [--rounds 5] [--bucket-mib 16]
 
 A trainer process sends, one vLLM engine receives, on this machine. In one run, medians of the rounds: a publication
 (pause, transfer with checksums, finish, resume); vLLM loading the same tensors from its own memory (start, load,
@@ -37,10 +37,9 @@ LARGE = dict(
     num_key_value_heads=4,
     head_dim=64,
 )
-BUCKET_BYTES = 16 << 20
 
 
-def trainer(pipe: Any) -> None:
+def trainer(pipe: Any, bucket_bytes: int) -> None:
     """Answers the calls of ``weight_sync/handles.py`` with the tensors of a folder, held in memory."""
     import psutil
     import torch
@@ -59,7 +58,7 @@ def trainer(pipe: Any) -> None:
             tensors = {
                 k: v.clone() for path in Path(arguments[0]).glob("*.safetensors") for k, v in load_file(path).items()
             }
-            sender = sending.WeightSender(StateSource(tensors), bucket_bytes=BUCKET_BYTES)
+            sender = sending.WeightSender(StateSource(tensors), bucket_bytes=bucket_bytes)
             before = process.memory_info().rss
         elif method == "metadata":
             answer = list(sender.metadata())
@@ -72,20 +71,20 @@ def trainer(pipe: Any) -> None:
         elif method == "memory":
             answer = process.memory_info().rss - before
         elif method == "checksums":
-            data, began = torch.empty(BUCKET_BYTES, dtype=torch.uint8), time.perf_counter()
-            for _ in range(arguments[0] // BUCKET_BYTES):
+            data, began = torch.empty(bucket_bytes, dtype=torch.uint8), time.perf_counter()
+            for _ in range(arguments[0] // bucket_bytes):
                 sending.checksum(data)
             answer = time.perf_counter() - began
         elif method == "per tensor":
-            answer = seconds_per_tensor(*arguments)
+            answer = seconds_per_tensor(*arguments, bucket_bytes)
         elif method == "broadcast":
             host, port, nbytes = arguments
             transport = open_transport(sender.transport_name, host, port, 1, 2, 60.0, None)
-            answer = broadcast(transport, nbytes)
+            answer = broadcast(transport, nbytes, bucket_bytes)
         pipe.send(answer)
 
 
-def seconds_per_tensor(count: int) -> tuple[float, float]:
+def seconds_per_tensor(count: int, bucket_bytes: int) -> tuple[float, float]:
     """Of a sender, for ``count`` tensors of 1 KiB: to plan, once, and to fill the buckets in each pass."""
     import torch
 
@@ -94,7 +93,7 @@ def seconds_per_tensor(count: int) -> tuple[float, float]:
 
     source = StateSource({f"layers.{number}.weight": torch.zeros(16, 16) for number in range(count)})
     began = time.perf_counter()
-    plan = ExportPlan(source, BUCKET_BYTES, torch.device("cpu"))
+    plan = ExportPlan(source, bucket_bytes, torch.device("cpu"))
     planned = time.perf_counter()
     passes = 5
     for _ in range(passes):
@@ -104,14 +103,14 @@ def seconds_per_tensor(count: int) -> tuple[float, float]:
     return (planned - began) / count, (time.perf_counter() - planned) / passes / count
 
 
-def broadcast(transport: Any, nbytes: int) -> float:
+def broadcast(transport: Any, nbytes: int, bucket_bytes: int) -> float:
     """Seconds for ``nbytes`` in buckets, two in flight."""
     import torch
 
-    buffers = [torch.zeros(BUCKET_BYTES, dtype=torch.uint8) for _ in range(2)]
+    buffers = [torch.zeros(bucket_bytes, dtype=torch.uint8) for _ in range(2)]
     transport.broadcast(buffers[0])()
     began, waiting = time.perf_counter(), []
-    for number in range(nbytes // BUCKET_BYTES):
+    for number in range(nbytes // bucket_bytes):
         if len(waiting) == 2:
             waiting.pop(0)()
         waiting.append(transport.broadcast(buffers[number % 2]))
@@ -147,7 +146,7 @@ class Rank:
         return await asyncio.to_thread(self.ask, "send")
 
 
-async def measure(folder: Path, rank: Rank, rounds: int) -> dict[str, float]:
+async def measure(folder: Path, rank: Rank, rounds: int, bucket_bytes: int) -> dict[str, float]:
     """Medians for one model, seconds."""
     from skyrl_megatron.inference.pool import EnginePool
     from skyrl_megatron.inference.settings import EngineSettings
@@ -169,7 +168,7 @@ async def measure(folder: Path, rank: Rank, rounds: int) -> dict[str, float]:
     await pool.start()
     rank.ask("load", str(folder))
     config = json.loads((folder / "config.json").read_text())
-    publisher = WeightPublisher(pool, [rank], hf_config=config, dtype="bfloat16", bucket_bytes=BUCKET_BYTES)
+    publisher = WeightPublisher(pool, [rank], hf_config=config, dtype="bfloat16", bucket_bytes=bucket_bytes)
     engine = pool.slots[0].engine._llm
     await engine.collective_rpc("bench_hold", args=(str(folder),))
     found: dict[str, list[float]] = {"publication": [], "transfer": [], "load only": []}
@@ -186,33 +185,38 @@ async def measure(folder: Path, rank: Rank, rounds: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--bucket-mib", type=int, default=None, help="default: the product's")
     args = parser.parse_args()
 
+    from skyrl_megatron.weight_sync.bucket import DEFAULT_BUCKET_BYTES
     from skyrl_megatron.weight_sync.transport import default_transport, listen, open_transport
     from tests.support.tiny_models import write_tiny_model
 
+    bucket_bytes = args.bucket_mib << 20 if args.bucket_mib else DEFAULT_BUCKET_BYTES
     pipe, theirs = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=trainer, args=(theirs,))
+    process = multiprocessing.get_context("spawn").Process(target=trainer, args=(theirs, bucket_bytes))
     process.start()
     rank = Rank(pipe)
     with tempfile.TemporaryDirectory() as root:
         large = write_tiny_model("qwen3_moe", Path(root) / "large", dtype="bfloat16", **LARGE)
         small = write_tiny_model("qwen3_moe", Path(root) / "small", dtype="bfloat16")
-        found = asyncio.run(measure(large, rank, args.rounds))
+        found = asyncio.run(measure(large, rank, args.rounds, bucket_bytes))
         memory = rank.ask("memory")
         nbytes = int(found["bytes"])
         listener = listen("127.0.0.1")
         port = listener.getsockname()[1]
         pipe.send(("broadcast", "127.0.0.1", port, nbytes))
-        raw = broadcast(open_transport(default_transport(), "127.0.0.1", port, 0, 2, 60.0, listener), nbytes)
+        raw = broadcast(
+            open_transport(default_transport(), "127.0.0.1", port, 0, 2, 60.0, listener), nbytes, bucket_bytes
+        )
         pipe.recv()
         sums = rank.ask("checksums", nbytes)
         plan, per_tensor = rank.ask("per tensor", 50_000)
-        fixed = asyncio.run(measure(small, rank, args.rounds))
+        fixed = asyncio.run(measure(small, rank, args.rounds, bucket_bytes))
     pipe.send(None)
     process.join(10)
     rate = {name: nbytes / found[name] / 1e6 for name in ("publication", "transfer", "load only")}
-    print(f"{nbytes / 1e6:.0f} MB in buckets of {BUCKET_BYTES >> 20} MiB")
+    print(f"{nbytes / 1e6:.0f} MB in buckets of {bucket_bytes >> 20} MiB")
     print(f"publication, checksums included   {found['publication'] * 1e3:7.0f} ms   {rate['publication']:6.0f} MB/s")
     print(f"  of which transfer and finish    {found['transfer'] * 1e3:7.0f} ms   {rate['transfer']:6.0f} MB/s")
     print(f"load only, nothing travels        {found['load only'] * 1e3:7.0f} ms   {rate['load only']:6.0f} MB/s")
@@ -222,7 +226,7 @@ def main() -> None:
         f"checksums of one side             {sums * 1e3:7.0f} ms = {sums / found['publication']:.1%} (wanted: < 10 %)"
     )
     print(
-        f"sender's extra memory             {memory / 1e6:7.0f} MB = {memory / BUCKET_BYTES:.1f} buckets (wanted: 2)"
+        f"sender's extra memory             {memory / 1e6:7.0f} MB = {memory / bucket_bytes:.1f} buckets (wanted: 2)"
     )
     print(f"sender's cost per tensor          {per_tensor * 1e6:7.2f} µs (wanted: 2); planned in {plan * 1e6:.0f} µs")
     cost = fixed["publication"] - fixed["load only"]

@@ -28,6 +28,9 @@ from skyrl_megatron.weight_sync.transport import default_transport
 log = logging.getLogger(__name__)
 RESTARTS = 2
 """Of one engine within one publication."""
+ENGINE_SHARE = 0.8
+"""Of a phase: the longest wait of a rank for engines. Ranks wait for one another longer, so that those which are not
+to blame do not give up first."""
 ANSWER_S = 30.0
 """How long an engine may take to show that it is alive after a failure."""
 
@@ -72,7 +75,7 @@ class WeightPublisher:
         self.options = {
             "transport": transport or default_transport(),
             "bucket_bytes": bucket_bytes,
-            "timeout_s": phase_s,
+            "timeout_s": ENGINE_SHARE * phase_s,
         }
         self.deadline_s, self.phase_s, self.shared_gpus = deadline_s, phase_s, shared_gpus
         self.syncs = 0
@@ -201,7 +204,7 @@ class WeightPublisher:
 
         async def open_group(number: int, rank: TrainerRank) -> None:
             if sends[number]:
-                await rank.connect_engines(world - 1, self.phase_s)
+                await rank.connect_engines(world - 1, self.options["timeout_s"])
 
         await self._together(
             slots,

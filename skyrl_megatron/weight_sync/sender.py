@@ -85,21 +85,22 @@ class WeightSender:
         self._transport = self._plan = None
 
     def send(self) -> list[int]:
-        """Send every bucket; returns their checksums, in order. The next bucket is filled while one travels.
+        """Send every bucket; returns their checksums, in order. The next bucket is filled while one travels. A rank
+        that sends nothing to engines calls it too, without :meth:`connect`: others may need its shares.
 
         Raises WeightSyncError when the source is not as announced, EngineGoneError when a receiver is gone or silent.
         The group is then closed: receivers get an error too, and it has to be made anew.
         """
-        if self._transport is None:
-            raise WeightSyncError("send: no engine is connected: connect() comes first")
         try:
             return self._send(self._transport)
         except BaseException:
             self.close()
             raise
 
-    def _send(self, transport: Transport) -> list[int]:
+    def _send(self, transport: Transport | None) -> list[int]:
         plan = self._current_plan()
+        if transport is None and plan.buckets:
+            raise WeightSyncError("send: no engine is connected: connect() comes first")
         total, self.sent_bytes = sum(bucket.nbytes for bucket in plan.buckets), 0
         sums: list[torch.Tensor] = []
         travelling: list[tuple[Callable[[], None], int]] = []
@@ -120,10 +121,13 @@ class WeightSender:
                         arrived()
                     buffer = plan.fill(number)
                     sums.append(checksum(buffer))
+                    assert transport is not None
                     with _as(EngineGoneError, "an engine worker is gone", progress):
                         travelling.append((transport.broadcast(buffer), bucket.nbytes))
-            finally:
-                plan.finish()  # whatever happened to engines: ranks that need rows from this one are not left waiting
+            except EngineGoneError:
+                plan.finish()  # the ranks stay in step, and can send again
+                raise
+            plan.finish()
         while travelling:
             arrived()
         return torch.stack(sums).tolist() if sums else []

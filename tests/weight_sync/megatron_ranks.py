@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import tempfile
 import time
@@ -10,6 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
+
+from tests.support.rank_pool import RankFailure
+from tests.weight_sync.trainer_process import FaultySender
 
 ANSWER_S = 120.0
 
@@ -50,12 +54,12 @@ class Rank:
 
     def weight_metadata(self):
         from skyrl_megatron.weight_sync.megatron_source import MegatronSource
-        from skyrl_megatron.weight_sync.sender import WeightSender
 
-        self.sender = WeightSender(
-            MegatronSource(self.engine.model, self.engine.groups), bucket_bytes=self.bucket_bytes
-        )
+        self.sender = FaultySender(MegatronSource(self.engine.model, self.engine.groups), self.bucket_bytes)
         return list(self.sender.metadata())
+
+    def plant(self, fault: str) -> None:
+        self.sender.fault = fault
 
     def listen_for_engines(self):
         self.address = self.sender.listen("127.0.0.1")
@@ -87,6 +91,8 @@ class MegatronRanks:
         self._thread = ThreadPoolExecutor(1)
         self._run = self._thread.submit(pool, world, serve, folder, world, layout, self._sockets, bucket_bytes)
         self._world = world
+        self.may_die = False
+        """Whether it is no failure of the test when a rank's process ends."""
 
     def __enter__(self) -> MegatronRanks:
         self.handles = [Handle(self._pipe(rank)) for rank in range(self._world)]
@@ -94,8 +100,10 @@ class MegatronRanks:
 
     def __exit__(self, *exception) -> None:
         for handle in self.handles:
-            handle.pipe.send(None)
-        self._run.result(60)
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                handle.pipe.send(None)
+        with contextlib.suppress(RankFailure) if self.may_die else contextlib.nullcontext():
+            self._run.result(60)
         self._thread.shutdown()
         shutil.rmtree(self._sockets)
 
@@ -148,6 +156,11 @@ class Handle:
         raise AssertionError("nobody shares a GPU")
 
     def _ask(self, *call: Any) -> Any:
-        self.pipe.send(call)
-        assert self.pipe.poll(ANSWER_S), f"a rank does not answer {call[0]}"
-        return self.pipe.recv()
+        from skyrl_megatron.errors import DistributedError
+
+        try:
+            self.pipe.send(call)
+            assert self.pipe.poll(ANSWER_S), f"a rank does not answer {call[0]}"
+            return self.pipe.recv()
+        except (EOFError, BrokenPipeError, ConnectionResetError) as error:
+            raise DistributedError("the process of a rank is gone") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
 
 import pytest
 
@@ -91,20 +92,18 @@ class Model:
             self.loop(pool.shutdown())
         return self.fresh[content]
 
-    def check(self, ranks, world, layout, exports) -> None:
-        """A → B → A from ranks in ``layout``, each compared with a fresh engine on what they export."""
+    def publisher(self, trainer, phase_s=60.0, deadline_s=200.0):
         from skyrl_megatron.weight_sync.publish import WeightPublisher
 
+        times = {"phase_s": phase_s, "deadline_s": deadline_s}
+        return WeightPublisher(
+            self.pool, trainer.handles, hf_config=self.config, dtype="float32", bucket_bytes=BUCKET_BYTES, **times
+        )
+
+    def check(self, ranks, world, layout, exports) -> None:
+        """A → B → A from ranks in ``layout``, each compared with a fresh engine on what they export."""
         with MegatronRanks(ranks, self.folders["A"], world, layout, BUCKET_BYTES) as trainer:
-            publisher = WeightPublisher(
-                self.pool,
-                trainer.handles,
-                hf_config=self.config,
-                dtype="float32",
-                bucket_bytes=BUCKET_BYTES,
-                phase_s=60.0,
-                deadline_s=200.0,
-            )
+            publisher = self.publisher(trainer)
             for number, name in enumerate("ABA"):
                 trainer.together("load", self.folders[name])
                 report = self.loop(publisher.publish(f"{name}{number}"), 250)
@@ -144,6 +143,38 @@ def qwen3_moe(tmp_path_factory, loop):
 @pytest.mark.parametrize("name", [*PLAIN, *(pytest.param(name, marks=pytest.mark.full_matrix) for name in MORE)])
 def test_qwen3_moe(ranks, qwen3_moe, tmp_path, name):
     qwen3_moe.check(ranks, *(PLAIN | MORE)[name], tmp_path)
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_ranks_stay_in_step_when_an_engine_is_lost(ranks, qwen3_moe, tmp_path, number):
+    """Ranks that need rows from one another can send again, to the engine that takes the place of the lost one."""
+    model, layout = qwen3_moe, dict(tp=2, ep=2)
+    with MegatronRanks(ranks, model.folders["B"], 2, layout, BUCKET_BYTES) as trainer:
+        publisher = model.publisher(trainer, phase_s=20.0, deadline_s=300.0)
+        model.loop(publisher.publish("before"), 250)
+        engine = model.pool.slots[0].engine
+        model.loop(trainer.handles[0]("plant", f"signal {int(number)} {engine.process_ids()[-1]}"))
+        report = model.loop(publisher.publish("after"), 350)
+        assert report.failures and model.pool.slots[0].engine is not engine
+        trainer.together("export", tmp_path / "after")
+        assert model.answers(model.pool) == model.fresh_answers(tmp_path / "after")
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_dies_ends_the_publication(ranks, qwen3_moe, rank):
+    from skyrl_megatron.errors import DistributedError
+
+    model, layout = qwen3_moe, dict(tp=2, ep=2)
+    with MegatronRanks(ranks, model.folders["B"], 2, layout, BUCKET_BYTES) as trainer:
+        publisher = model.publisher(trainer, phase_s=20.0)
+        model.loop(publisher.publish("before"), 250)
+        trainer.may_die = True
+        model.loop(trainer.handles[rank]("plant", "the trainer dies"))
+        with pytest.raises(DistributedError, match="gone"):
+            model.loop(publisher.publish("after"), 250)
+    assert model.pool.published == "before" and model.pool.slots[0].state.value == "held"
 
 
 @pytest.mark.full_matrix

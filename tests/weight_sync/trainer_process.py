@@ -65,6 +65,7 @@ def with_fault(tensors: dict, fault: str | None) -> dict:
 
 
 def FaultySender(source, bucket_bytes):
+    """A sender whose ``fault`` can be set."""
     from skyrl_megatron.weight_sync.sender import WeightSender
 
     class Sender(WeightSender):
@@ -73,6 +74,8 @@ def FaultySender(source, bucket_bytes):
         fault: str | None = None
 
         def _send(self, transport):
+            if transport is None:
+                return super()._send(transport)
             last, sent = len(self._current_plan().buckets), 0
             broadcast = transport.broadcast
 
