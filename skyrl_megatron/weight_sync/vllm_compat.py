@@ -10,10 +10,12 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partialmethod
 from typing import Any
 
 import torch
 from vllm import SamplingParams
+from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -26,6 +28,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
@@ -162,6 +165,8 @@ class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
+        if current_platform.is_cpu() and getattr(self.model_config.hf_config, "tie_word_embeddings", False):
+            pack_output_layer(self.model)
 
     def shutdown(self) -> None:
         if self.receiver is not None:
@@ -233,7 +238,22 @@ def repack_experts_after_reload() -> None:
     UnquantizedFusedMoEMethod._setup_kernel = _setup_kernel
 
 
+def pack_output_layer(model: torch.nn.Module) -> None:
+    """On CPU, vLLM's output layer computes with a packed copy of its weight. One that is tied to the embedding is sent
+    no weight of its own, and after a reload of the embedding its copy is still the old one. Pack it again."""
+    for layer in model.modules():
+        if isinstance(layer, ParallelLMHead):
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+def wait_without_spinning() -> None:
+    """Workers ask for their next call in a loop for a second after each one, and sleep only then. Where engines and
+    trainer share a few cores this takes one of them from whoever has work: sleep at once."""
+    SpinCondition.__init__ = partialmethod(SpinCondition.__init__, busy_loop_s=0)  # type: ignore[assignment]
+
+
 if current_platform.is_cpu():
     repack_experts_after_reload()
+    wait_without_spinning()
 with contextlib.suppress(ValueError):  # registered already
     WeightTransferEngineFactory.register_engine(BACKEND, BroadcastTransferEngine)

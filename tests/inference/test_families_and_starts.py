@@ -86,6 +86,7 @@ def test_a_port_that_is_taken():
 
 def test_what_is_relied_on_in_vllm():
     """Names and parameters that ``vllm_compat`` replaces or calls; a release that changes them fails here first."""
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.sample.sampler import Sampler
@@ -97,6 +98,7 @@ def test_what_is_relied_on_in_vllm():
     assert list(inspect.signature(original).parameters)[:2] == ["self", "layer"]
     assert {"w13", "w2"} <= set(inspect.signature(original).parameters)
     assert UnquantizedFusedMoEMethod is vllm_compat.UnquantizedFusedMoEMethod
+    assert "busy_loop_s" in inspect.signature(SpinCondition).parameters
     assert {"logits", "sampling_metadata"} <= set(inspect.signature(Sampler.forward).parameters)
     for method in (
         "add_request abort pause_generation resume_generation collective_rpc update_weights start_weight_update "
