@@ -3,8 +3,8 @@
     python benchmarks/rollout_overhead.py [--rounds 5]
 
 The loop: 512 conversations of four turns, one message a turn, a 24-token answer each. The engine answers at once with
-scripted tokens and the environment with a constant (fakes: their time, measured the same way without the loop, is taken
-off). Milliseconds a turn. Collation: 8,192 samples of up to 4,096 tokens into the tensors of a training batch, against
+scripted tokens and the environment with a constant (fakes: their time, measured without the loop, is taken off).
+Milliseconds a turn. Collation: 8,192 samples of up to 4,096 tokens into the tensors of a training batch, against
 filling tensors of the same shapes.
 """
 
