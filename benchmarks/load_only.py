@@ -19,6 +19,21 @@ class LoadOnly(WorkerExtension):
             k: v.clone() for path in Path(folder).glob("*.safetensors") for k, v in load_file(path).items()
         }
 
+    def bench_fuse_experts(self) -> None:
+        """One tensor for all experts of a layer in place of one for each."""
+        import torch
+
+        held, experts = self.bench_tensors, {}
+        for name in [name for name in held if ".experts." in name]:
+            layer, rest = name.split(".experts.")
+            number, kind, _ = rest.split(".")
+            experts.setdefault(f"{layer}.experts", {})[kind, int(number)] = held.pop(name)
+        for layer, found in experts.items():
+            count = len(found) // 3
+            both = [torch.cat([found.pop(("gate_proj", n)), found.pop(("up_proj", n))]) for n in range(count)]
+            held[f"{layer}.gate_up_proj"] = torch.stack(both)
+            held[f"{layer}.down_proj"] = torch.stack([found.pop(("down_proj", n)) for n in range(count)])
+
     def bench_load(self) -> float:
         """Seconds for start, load and finish."""
         began = time.perf_counter()

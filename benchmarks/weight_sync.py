@@ -178,6 +178,8 @@ async def measure(folder: Path, rank: Rank, rounds: int, bucket_bytes: int) -> d
         found["publication"].append(report.total_seconds)
         found["transfer"].append(report.seconds["transfer"] + report.seconds["finish"])
         found["load only"].append((await engine.collective_rpc("bench_load"))[0])
+    await engine.collective_rpc("bench_fuse_experts")
+    found["load only, experts fused"] = [(await engine.collective_rpc("bench_load"))[0] for _ in range(rounds)]
     await pool.shutdown()
     return {name: statistics.median(values) for name, values in found.items()} | {"bytes": report.nbytes}
 
@@ -215,11 +217,13 @@ def main() -> None:
         fixed = asyncio.run(measure(small, rank, args.rounds, bucket_bytes))
     pipe.send(None)
     process.join(10)
-    rate = {name: nbytes / found[name] / 1e6 for name in ("publication", "transfer", "load only")}
+    rate = {name: nbytes / seconds / 1e6 for name, seconds in found.items() if name != "bytes"}
     print(f"{nbytes / 1e6:.0f} MB in buckets of {bucket_bytes >> 20} MiB")
     print(f"publication, checksums included   {found['publication'] * 1e3:7.0f} ms   {rate['publication']:6.0f} MB/s")
     print(f"  of which transfer and finish    {found['transfer'] * 1e3:7.0f} ms   {rate['transfer']:6.0f} MB/s")
     print(f"load only, nothing travels        {found['load only'] * 1e3:7.0f} ms   {rate['load only']:6.0f} MB/s")
+    one = found["load only, experts fused"]
+    print(f"  experts of a layer as one tensor{one * 1e3:7.0f} ms   {nbytes / one / 1e6:6.0f} MB/s")
     print(f"raw broadcast                     {raw * 1e3:7.0f} ms   {nbytes / raw / 1e6:6.0f} MB/s")
     print(f"publication against load only     {rate['publication'] / rate['load only']:.2f} (wanted: at least 0.65)")
     print(
