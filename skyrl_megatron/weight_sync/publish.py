@@ -315,7 +315,8 @@ class WeightPublisher:
         try:
             async with asyncio.timeout(min(self.phase_s, ANSWER_S)):
                 await slot.engine.health()
-        except (EngineError, TimeoutError):
+        except Exception as error:  # an engine that is going down says anything
+            log.info("%s does not answer: %s", slot.name, error)
             return False
         return True
 

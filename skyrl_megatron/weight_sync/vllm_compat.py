@@ -221,6 +221,9 @@ def _with_temperature_logprobs(forward: Callable[..., Any]) -> Callable[..., Any
 
 
 # ------------------------------------------------------------------ CPU work-arounds
+LOOK_AGAIN_MS = 5
+
+
 def repack_experts_after_reload() -> None:
     """On CPU, vLLM packs expert weights for its kernel only the first time they are loaded; a reload then writes
     unpacked weights into packed tensors, and log-probs are silently wrong. Pack after every load."""
@@ -248,8 +251,15 @@ def pack_output_layer(model: torch.nn.Module) -> None:
 
 def wait_without_spinning() -> None:
     """Workers ask for their next call in a loop for a second after each one, and sleep only then. Where engines and
-    trainer share a few cores this takes one of them from whoever has work: sleep at once."""
+    trainer share a few cores this takes one of them from whoever has work: sleep at once, but not for long. vLLM's
+    notification is dropped when the one before it has not been taken, and a worker that misses one sleeps forever."""
     SpinCondition.__init__ = partialmethod(SpinCondition.__init__, busy_loop_s=0)  # type: ignore[assignment]
+    original = SpinCondition.wait
+
+    def wait(self: SpinCondition, timeout_ms: int | None = None) -> None:
+        original(self, LOOK_AGAIN_MS if timeout_ms is None else min(timeout_ms, LOOK_AGAIN_MS))
+
+    SpinCondition.wait = wait  # type: ignore[method-assign]
 
 
 if current_platform.is_cpu():
