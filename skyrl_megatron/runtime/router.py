@@ -31,7 +31,11 @@ class TokenWeightedRouter(TopKRouter):
     Σ entropy in nats, tokens. Training passes only; a pass that is recomputed counts once."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """See ``TopKRouter``; ``padding_mask`` is True on padding."""
+        """See ``TopKRouter``; ``padding_mask``, [sequence, batch], is True on padding."""
+        if padding_mask is not None and padding_mask.numel() != logits.shape[:-1].numel():
+            # Megatron gives each sequence-parallel rank its part on the first pipeline stage only
+            # (megatron/core/models/gpt/gpt_model.py, _preprocess).
+            padding_mask = padding_mask.chunk(self.tp_group.size())[self.tp_group.rank()]
         probs, routing_map = super().routing(logits, padding_mask=padding_mask)
         if self.training and torch.is_grad_enabled() and not self.is_mtp_layer:
             self._count(logits.detach().flatten(0, -2), routing_map, padding_mask)

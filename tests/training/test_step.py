@@ -10,6 +10,7 @@ LAYOUTS = {
     "tp2": dict(world=2, tp=2),
     "pp2·vpp2": dict(world=2, pp=2, vpp=2),
     "dp2·ep2": dict(world=2, ep=2),
+    "tp2·pp2": dict(world=4, tp=2, pp=2),
     "tp2·cp2·ep4": dict(world=4, tp=2, cp=2, ep=4),
     "pp2·cp2·ep2": dict(world=4, pp=2, cp=2, ep=2),
 }
@@ -123,7 +124,7 @@ def with_auxiliary(folder, batch, tmp_path_factory):
     return reference.policy_gradient_step(folder, batch, scratch, aux_coefficient=0.1, z_coefficient=0.05)
 
 
-@pytest.mark.parametrize("name", ["single", "tp2·cp2·ep4"])
+@pytest.mark.parametrize("name", ["single", "tp2·pp2", "tp2·cp2·ep4"])
 def test_auxiliary_losses(ranks, folder, batch, with_auxiliary, name):
     """The same micro-batches in every layout: the load-balancing loss is not linear in a micro-batch."""
     layout = LAYOUTS[name]
