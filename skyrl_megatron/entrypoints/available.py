@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.base import default_of, get_path, owner_of
+from skyrl_megatron.config.hf_model import read_hf_config
 from skyrl_megatron.errors import ConfigError, Problem
 
 NOT_AVAILABLE: Mapping[str, str] = {
@@ -26,6 +27,9 @@ NOT_AVAILABLE: Mapping[str, str] = {
 }
 """Keys → the feature that they belong to. A run that sets one ends with an error instead of doing something else."""
 
+NOT_PUBLISHED = frozenset({"gpt_oss"})
+"""Families whose experts the engines take in another form than rows of Megatron's tensors."""
+
 
 def require_available(cfg: SkyRLTrainConfig) -> None:
     """Raise ConfigError naming every setting of a feature that no code acts on yet."""
@@ -35,5 +39,10 @@ def require_available(cfg: SkyRLTrainConfig) -> None:
         value = get_path(cfg, key)
         if value != default_of(type(section), name):
             problems.append(Problem(key, value, f"{feature}: not available in this version; leave it at its default"))
+    key = "trainer.policy.model.path"
+    path = get_path(cfg, key)
+    family = ((read_hf_config(path, key) if path else None) or {}).get("model_type")
+    if family in NOT_PUBLISHED:
+        problems.append(Problem(key, path, f"weights of {family} cannot be given to engines in this version"))
     if problems:
         raise ConfigError(problems)

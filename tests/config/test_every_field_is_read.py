@@ -109,3 +109,11 @@ def test_a_run_refuses_what_is_still_to_come(key):
     setattr(owner_of(cfg, key)[0], name, "x" if default is None else values.get(type(default), "x"))
     with pytest.raises(ConfigError, match=f"(?s){key}=.*not available in this version"):
         require_available(cfg)
+
+
+def test_a_run_refuses_families_that_engines_cannot_be_given(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt_oss"}')
+    cfg = SkyRLTrainConfig()
+    cfg.trainer.policy.model.path = str(tmp_path)
+    with pytest.raises(ConfigError, match="weights of gpt_oss cannot be given to engines"):
+        require_available(cfg)
