@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -81,6 +82,7 @@ class Episode:
         self.error: str | None = None
         self.metrics: dict[str, Any] = {}
         self.closed = False
+        self._inside = threading.RLock()  # a cancelled episode is closed while its last call may be under way
         self.started = self.asked = time.perf_counter()
         self.llm_seconds = self.env_seconds = 0.0
 
@@ -189,15 +191,19 @@ class Episode:
         return list(messages)
 
     def _step(self, text: str, last: bool) -> Any:
-        step = self.env.step(text)
-        if last or (isinstance(step, Mapping) and step.get("done")):
-            self._close()
-        return step
+        with self._inside:
+            step = self.env.step(text)
+            if last or (isinstance(step, Mapping) and step.get("done")):
+                self._close()
+            return step
 
     def _close(self) -> None:
-        self.closed = True
-        self.metrics = dict(self.env.get_metrics()) if hasattr(self.env, "get_metrics") else {}
-        self.env.close()
+        with self._inside:
+            if self.closed:
+                return
+            self.closed = True
+            self.metrics = dict(self.env.get_metrics()) if hasattr(self.env, "get_metrics") else {}
+            self.env.close()
 
     def _text_of(self, generation: Generation) -> tuple[str, bool]:
         skip = bool(self.rules.sampling.get("skip_special_tokens", True))

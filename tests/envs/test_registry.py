@@ -1,11 +1,8 @@
-"""Registration, tools, and environments of an installed ``skyrl_gym``."""
+"""Registration, tools, and the pool in which environments run."""
 
 import asyncio
-import importlib.util
-import sys
 import threading
 import time
-import types
 
 import pytest
 
@@ -103,35 +100,6 @@ def test_tools_share_the_state_of_their_group():
         made._execute_tool("other", "add", [1])
     with pytest.raises(ValueError, match="has no tool 'sub'"):
         made._execute_tool("counter", "sub", [1])
-
-
-@pytest.fixture
-def skyrl_gym(monkeypatch):
-    """The installed package where there is one, else a stand-in with the registry that it has."""
-    if importlib.util.find_spec("skyrl_gym"):
-        return importlib.import_module("skyrl_gym")
-    registry: dict = {}
-    spec = types.SimpleNamespace
-    gym = types.ModuleType("skyrl_gym")
-    gym.__spec__ = importlib.util.spec_from_loader("skyrl_gym", loader=None)
-    gym.register = lambda id, entry_point: registry.update({id: spec(id=id, entry_point=entry_point, kwargs={})})
-    gym.deregister = registry.pop
-    registration = types.ModuleType("skyrl_gym.envs.registration")
-    registration.registry = registry
-    monkeypatch.setitem(sys.modules, "skyrl_gym", gym)
-    monkeypatch.setitem(sys.modules, "skyrl_gym.envs.registration", registration)
-    return gym
-
-
-def test_environments_of_an_installed_gym_work_by_their_id(skyrl_gym):
-    skyrl_gym.register(id="of-the-gym", entry_point=f"{__name__}:Echo")
-    try:
-        assert "of-the-gym" in envs.registered()
-        assert envs.make("of-the-gym", env_config={}, extras={}).step("x")["reward"] == 1.0
-    finally:
-        skyrl_gym.deregister("of-the-gym")
-    with pytest.raises(DataError, match="no environment 'of-the-gym'"):
-        envs.make("of-the-gym")
 
 
 # ------------------------------------------------------- the pool

@@ -1,7 +1,7 @@
 """An engine that plays back scripted tokens, tokenizers of four chat styles, and an environment that talks back.
 
 The engine is a fake on purpose: token-exact expectations need to know what was sampled. Generation by a real engine is
-tested in test_vllm.py.
+tested in tests/inference and tests/job.
 """
 
 from __future__ import annotations
