@@ -7,8 +7,9 @@ file needs and refuses all others.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -34,9 +35,16 @@ ALLOWED = {
 }  # fmt: skip
 
 
-class _Unpickler(pickle.Unpickler):
+class AllowListUnpickler(pickle.Unpickler):
+    """Loads nothing but the ``allowed`` (module, name) pairs. Raises ``pickle.UnpicklingError`` for all others."""
+
+    def __init__(self, file: BinaryIO, allowed: Collection[tuple[str, str]] = ALLOWED) -> None:
+        super().__init__(file)
+        self._allowed = allowed
+
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in ALLOWED:
+        """See the class."""
+        if (module, name) not in self._allowed:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
         return super().find_class(module, name)
 
@@ -47,7 +55,7 @@ def read_metadata(folder: Path) -> Metadata:
     path = folder / ".metadata"
     try:
         with path.open("rb") as file:
-            value = _Unpickler(file).load()
+            value = AllowListUnpickler(file).load()
     except OSError as error:
         raise BridgeError(f"{path}: {error.strerror}; save or import the checkpoint again") from error
     except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError, IndexError, KeyError) as error:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from bridges.metadata import ALLOWED
+from bridges.metadata import AllowListUnpickler
 from skyrl_megatron.errors import CheckpointError
 
 _DAMAGE = (
@@ -22,21 +22,10 @@ _DAMAGE = (
 )  # fmt: skip
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, allowed: set[tuple[str, str]]) -> None:
-        super().__init__(io.BytesIO(data))
-        self._allowed = allowed
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in self._allowed:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-        return super().find_class(module, name)
-
-
 def read_metadata(data: bytes, path: str) -> Metadata:
     """``.metadata`` of a torch_dist folder. ``path`` is for messages. Raises CheckpointError."""
     try:
-        value = _Unpickler(data, ALLOWED).load()
+        value = AllowListUnpickler(io.BytesIO(data)).load()
     except _DAMAGE as error:
         raise CheckpointError(f"{path} is not the metadata of a checkpoint ({error}): refused") from error
     if not isinstance(value, Metadata) or not isinstance(value.storage_data, dict):
@@ -49,7 +38,7 @@ def read_common_state(data: bytes, path: str) -> dict[str, Any]:
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
-            value = _Unpickler(archive.read(name), {("collections", "OrderedDict")}).load()
+            value = AllowListUnpickler(io.BytesIO(archive.read(name)), {("collections", "OrderedDict")}).load()
     except (StopIteration, *_DAMAGE) as error:
         raise CheckpointError(f"{path}: common_state is not plain values ({error}): refused") from error
     if not (isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict)):
