@@ -80,17 +80,16 @@ def _run_job(
         world_size=world_size,
         timeout=datetime.timedelta(seconds=timeout_s),
     )
-    try:
-        result = body(*args, **kwargs)
-        dist.barrier()
-        return result
-    finally:
-        mpu = sys.modules.get("megatron.core.parallel_state")
-        if mpu is not None:
-            mpu.destroy_model_parallel()
-        dist.destroy_process_group()
-        _drop_graphs()
-        gc.collect()
+    result = body(*args, **kwargs)
+    dist.barrier()
+    # Only now: after an error the process is killed, and its groups stay open until its own report is out.
+    mpu = sys.modules.get("megatron.core.parallel_state")
+    if mpu is not None:
+        mpu.destroy_model_parallel()
+    dist.destroy_process_group()
+    _drop_graphs()
+    gc.collect()
+    return result
 
 
 def _drop_graphs() -> None:
