@@ -101,7 +101,7 @@ def test_interrupt_leaves_nothing_under_the_final_name(number, tmp_path):
     save_file({name: torch.zeros(shape) for name, shape in Plan.of(config).hf.items()}, hf / "model.safetensors")
     command = ["nice", "-n", "19", sys.executable, "-m", "bridges", "import", "--hf", str(hf), "--out", str(out)]
     for _ in range(10):
-        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts)
         deadline = time.monotonic() + 60
         while not out.exists() and not written(tmp_path):
             assert process.poll() is None and time.monotonic() < deadline, "the import never started to write"
@@ -113,6 +113,11 @@ def test_interrupt_leaves_nothing_under_the_final_name(number, tmp_path):
         shutil.rmtree(out)
     assert process.returncode == 130 and "interrupted" in err and "Traceback" not in err
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def heed_interrupts():
+    """Shells start what runs in the background deaf to SIGINT, and children inherit it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def written(folder):
