@@ -13,6 +13,7 @@ import httpx
 
 from skyrl_megatron.errors import EngineError, EngineGoneError, RequestError, WeightSyncError
 from skyrl_megatron.inference.protocol import Announced, Generation, PauseMode, SampleRequest
+from skyrl_megatron.inference.settings import INITIAL_VERSION
 from skyrl_megatron.weight_sync.announcement import plain_announcement
 
 TOKENS = "/inference/v1/generate"
@@ -61,6 +62,7 @@ class RemoteEngine:
         [unscaled] = await self.score([1, entry["token_id"]])
         if abs(unscaled - entry["logprob"]) < 1e-6 and unscaled < -1e-3:
             raise EngineError(self._missing("--logprobs-mode processed_logprobs"))
+        await self.set_version(INITIAL_VERSION)
 
     async def shutdown(self) -> None:
         """Close the connections; the server runs on."""

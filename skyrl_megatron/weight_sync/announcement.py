@@ -17,6 +17,9 @@ from skyrl_megatron.errors import WeightSyncError
 from skyrl_megatron.weight_sync.bucket import TensorMeta
 
 NAMED_IN_MESSAGES = 5
+FUSED_EXPERTS = frozenset({"qwen3_moe"})
+"""Families whose experts travel as one tensor a layer: vLLM loads them three times as fast as one by one
+(``benchmarks/weight_sync.py``). Those of which a test with a real engine says so."""
 _FUSED = re.compile(r"^(?P<layer>.*\.experts)\.(?P<projection>gate_up_proj|down_proj)$")
 Shape = tuple[int, ...]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from skyrl_megatron.errors import WeightSyncError
 from skyrl_megatron.runtime.local_weights import local_weights
 from skyrl_megatron.runtime.model_build import ModelChunks
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
+from skyrl_megatron.weight_sync.announcement import FUSED_EXPERTS
 from skyrl_megatron.weight_sync.bucket import TensorMeta
 from skyrl_megatron.weight_sync.source import Part, Run, as_rows, dtype_name
 
@@ -20,7 +22,8 @@ type Runs = tuple[Run, ...]
 
 
 class MegatronSource:
-    """What a rank of ``model`` contributes: HF names and shapes, experts one by one, in module order.
+    """What a rank of ``model`` contributes: HF names and shapes in module order. Experts travel one by one, or, where
+    engines take them so (``announcement.FUSED_EXPERTS``), as rows of one tensor for all experts of the layer.
 
     Of the ranks that hold shares or copies of a tensor, the first of the first replica contributes it: every pipeline
     stage its layers, every expert-parallel rank its experts. A value head is left out, engines have none.
@@ -52,10 +55,28 @@ class MegatronSource:
             key = (entry.bound, size, len(share))
             if key not in known:
                 known[key] = rows_of_shares(entry, size, share)
-            for number, (piece, runs) in enumerate(zip(entry.hf, known[key], strict=True)):
-                meta = TensorMeta(piece.name, dtype_name(share), piece.shape, position=place - len(entry.hf) + number)
+            first = place - len(entry.hf)
+            for number, (name, shape, rows, runs) in enumerate(self._tensors(entry, known[key])):
+                meta = TensorMeta(name, dtype_name(share), shape, rows, position=first + number)
                 parts.append(Part(meta, share, runs, over if size > 1 else None))
         return parts
+
+    def _tensors(
+        self, entry: Entry, pieces: tuple[Runs, ...]
+    ) -> Iterator[tuple[str, tuple[int, ...], tuple[int, int] | None, Runs]]:
+        """(name, shape, rows, runs) of what engines get of an entry, whose HF tensors are ``pieces``."""
+        if entry.expert is None or self.model.hf.config["model_type"] not in FUSED_EXPERTS:
+            for piece, runs in zip(entry.hf, pieces, strict=True):
+                yield piece.name, piece.shape, None, runs
+            return
+        layer, _, _ = entry.hf[0].name.rpartition(f".{entry.expert}.")
+        height, width = entry.hf[0].shape
+        joined = [
+            replace(run, start=number * height + run.start) for number, runs in enumerate(pieces) for run in runs
+        ]
+        shape = (self.model.config.num_moe_experts, len(pieces) * height, width)
+        name = "gate_up_proj" if len(pieces) == 2 else "down_proj"
+        yield f"{layer}.{name}", shape, (entry.expert, entry.expert + 1), tuple(joined)
 
     def addresses(self) -> list[int]:
         """See ``WeightSource``."""

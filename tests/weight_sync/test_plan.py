@@ -25,10 +25,25 @@ def sent_by_rank(folder, other, world, layout):
     return announced, syncs
 
 
+def one_by_one(tensors):
+    """Experts as they are on disk."""
+    for name, tensor in tensors.items():
+        layer, _, kind = name.rpartition(".")
+        if kind == "gate_up_proj":
+            for expert, (gate, up) in enumerate(both.chunk(2) for both in tensor):
+                yield f"{layer}.{expert}.gate_proj.weight", gate
+                yield f"{layer}.{expert}.up_proj.weight", up
+        elif kind == "down_proj":
+            yield from ((f"{layer}.{expert}.down_proj.weight", down) for expert, down in enumerate(tensor))
+        else:
+            yield name, tensor
+
+
 def check(ranks, tmp_path, model_type, world, layout, **overrides):
     import torch
     from safetensors.torch import load_file
 
+    from skyrl_megatron.weight_sync.announcement import FUSED_EXPERTS
     from tests.weight_sync.recording import received
 
     folders = [write_tiny_model(model_type, tmp_path / str(seed), seed, **overrides) for seed in (0, 1)]
@@ -36,6 +51,8 @@ def check(ranks, tmp_path, model_type, world, layout, **overrides):
     for number, folder in enumerate(folders):
         buckets = [syncs[number] for _, syncs in results]
         found, _ = received([announced for announced, _ in results], buckets, BUCKET_BYTES)
+        assert any(name.endswith(".experts.down_proj") for name in found) == (model_type in FUSED_EXPERTS)
+        found = dict(one_by_one(found))
         expected = load_file(folder / "model.safetensors")
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
