@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from pathlib import Path
+
+import psutil
+import torch
 
 from skyrl_megatron.weight_sync.vllm_compat import WorkerExtension
 
@@ -12,32 +16,42 @@ class LoadOnly(WorkerExtension):
     """The exchange without the exchange."""
 
     def bench_hold(self, folder: str) -> None:
-        """Read a folder into memory."""
+        """Read a folder into memory, twice: as it is, and with one tensor for all experts of a layer."""
         from safetensors.torch import load_file
 
-        self.bench_tensors = {
-            k: v.clone() for path in Path(folder).glob("*.safetensors") for k, v in load_file(path).items()
-        }
+        tensors = {k: v.clone() for path in Path(folder).glob("*.safetensors") for k, v in load_file(path).items()}
+        self.bench_tensors = {False: tensors, True: experts_fused(tensors)}
 
-    def bench_fuse_experts(self) -> None:
-        """One tensor for all experts of a layer in place of one for each."""
-        import torch
-
-        held, experts = self.bench_tensors, {}
-        for name in [name for name in held if ".experts." in name]:
-            layer, rest = name.split(".experts.")
-            number, kind, _ = rest.split(".")
-            experts.setdefault(f"{layer}.experts", {})[kind, int(number)] = held.pop(name)
-        for layer, found in experts.items():
-            count = len(found) // 3
-            both = [torch.cat([found.pop(("gate_proj", n)), found.pop(("up_proj", n))]) for n in range(count)]
-            held[f"{layer}.gate_up_proj"] = torch.stack(both)
-            held[f"{layer}.down_proj"] = torch.stack([found.pop(("down_proj", n)) for n in range(count)])
-
-    def bench_load(self) -> float:
+    def bench_load(self, fused: bool) -> float:
         """Seconds for start, load and finish."""
         began = time.perf_counter()
         self.weight_transfer_engine.start_weight_update()
-        self.model_runner.model.load_weights(iter(self.bench_tensors.items()))
+        self.model_runner.model.load_weights(iter(self.bench_tensors[fused].items()))
         self.weight_transfer_engine.finish_weight_update()
         return time.perf_counter() - began
+
+    def bench_forget_peak(self) -> None:
+        """The peak of memory is from now on, above what is held now."""
+        self.bench_before = psutil.Process().memory_info().rss
+        Path("/proc/self/clear_refs").write_text("5")
+
+    def bench_peak(self) -> int:
+        """Bytes beyond those held before."""
+        lines = Path("/proc/self/status").read_text().splitlines()
+        peak = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) << 10
+        return peak - self.bench_before
+
+
+def experts_fused(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``gate_up_proj`` [E, 2·ffn, H] and ``down_proj`` [E, H, ffn] of a layer in place of each expert's tensors."""
+    held, experts = dict(tensors), defaultdict(dict)
+    for name in [name for name in held if ".experts." in name]:
+        layer, rest = name.split(".experts.")
+        number, kind, _ = rest.split(".")
+        experts[f"{layer}.experts"][kind, int(number)] = held.pop(name)
+    for layer, found in experts.items():
+        count = len(found) // 3
+        both = [torch.cat([found["gate_proj", n], found["up_proj", n]]) for n in range(count)]
+        held[f"{layer}.gate_up_proj"] = torch.stack(both)
+        held[f"{layer}.down_proj"] = torch.stack([found["down_proj", n] for n in range(count)])
+    return held

@@ -2,10 +2,11 @@
 
     python benchmarks/weight_sync.py [--rounds 5] [--bucket-mib 16]
 
-A trainer process sends, one vLLM engine receives, on this machine. In one run, medians of the rounds: a publication
+A Megatron rank sends, one vLLM engine receives, on this machine. In one run, medians of the rounds: a publication
 (pause, transfer with checksums, finish, resume); vLLM loading the same tensors from its own memory (start, load,
-finish: nothing travels); a raw broadcast of the same bytes; the checksums of a side; the fixed cost, from a model of
-2 MB; and what a tensor costs the sender, from many small ones.
+finish: nothing travels), experts one by one as on disk and as one tensor a layer; a raw broadcast of the same bytes;
+the checksums of a side; what sender and receiver hold beyond their models; the fixed cost, from a model of 2 MB; and
+what a tensor costs the sender, from many small ones.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -40,25 +42,31 @@ LARGE = dict(
 
 
 def trainer(pipe: Any, bucket_bytes: int) -> None:
-    """Answers the calls of ``weight_sync/handles.py`` with the tensors of a folder, held in memory."""
+    """Answers the calls of ``weight_sync/handles.py`` with a folder's model in one Megatron rank."""
     import psutil
     import torch
-    from safetensors.torch import load_file
+    import torch.distributed as dist
 
+    from skyrl_megatron.config.layout import ParallelConfig
+    from skyrl_megatron.runtime import cpu_seam, parallel_state
+    from skyrl_megatron.runtime.hf_load import load_hf
+    from skyrl_megatron.runtime.model_build import build_model
     from skyrl_megatron.weight_sync import sender as sending
-    from skyrl_megatron.weight_sync.source import StateSource
+    from skyrl_megatron.weight_sync.megatron_source import MegatronSource
     from skyrl_megatron.weight_sync.transport import open_transport
 
     torch.set_num_threads(1)
+    cpu_seam.install()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    groups = parallel_state.initialize(ParallelConfig(world_size=1))
     process, sender, address = psutil.Process(), None, ("", 0)
     while (job := pipe.recv()) is not None:
         method, *arguments = job
         answer: Any = None
         if method == "load":
-            tensors = {
-                k: v.clone() for path in Path(arguments[0]).glob("*.safetensors") for k, v in load_file(path).items()
-            }
-            sender = sending.WeightSender(StateSource(tensors), bucket_bytes=bucket_bytes)
+            model = build_model(arguments[0], groups, dtype=torch.bfloat16)
+            load_hf(model, arguments[0], groups)
+            sender = sending.WeightSender(MegatronSource(model, groups), bucket_bytes=bucket_bytes)
             before = process.memory_info().rss
         elif method == "metadata":
             answer = list(sender.metadata())
@@ -171,17 +179,23 @@ async def measure(folder: Path, rank: Rank, rounds: int, bucket_bytes: int) -> d
     publisher = WeightPublisher(pool, [rank], hf_config=config, dtype="bfloat16", bucket_bytes=bucket_bytes)
     engine = pool.slots[0].engine._llm
     await engine.collective_rpc("bench_hold", args=(str(folder),))
-    found: dict[str, list[float]] = {"publication": [], "transfer": [], "load only": []}
+    found: dict[str, list[float]] = defaultdict(list)
     report = await publisher.publish("first")
     for number in range(rounds):
+        await engine.collective_rpc("bench_forget_peak")
         report = await publisher.publish(str(number))
+        found["receiver"].append((await engine.collective_rpc("bench_peak"))[0])
         found["publication"].append(report.total_seconds)
         found["transfer"].append(report.seconds["transfer"] + report.seconds["finish"])
-        found["load only"].append((await engine.collective_rpc("bench_load"))[0])
-    await engine.collective_rpc("bench_fuse_experts")
-    found["load only, experts fused"] = [(await engine.collective_rpc("bench_load"))[0] for _ in range(rounds)]
+        for name, fused in (("load only, one by one", False), ("load only", True)):
+            await engine.collective_rpc("bench_forget_peak")
+            found[name].append((await engine.collective_rpc("bench_load", args=(fused,)))[0])
+            found[f"memory of {name}"].append((await engine.collective_rpc("bench_peak"))[0])
     await pool.shutdown()
-    return {name: statistics.median(values) for name, values in found.items()} | {"bytes": report.nbytes}
+    return {name: statistics.median(values) for name, values in found.items()} | {
+        "bytes": report.nbytes,
+        "largest": max(meta.whole_nbytes for meta in rank.ask("metadata")),
+    }
 
 
 def main() -> None:
@@ -217,20 +231,29 @@ def main() -> None:
         fixed = asyncio.run(measure(small, rank, args.rounds, bucket_bytes))
     pipe.send(None)
     process.join(10)
-    rate = {name: nbytes / seconds / 1e6 for name, seconds in found.items() if name != "bytes"}
+    seconds = {name: found[name] for name in ("publication", "transfer", "load only", "load only, one by one")}
+    rate = {name: nbytes / value / 1e6 for name, value in seconds.items()}
     print(f"{nbytes / 1e6:.0f} MB in buckets of {bucket_bytes >> 20} MiB")
-    print(f"publication, checksums included   {found['publication'] * 1e3:7.0f} ms   {rate['publication']:6.0f} MB/s")
-    print(f"  of which transfer and finish    {found['transfer'] * 1e3:7.0f} ms   {rate['transfer']:6.0f} MB/s")
-    print(f"load only, nothing travels        {found['load only'] * 1e3:7.0f} ms   {rate['load only']:6.0f} MB/s")
-    one = found["load only, experts fused"]
-    print(f"  experts of a layer as one tensor{one * 1e3:7.0f} ms   {nbytes / one / 1e6:6.0f} MB/s")
+    for name, text in (
+        ("publication", "publication, checksums included"),
+        ("transfer", "  of which transfer and finish"),
+        ("load only", "load only, nothing travels"),
+        ("load only, one by one", "  expert by expert, as on disk"),
+    ):
+        print(f"{text:33s} {seconds[name] * 1e3:7.0f} ms   {rate[name]:6.0f} MB/s")
     print(f"raw broadcast                     {raw * 1e3:7.0f} ms   {nbytes / raw / 1e6:6.0f} MB/s")
-    print(f"publication against load only     {rate['publication'] / rate['load only']:.2f} (wanted: at least 0.65)")
+    for name, text in (("load only", "load only"), ("load only, one by one", "expert by expert")):
+        print(f"publication against {text:17s} {rate['publication'] / rate[name]:7.2f} (wanted: at least 0.65)")
     print(
         f"checksums of one side             {sums * 1e3:7.0f} ms = {sums / found['publication']:.1%} (wanted: < 10 %)"
     )
     print(
         f"sender's extra memory             {memory / 1e6:7.0f} MB = {memory / bucket_bytes:.1f} buckets (wanted: 2)"
+    )
+    beyond, largest = found["receiver"] - found["memory of load only"], found["largest"]
+    print(
+        f"receiver's peak beyond load only  {beyond / 1e6:7.0f} MB "
+        f"(wanted: 2 buckets and the largest module, {(2 * bucket_bytes + largest) / 1e6:.0f} MB)"
     )
     print(f"sender's cost per tensor          {per_tensor * 1e6:7.2f} µs (wanted: 2); planned in {plan * 1e6:.0f} µs")
     cost = fixed["publication"] - fixed["load only"]

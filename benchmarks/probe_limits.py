@@ -1,0 +1,160 @@
+"""How far trainer and engine are apart in bfloat16, with equal weights and with planted faults: the probe's limits.
+
+    python benchmarks/probe_limits.py [--probes 20] [--families qwen3_moe …]
+
+For each family, a random model in bfloat16 in a vLLM engine and in a Megatron rank scores the probe's tokens
+(``weight_sync/probe.py``). A limit must lie above what equal weights show, in every probe, and below what a fault
+shows: two experts of one layer swapped, one expert of one layer stale, the output layer stale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+
+DTYPE = "bfloat16"
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe, hidden 1024, 32 experts top-4": (
+        "qwen3_moe",
+        dict(
+            hidden_size=1024,
+            num_hidden_layers=8,
+            num_experts=32,
+            num_experts_per_tok=4,
+            moe_intermediate_size=512,
+            num_attention_heads=16,
+            num_key_value_heads=4,
+            head_dim=64,
+        ),
+    ),
+    "mixtral": ("mixtral", {}),
+    "olmoe": ("olmoe", {}),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "qwen3": ("qwen3", {}),
+}
+
+
+class Trainer:
+    """A folder's model in one Megatron rank, in bfloat16."""
+
+    def __init__(self, folder: Path) -> None:
+        import torch
+
+        from skyrl_megatron.config import SkyRLTrainConfig
+        from skyrl_megatron.runtime import engine as runtime
+
+        runtime.parameter_dtype = lambda cfg: torch.bfloat16  # which it takes on GPUs only
+        self.folder = folder
+        cfg = SkyRLTrainConfig.from_cli_overrides({"trainer.ref.model.path": str(folder)})
+        self.engine = runtime.MegatronEngine(cfg, "ref")
+
+    def score(self, token_ids: list[int]) -> list[float]:
+        """Log-probs of tokens 1 … n−1."""
+        import torch
+
+        from skyrl_megatron.types import TrainingBatch
+
+        tokens = torch.tensor([token_ids])
+        ones = torch.ones(1, len(token_ids) - 1)
+        batch = TrainingBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), ones, ones)
+        return self.engine.compute_logprobs(batch, temperature=1.0)[0].tolist()
+
+    def plant(self, fault: str) -> bool:
+        """Change the weights; False where the family has nothing to change."""
+        import torch
+
+        from skyrl_megatron.runtime.local_weights import local_weights
+
+        weights = {weight.name: weight.tensor for weight in local_weights(self.engine.model, self.engine.groups)}
+        with torch.no_grad():
+            if fault == "output layer stale":
+                weights["output_layer.weight"].normal_(std=float(weights["output_layer.weight"].std()))
+                return True
+            kinds = [f"decoder.layers.2.mlp.experts.{{}}.linear_fc{number}.weight" for number in (1, 2)]
+            if kinds[0].format(1) not in weights:
+                return False
+            for kind in kinds:
+                one, other = weights[kind.format(1)], weights[kind.format(2)]
+                if fault == "two experts swapped":
+                    swap(one, other)
+                else:
+                    one.normal_(std=float(one.std()))
+        return True
+
+    def restore(self) -> None:
+        """The folder's weights again."""
+        from skyrl_megatron.runtime.hf_load import load_hf
+
+        load_hf(self.engine.model, self.folder, self.engine.groups)
+
+
+def swap(one: Any, other: Any) -> None:
+    """Exchange two tensors' contents."""
+    kept = one.clone()
+    one.copy_(other)
+    other.copy_(kept)
+
+
+async def measure(folder: Path, vocab_size: int, probes: int) -> dict[str, tuple[list[float], list[float]]]:
+    """Condition → (largest, mean) difference of each probe."""
+    from skyrl_megatron.inference.settings import EngineSettings
+    from skyrl_megatron.inference.vllm_engine import VLLMEngine
+    from skyrl_megatron.weight_sync.probe import gap, probe_tokens
+
+    engine = VLLMEngine(EngineSettings(str(folder), dtype=DTYPE, max_model_len=128, kv_cache_bytes=64 << 20))
+    await engine.start()
+    tokens = [probe_tokens(vocab_size, seed) for seed in range(probes)]
+    engines = [await engine.score(ids) for ids in tokens]
+    await engine.shutdown()
+    trainer = Trainer(folder)
+    found = {}
+    for condition in ("equal weights", "one expert stale", "two experts swapped", "output layer stale"):
+        if condition == "equal weights" or trainer.plant(condition):
+            gaps = [gap(trainer.score(ids), theirs) for ids, theirs in zip(tokens, engines, strict=True)]
+            found[condition] = ([g.largest for g in gaps], [g.mean for g in gaps])
+            trainer.restore()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--probes", type=int, default=20)
+    parser.add_argument("--families", nargs="*", default=list(FAMILIES), choices=list(FAMILIES), metavar="FAMILY")
+    args = parser.parse_args()
+
+    import torch.distributed as dist
+
+    from skyrl_megatron.weight_sync.probe import limit_of
+    from tests.support.tiny_models import VOCAB_SIZE, write_tiny_model
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    limit = limit_of(DTYPE)
+    print(
+        f"limits for {DTYPE}: largest {limit.largest:g}, mean {limit.mean:g}; nats, smallest to largest of all probes"
+    )
+    for name in args.families:
+        family, sizes = FAMILIES[name]
+        with tempfile.TemporaryDirectory() as root:
+            folder = write_tiny_model(family, Path(root) / "model", dtype=DTYPE, **sizes)
+            found = asyncio.run(measure(folder, VOCAB_SIZE, args.probes))
+        print(name)
+        for condition, (largest, mean) in found.items():
+            print(
+                f"  {condition:20s} largest {min(largest):6.3f} … {max(largest):6.3f}   "
+                f"mean {min(mean):6.4f} … {max(mean):6.4f}"
+            )
+
+
+if __name__ == "__main__":
+    main()
