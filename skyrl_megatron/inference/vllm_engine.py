@@ -20,6 +20,7 @@ from skyrl_megatron.inference.engine_log import child_output, last_errors
 from skyrl_megatron.inference.protocol import Announced, Generation, PauseMode, SampleRequest
 from skyrl_megatron.inference.settings import INITIAL_VERSION, EngineSettings, cpu_bytes_needed, hf_config
 from skyrl_megatron.inference.vllm_requests import generation_of, refusals, sampling_parameters
+from skyrl_megatron.weight_sync import vllm_processes
 from skyrl_megatron.weight_sync.announcement import plain_announcement
 
 __all__ = ["EngineSettings", "VLLMEngine"]
@@ -49,6 +50,8 @@ class VLLMEngine:
         settings = self.settings
         hf = hf_config(settings.model)
         _require_memory(settings)
+        if not device.has_cuda():
+            vllm_processes.start_server()  # it imports vLLM while this process does
         from skyrl_megatron.weight_sync import vllm_compat
 
         os.environ.update(vllm_compat.worker_environment())
@@ -66,7 +69,8 @@ class VLLMEngine:
                     loggers = vllm_compat.ray_stat_loggers() if settings.ray_prometheus_stats else None
                     return vllm_compat.AsyncLLM.from_engine_args(args, stat_loggers=loggers)
                 finally:
-                    self._processes = [p for p in psutil.Process().children(recursive=True) if p not in before]
+                    started = [p for p in psutil.Process().children(recursive=True) if p not in before]
+                    self._processes = sorted(started, key=lambda process: process.create_time())
 
         try:
             self._llm = await asyncio.wait_for(asyncio.to_thread(launch), settings.start_timeout_s)

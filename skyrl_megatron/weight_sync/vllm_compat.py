@@ -7,7 +7,6 @@ registers our weight-transfer backend, before the model is built.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partialmethod
@@ -32,10 +31,13 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor import multiproc_executor
 from vllm.v1.sample.sampler import Sampler
 
+from skyrl_megatron.weight_sync import vllm_processes
 from skyrl_megatron.weight_sync.bucket import DEFAULT_BUCKET_BYTES, TensorMeta
 from skyrl_megatron.weight_sync.receiver import WeightReceiver
 from skyrl_megatron.weight_sync.transport import DEFAULT_TIMEOUT_S, default_transport, open_transport
@@ -65,7 +67,7 @@ def worker_environment() -> dict[str, str]:
     shared = {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
     if current_platform.is_cpu():
         # The default binding pins every engine to the first core and asserts as many NUMA nodes as tp ranks.
-        shared |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        shared |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": vllm_processes.omp_threads()}
     return shared
 
 
@@ -262,7 +264,14 @@ def wait_without_spinning() -> None:
     SpinCondition.wait = wait  # type: ignore[method-assign]
 
 
+def fork_engine_processes() -> None:
+    """Engine cores and workers are forked from a process that has imported vLLM, instead of importing it each."""
+    for module in (engine_utils, multiproc_executor):
+        module.get_mp_context = vllm_processes.EngineContext  # type: ignore[attr-defined]
+
+
 if current_platform.is_cpu():
+    fork_engine_processes()
     repack_experts_after_reload()
     wait_without_spinning()
 with contextlib.suppress(ValueError):  # registered already
