@@ -23,7 +23,9 @@ def sampling_parameters(request_id: str, sampling: Mapping[str, Any]) -> Any:
     keys["logprobs"] = None if keys.get("logprobs", 0) is None else 0
     keys.setdefault("detokenize", bool(keys.get("stop")))
     with refusals(request_id):
-        return vllm_compat.SamplingParams(**keys, output_kind=vllm_compat.RequestOutputKind.FINAL_ONLY)
+        return vllm_compat.SamplingParams(
+            **keys, output_kind=vllm_compat.RequestOutputKind.FINAL_ONLY, skip_clone=True
+        )
 
 
 def generation_of(final: Any) -> Generation:

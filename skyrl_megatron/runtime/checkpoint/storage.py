@@ -72,10 +72,6 @@ class LocalStorage:
         """A file for reading, unbuffered. Raises FileNotFoundError."""
         return cast(IO[bytes], open(path, "rb", buffering=0))
 
-    def expect(self, file: IO[bytes], start: int, count: int) -> None:
-        """Let the kernel read a range ahead, while what came before is being used."""
-        os.posix_fadvise(file.fileno(), start, count, os.POSIX_FADV_WILLNEED)
-
     def read(self, path: str) -> bytes:
         """All of a small file. Raises FileNotFoundError."""
         with open(path, "rb") as file:
@@ -197,9 +193,6 @@ class ObjectStorage:
     def open(self, path: str) -> IO[bytes]:
         """An object for reading by ranges. Raises FileNotFoundError."""
         return cast(IO[bytes], self._files.open(self._at(path), "rb", cache_type="none"))
-
-    def expect(self, file: IO[bytes], start: int, count: int) -> None:
-        """Object stores do not read ahead."""
 
     def read(self, path: str) -> bytes:
         """All of a small object. Raises FileNotFoundError."""
