@@ -110,6 +110,7 @@ async def measure(folder: Path, vocab_size: int, probes: int) -> dict[str, tuple
     """Condition → (largest, mean) difference of each probe."""
     from skyrl_megatron.inference.settings import EngineSettings
     from skyrl_megatron.inference.vllm_engine import VLLMEngine
+    from skyrl_megatron.runtime import parallel_state
     from skyrl_megatron.weight_sync.probe import gap, probe_tokens
 
     engine = VLLMEngine(EngineSettings(str(folder), dtype=DTYPE, max_model_len=128, kv_cache_bytes=64 << 20))
@@ -124,6 +125,7 @@ async def measure(folder: Path, vocab_size: int, probes: int) -> dict[str, tuple
             gaps = [gap(trainer.score(ids), theirs) for ids, theirs in zip(tokens, engines, strict=True)]
             found[condition] = ([g.largest for g in gaps], [g.mean for g in gaps])
             trainer.restore()
+    parallel_state.destroy()
     return found
 
 

@@ -90,8 +90,9 @@ class EngineProcess(context.ForkServerProcess):
     def run(self) -> None:
         """See ``multiprocessing.Process``."""
         threading.Thread(target=_end_with, args=(self._starter,), name="end with the starter", daemon=True).start()
-        os.environ.clear()
-        os.environ.update(self._environment)
+        for name in os.environ.keys() - self._environment.keys():
+            del os.environ[name]
+        os.environ.update({n: value for n, value in self._environment.items() if os.environ.get(n) != value})
         self._output.take()
         # workers, which this process starts, come from the same server
         _server._forkserver_address = self._server_address

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -30,10 +34,12 @@ def failing(loop, settings):
     from skyrl_megatron.inference.vllm_engine import VLLMEngine
 
     before = {process.pid for process in psutil.Process().children(recursive=True)}
+    helpers = ("resource_tracker", "forkserver")  # these stay; what the fork server forks is not our child
     with pytest.raises(EngineError) as caught:
         loop(VLLMEngine(settings).start(), 590)
-    left = [p.name() for p in psutil.Process().children(recursive=True) if p.pid not in before]
-    assert not [name for name in left if "resource_tracker" not in name and name.startswith("VLLM")], left
+    left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
+    left = [p for p in left if p.ppid() != os.getpid() or not any(h in " ".join(p.cmdline()) for h in helpers)]
+    assert not left, left
     return str(caught.value)
 
 
@@ -62,6 +68,42 @@ def test_an_engine_that_fails_at_start_says_why(loop, tmp_path):
     error = failing(loop, tiny_settings(model))
     assert str(model) in error and "vLLM did not start" in error
     assert "size" in error or "shape" in error, error  # vLLM's own words
+
+
+ENGINE = """
+import asyncio, sys
+from skyrl_megatron.inference.vllm_engine import VLLMEngine
+from tests.support.engines import tiny_settings
+
+async def work():
+    engine = VLLMEngine(tiny_settings(sys.argv[1]))
+    await engine.start()
+    print(*engine.process_ids(), flush=True)
+    await asyncio.sleep(600)
+
+if __name__ == "__main__":
+    asyncio.run(work())
+"""
+
+
+def test_engine_processes_end_with_their_owner_however_it_ends(tmp_path):
+    """An engine without Ray, whose process is killed."""
+    import psutil
+
+    model = write_tiny_model("qwen3_moe", tmp_path)
+    (tmp_path / "owner.py").write_text(ENGINE)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", str(tmp_path / "owner.py"), str(model)]
+    owner = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
+    assert owner.stdout is not None
+    said = next((line for line in owner.stdout if line.replace(" ", "").strip().isdigit()), "")
+    started = [psutil.Process(int(number)) for number in said.split()]
+    everything = psutil.Process(owner.pid).children(recursive=True)
+    assert len(started) == 2 and set(started) <= set(everything)
+    owner.kill()
+    owner.wait(10)
+    _, left = psutil.wait_procs(everything, 30)
+    assert not left, left
 
 
 def test_too_little_memory_is_said_before_anything_starts(loop, tmp_path):
