@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
@@ -32,9 +33,9 @@ class _Call:
 class _Worker(threading.Thread):
     """Takes calls until it is told to end or given up."""
 
-    def __init__(self, calls: SimpleQueue[_Call | None]) -> None:
+    def __init__(self, calls: SimpleQueue[_Call | None], answers: _Answers) -> None:
         super().__init__(name="environment", daemon=True)
-        self.calls, self.given_up = calls, False
+        self.calls, self.answers, self.given_up = calls, answers, False
 
     def run(self) -> None:
         while not self.given_up and (call := self.calls.get()) is not None:
@@ -45,7 +46,41 @@ class _Worker(threading.Thread):
                 result, error = None, raised
             call.started = None
             if not self.given_up:
-                _answer(call.future, result, error)
+                self.answers.put(call.future, result, error)
+
+
+class _Answers:
+    """Results on their way to the event loop that waits for them. To wake a loop is a system call, and a change of
+    threads: it is woken once for all that have come until it runs."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
+        self._woken: asyncio.AbstractEventLoop | None = None
+
+    def put(self, future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+        """From any thread."""
+        self._waiting.append((future, result, error))
+        loop = future.get_loop()
+        if self._woken is loop:
+            return
+        self._woken = loop
+        try:
+            loop.call_soon_threadsafe(self._deliver)
+        except RuntimeError:
+            pass  # the loop is closed: nobody waits
+
+    def _deliver(self) -> None:
+        self._woken = None  # from here on whoever puts something wakes the loop again
+        while self._waiting:
+            future, result, error = self._waiting.popleft()
+            if future.done() or future.get_loop().is_closed():  # the caller was cancelled, had given up, or is gone
+                continue
+            if error is None:
+                future.set_result(result)
+            elif isinstance(error, Exception) and not isinstance(error, StopIteration):
+                future.set_exception(error)
+            else:  # SystemExit and the like are the environment's, not ours; a future cannot carry StopIteration
+                future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
 
 class EnvPool:
@@ -59,6 +94,7 @@ class EnvPool:
         self.abandoned = 0
         """Calls given up so far."""
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._answers = _Answers()
         self._open: set[_Call] = set()
         self._threads = 0
         self._watched: asyncio.AbstractEventLoop | None = None
@@ -94,7 +130,7 @@ class EnvPool:
 
     def _start_worker(self) -> None:
         self._threads += 1
-        _Worker(self._calls).start()
+        _Worker(self._calls, self._answers).start()
 
     def _give_up_on_hung(self, loop: asyncio.AbstractEventLoop) -> None:
         now = time.monotonic()
@@ -111,22 +147,3 @@ class EnvPool:
             loop.call_later(self._interval, self._give_up_on_hung, loop)
         else:
             self._watched = None
-
-
-def _answer(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    """Hand a result over to the event loop that waits for it."""
-
-    def deliver() -> None:
-        if future.done():  # the caller was cancelled, or had given up
-            return
-        if error is None:
-            future.set_result(result)
-        elif isinstance(error, Exception) and not isinstance(error, StopIteration):
-            future.set_exception(error)
-        else:  # SystemExit and the like are the environment's, not ours; a future cannot carry StopIteration
-            future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
-
-    try:
-        future.get_loop().call_soon_threadsafe(deliver)
-    except RuntimeError:
-        pass  # the loop is closed: nobody waits
