@@ -233,7 +233,7 @@ def await_line(process, text):
 def test_a_run_that_is_ended_leaves_nothing_and_loses_nothing(folder, number):
     """SIGTERM saves the last whole step; after kill -9 the last checkpoint counts. Both are gone within a minute."""
     before = descendants()
-    process = runs.start(folder, SLOW, trainer__max_training_steps=200, trainer__ckpt_interval=2)
+    process = runs.start(folder, SLOW, trainer__epochs=20, trainer__max_training_steps=200, trainer__ckpt_interval=2)
     children = []
     try:
         await_line(process, "step 3/200")
