@@ -22,21 +22,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 
+from benchmarks.weight_sync import LARGE  # noqa: E402
+
 DTYPE = "bfloat16"
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {}),
     "qwen3_moe, hidden 1024, 32 experts top-4": (
         "qwen3_moe",
-        dict(
-            hidden_size=1024,
-            num_hidden_layers=8,
-            num_experts=32,
-            num_experts_per_tok=4,
-            moe_intermediate_size=512,
-            num_attention_heads=16,
-            num_key_value_heads=4,
-            head_dim=64,
-        ),
+        LARGE,
     ),
     "mixtral": ("mixtral", {}),
     "olmoe": ("olmoe", {}),

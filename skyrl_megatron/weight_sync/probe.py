@@ -21,8 +21,9 @@ class Limit:
 
 LIMITS = {"float32": Limit(1e-4, 1e-4), "bfloat16": Limit(2.0, 0.15), "float16": Limit(1.0, 0.05)}
 """In fp32 trainer and engine agree to rounding. In half precision a router's near-ties fall either way and move single
-log-probs far: their mean is what tells. Measured for bfloat16 by ``benchmarks/probe_limits.py``: equal weights up to
-1.1 and 0.12, a stale module from 2.0 and 0.73 on."""
+log-probs far: their mean is what tells. Measured for bfloat16 by ``benchmarks/probe_limits.py``: small models
+with equal weights up to 1.1 and 0.12, a stale output layer from 2.0 and 0.73 on. A wide random one with 32 experts is
+above the limits with equal weights."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -279,3 +279,25 @@ def check_manifest(checkpoint):
     assert set(manifest["files"]) == files - {"MANIFEST.json"}
     state = checkpoint / "policy" / "state.json"
     assert manifest["files"]["policy/state.json"]["blake3"] == [blake3.blake3(state.read_bytes()).hexdigest()]
+
+
+def test_a_file_is_closed_while_it_is_read_ahead(tmp_path):
+    """As after damage in its first block: the thread that reads ahead ends, wherever it is."""
+    import threading
+
+    from skyrl_megatron.runtime.checkpoint.host_memory import HostBuffer
+    from skyrl_megatron.runtime.checkpoint.manifest import BLOCK_BYTES, hash_bytes
+    from skyrl_megatron.runtime.checkpoint.storage import open_storage
+    from skyrl_megatron.runtime.checkpoint.verified_file import VerifiedFile
+
+    content = bytes(range(256)) * (BLOCK_BYTES // 256) * 8
+    (tmp_path / "file").write_bytes(content)
+    storage, entry = open_storage(tmp_path), hash_bytes(content)
+    for number in range(20):
+        file = VerifiedFile(storage, storage.path("file"), entry, HostBuffer(), [(0, len(content))])
+        if number % 2:
+            assert bytes(file.read(1, 9)) == content[1:9]
+        closing = threading.Thread(target=file.close, daemon=True)
+        closing.start()
+        closing.join(30)
+        assert not closing.is_alive()

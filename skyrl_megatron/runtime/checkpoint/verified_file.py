@@ -88,6 +88,7 @@ class _ReadAhead:
         self, file: IO[bytes], path: str, requests: list[tuple[int, int]], memory: memoryview, slot_bytes: int
     ) -> None:
         self._file, self._path, self._requests = file, path, requests
+        self._stopped = False
         self._free: queue.Queue[memoryview | None] = queue.Queue()
         for start in range(0, len(memory), slot_bytes):
             self._free.put(memory[start : start + slot_bytes])
@@ -99,7 +100,7 @@ class _ReadAhead:
         try:
             for start, stop in self._requests:
                 slot = self._free.get()
-                if slot is None:
+                if slot is None or self._stopped:
                     return
                 self._file.seek(start)
                 read_into(self._file, slot[: stop - start], self._path)
@@ -119,8 +120,7 @@ class _ReadAhead:
 
     def close(self) -> None:
         """Stop reading and close the file."""
-        while not self._free.empty():
-            self._free.get()
+        self._stopped = True
         self._free.put(None)
         self._thread.join()
         self._file.close()
