@@ -3,8 +3,8 @@
     python benchmarks/probe_limits.py [--probes 20] [--families qwen3_moe …]
 
 For each family, a random model in bfloat16 in a vLLM engine and in a Megatron rank scores the probe's tokens
-(``weight_sync/probe.py``). A limit must lie above what equal weights show, in every probe, and below what a fault
-shows: two experts of one layer swapped, one expert of one layer stale, the output layer stale.
+(``weight_sync/probe.py``). Its mean difference must be within the limit with equal weights, in every probe, and should
+not be with a fault: two experts of one layer swapped, one expert of one layer stale, the output layer stale.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import asyncio
 import os
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,16 +53,13 @@ class Trainer:
         cfg = SkyRLTrainConfig.from_cli_overrides({"trainer.ref.model.path": str(folder)})
         self.engine = runtime.MegatronEngine(cfg, "ref")
 
-    def score(self, token_ids: list[int]) -> list[float]:
+    def score(self, token_ids: list[int], *, nudge: float = 0.0) -> list[float]:
         """Log-probs of tokens 1 … n−1."""
-        import torch
+        from skyrl_megatron.runtime.scoring import score_tokens
 
-        from skyrl_megatron.types import TrainingBatch
-
-        tokens = torch.tensor([token_ids])
-        ones = torch.ones(1, len(token_ids) - 1)
-        batch = TrainingBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), ones, ones)
-        return self.engine.compute_logprobs(batch, temperature=1.0)[0].tolist()
+        scores = score_tokens(self.engine, token_ids, nudge=nudge)
+        assert scores is not None
+        return scores
 
     def plant(self, fault: str) -> bool:
         """Change the weights; False where the family has nothing to change."""
@@ -99,12 +97,23 @@ def swap(one: Any, other: Any) -> None:
     other.copy_(kept)
 
 
-async def measure(folder: Path, vocab_size: int, probes: int) -> dict[str, tuple[list[float], list[float]]]:
-    """Condition → (largest, mean) difference of each probe."""
+@dataclass(frozen=True)
+class Probe:
+    """One probe's outcome: mean differences in nats."""
+
+    gap: float
+    """Between trainer and engine."""
+    rounding: float
+    """Between the trainer's own scores and its nudged ones."""
+    passes: bool
+
+
+async def measure(folder: Path, vocab_size: int, probes: int) -> dict[str, list[Probe]]:
+    """Condition → its probes."""
     from skyrl_megatron.inference.settings import EngineSettings
     from skyrl_megatron.inference.vllm_engine import VLLMEngine
     from skyrl_megatron.runtime import parallel_state
-    from skyrl_megatron.weight_sync.probe import gap, probe_tokens
+    from skyrl_megatron.weight_sync.probe import HALF_EPSILON, gap, limit_of, probe_tokens
 
     engine = VLLMEngine(EngineSettings(str(folder), dtype=DTYPE, max_model_len=128, kv_cache_bytes=64 << 20))
     await engine.start()
@@ -115,8 +124,11 @@ async def measure(folder: Path, vocab_size: int, probes: int) -> dict[str, tuple
     found = {}
     for condition in ("equal weights", "one expert stale", "two experts swapped", "output layer stale"):
         if condition == "equal weights" or trainer.plant(condition):
-            gaps = [gap(trainer.score(ids), theirs) for ids, theirs in zip(tokens, engines, strict=True)]
-            found[condition] = ([g.largest for g in gaps], [g.mean for g in gaps])
+            found[condition] = []
+            for ids, theirs in zip(tokens, engines, strict=True):
+                ours = trainer.score(ids)
+                apart, rounding = gap(ours, theirs), gap(ours, trainer.score(ids, nudge=HALF_EPSILON[DTYPE]))
+                found[condition].append(Probe(apart.mean, rounding.mean, apart.within(limit_of(DTYPE, rounding))))
             trainer.restore()
     parallel_state.destroy()
     return found
@@ -130,24 +142,26 @@ def main() -> None:
 
     import torch.distributed as dist
 
-    from skyrl_megatron.weight_sync.probe import limit_of
+    from skyrl_megatron.weight_sync.probe import HALF_LIMITS, ROUNDINGS
     from tests.support.tiny_models import VOCAB_SIZE, write_tiny_model
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    limit = limit_of(DTYPE)
-    print(
-        f"limits for {DTYPE}: largest {limit.largest:g}, mean {limit.mean:g}; nats, smallest to largest of all probes"
-    )
+    print(f"limit for {DTYPE}: a mean of {HALF_LIMITS[DTYPE]:g}, or {ROUNDINGS:g} times rounding")
+    print("nats, smallest to largest of all probes")
     for name in args.families:
         family, sizes = FAMILIES[name]
         with tempfile.TemporaryDirectory() as root:
             folder = write_tiny_model(family, Path(root) / "model", dtype=DTYPE, **sizes)
             found = asyncio.run(measure(folder, VOCAB_SIZE, args.probes))
         print(name)
-        for condition, (largest, mean) in found.items():
+        for condition, of in found.items():
+            gaps, roundings = [probe.gap for probe in of], [probe.rounding for probe in of]
+            times = [probe.gap / probe.rounding for probe in of]
             print(
-                f"  {condition:20s} largest {min(largest):6.3f} … {max(largest):6.3f}   "
-                f"mean {min(mean):6.4f} … {max(mean):6.4f}"
+                f"  {condition:20s} mean {min(gaps):.3f} … {max(gaps):.3f}   rounding {min(roundings):.3f} … "
+                f"{max(roundings):.3f}   times rounding {min(times):.1f} … {max(times):.1f}   "
+                f"within the limit {sum(probe.passes for probe in of)} of {len(of)}",
+                flush=True,
             )
 
 

@@ -54,9 +54,10 @@ def get_rollout_metrics(
 
 def turn_lengths(loss_masks: Sequence[Tokens]) -> np.ndarray:
     """Lengths of all runs of ones: the turns of the policy, over all rows."""
-    edges = [np.diff(np.asarray(mask, dtype=bool).astype(np.int8), prepend=0, append=0) for mask in loss_masks]
-    runs = [np.flatnonzero(edge == -1) - np.flatnonzero(edge == 1) for edge in edges]
-    return np.concatenate(runs) if runs else np.zeros(0, np.int64)
+    end = np.zeros(1, bool)
+    flat = np.concatenate([end, *(part for mask in loss_masks for part in (np.asarray(mask, dtype=bool), end))])
+    edges = np.diff(flat.astype(np.int8))
+    return np.flatnonzero(edges == -1) - np.flatnonzero(edges == 1)
 
 
 def _environment_metrics(env_metrics: Sequence[Mapping[str, Any]], env_classes: Sequence[str]) -> dict[str, float]:

@@ -89,6 +89,7 @@ class ChatFormat:
         self.marks_answers = template is not None and _GENERATION_TAG.search(template) is not None
         """Whether the template says which of its text is the assistant's (``{% generation %}``)."""
         self._after_answer = lru_cache(maxsize=1024)(self._tokenize_after_answer)
+        self._prompt = lru_cache(maxsize=256)(self._tokenize_prompt)  # a prompt comes as often as it is sampled
 
     @cached_property
     def end_token(self) -> int:
@@ -99,15 +100,17 @@ class ChatFormat:
 
     def prompt(self, messages: ConversationType, *, generation_prompt: bool = True) -> list[int]:
         """Tokens of a conversation, by default with the beginning of the next answer."""
-        return self.tokenizer.encode(self._render(messages, generation_prompt), add_special_tokens=False)
+        if _is_plain(messages):
+            return list(self._prompt(_pairs(messages), generation_prompt))
+        return self._text_prompt(messages, generation_prompt)
 
     def after_answer(self, observations: ConversationType) -> list[int]:
         """Tokens between a turn and the next: the end of the answer, the observations, the next answer's beginning.
 
         The first of them is the end token, where the template has one; leave it out if it was sampled.
         """
-        if all(m.keys() == {"role", "content"} and isinstance(m["content"], str) for m in observations):
-            return list(self._after_answer(tuple((m["role"], m["content"]) for m in observations)))
+        if _is_plain(observations):
+            return list(self._after_answer(_pairs(observations)))
         return self._text_after_answer(observations)
 
     def observation(self, observations: ConversationType) -> list[int]:
@@ -142,8 +145,14 @@ class ChatFormat:
             roles = [message.get("role") for message in messages]
             raise DataError(f"the chat template cannot render a conversation with roles {roles}: {error}") from error
 
-    def _tokenize_after_answer(self, observations: tuple[tuple[str, str], ...]) -> tuple[int, ...]:
-        return tuple(self._text_after_answer([{"role": role, "content": text} for role, text in observations]))
+    def _tokenize_prompt(self, messages: _Pairs, generation_prompt: bool) -> tuple[int, ...]:
+        return tuple(self._text_prompt(_messages(messages), generation_prompt))
+
+    def _text_prompt(self, messages: ConversationType, generation_prompt: bool) -> list[int]:
+        return self.tokenizer.encode(self._render(messages, generation_prompt), add_special_tokens=False)
+
+    def _tokenize_after_answer(self, observations: _Pairs) -> tuple[int, ...]:
+        return tuple(self._text_after_answer(_messages(observations)))
 
     def _text_after_answer(self, observations: ConversationType) -> list[int]:
         text = self._render([*_STAND_IN, *observations], True)
@@ -151,3 +160,19 @@ class ChatFormat:
         if not found:
             raise DataError("the chat template leaves assistant messages out: it cannot be used for several turns")
         return self.tokenizer.encode(after, add_special_tokens=False)
+
+
+type _Pairs = tuple[tuple[str, str], ...]
+"""Messages of a role and a text alone, as keys of a cache."""
+
+
+def _is_plain(messages: ConversationType) -> bool:
+    return all(m.keys() == {"role", "content"} and isinstance(m["content"], str) for m in messages)
+
+
+def _pairs(messages: ConversationType) -> _Pairs:
+    return tuple((message["role"], message["content"]) for message in messages)
+
+
+def _messages(pairs: _Pairs) -> ConversationType:
+    return [{"role": role, "content": text} for role, text in pairs]

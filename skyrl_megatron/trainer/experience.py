@@ -57,6 +57,12 @@ def mini_batches(batch: TrainingBatch, prompts: int) -> list[TrainingBatch]:
     return [batch.select(range(start, end)) for start, end in zip(starts, ends, strict=True)]
 
 
+def counted_rows(batch: TrainingBatch) -> TrainingBatch:
+    """The rows with a token to train on: the others add nothing to loss or gradients. All, when there is none."""
+    rows = batch.loss_mask.any(dim=1).nonzero().flatten()
+    return batch.select(rows.numpy()) if 0 < len(rows) < len(batch) else batch
+
+
 def rollout_gap(batch: TrainingBatch) -> Metrics:
     """|log-prob of the trainer − log-prob of the engine| over the tokens trained on; {} without the engine's."""
     if batch.rollout_logprobs is None or batch.old_logprobs is None:

@@ -290,6 +290,8 @@ class RayPPOTrainer:
     def train_critic_and_policy(self, batch: TrainingBatch) -> None:
         """``update_epochs_per_batch`` passes over the mini-batches, an optimizer step each."""
         parts = experience.mini_batches(batch, self.cfg.trainer.policy_mini_batch_size)
+        if not self.cfg.trainer.policy.megatron_config.moe_aux_loss_coeff:  # which counts every token that is routed
+            parts = [experience.counted_rows(part) for part in parts]
         with self.phases("policy_train"):
             staged = [self.policy.stage(part) for part in parts]
             results = [

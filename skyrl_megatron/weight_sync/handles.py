@@ -25,8 +25,10 @@ class TrainerRank(Protocol):
     async def send_weights(self) -> list[int]:
         """Checksum of each bucket sent (``WeightSender.send``)."""
 
-    async def score(self, token_ids: Sequence[int]) -> list[float] | None:
-        """Log-probs of tokens 1 … n−1 at temperature 1, nats, on a rank that has them; None on the others."""
+    async def score(self, token_ids: Sequence[int], *, nudge: float = 0.0) -> list[float] | None:
+        """Log-probs of tokens 1 … n−1 at temperature 1, nats, on a rank that has them; None on the others.
+
+        ``nudge``: relative change of every embedding first (``runtime/scoring.py``)."""
 
     async def make_room(self) -> None:
         """Free the GPU memory that engines on the same GPUs need. Called only if they share them."""

@@ -22,7 +22,7 @@ from skyrl_megatron.errors import EngineError, WeightSyncError
 from skyrl_megatron.weight_sync.announcement import check_complete
 from skyrl_megatron.weight_sync.bucket import DEFAULT_BUCKET_BYTES, TensorMeta
 from skyrl_megatron.weight_sync.handles import Pool, SyncReport, TrainerRank
-from skyrl_megatron.weight_sync.probe import gap, is_due, limit_of, probe_tokens
+from skyrl_megatron.weight_sync.probe import HALF_EPSILON, Limit, gap, is_due, limit_of, probe_tokens
 from skyrl_megatron.weight_sync.transport import default_transport
 
 log = logging.getLogger(__name__)
@@ -219,23 +219,24 @@ class WeightPublisher:
         published, or never."""
         due = is_due(self.syncs, self.probe_interval)
         tokens = probe_tokens(int(self.hf_config["vocab_size"]), self.syncs)
-        scored = await self._all_ranks("probe", lambda rank: rank.score(tokens)) if due else []
+        expected = await self._expected(tokens) if due else None
         if self.shared_gpus:
             await self._all_ranks("make room", lambda rank: rank.make_room())
             await self._each(slots, "wake cache", lambda engine: engine.wake(["kv_cache"]))
-        if not due:
+        if expected is None:
             return
-        trainer = next(logprobs for logprobs in scored if logprobs is not None)
+        trainer, limit = expected
         await self._each(slots, "probe", lambda engine: engine.resume())
         engines = await self._each(slots, "probe", lambda engine: engine.score(tokens))
         await self._each(slots, "probe", lambda engine: engine.pause("keep"))
-        limit, wrong = limit_of(self.dtype), {}
+        wrong = {}
         for slot, logprobs in zip(slots, engines, strict=True):
             report.gaps[slot.name] = found = gap(trainer, logprobs)
             if not found.within(limit):
                 wrong[slot] = (
                     f"log-probs of {len(tokens)} tokens differ from the trainer's by up to {found.largest:.2e}, on "
-                    f"average {found.mean:.2e}; limits for {self.dtype} are {limit.largest:g} and {limit.mean:g}"
+                    f"average {found.mean:.2e}; the limit {'on average' if limit.of_mean else 'for each'} is "
+                    f"{limit.nats:.2g} in {self.dtype}"
                 )
         if len(wrong) == len(slots):
             raise WeightSyncError(
@@ -244,6 +245,17 @@ class WeightPublisher:
             )
         if wrong:
             raise _EnginesLost("probe", wrong)
+
+    async def _expected(self, tokens: list[int]) -> tuple[list[float], Limit]:
+        """The trainer's scores, and how far an engine's may be from them."""
+
+        async def score(nudge: float) -> list[float]:
+            scored = await self._all_ranks("probe", lambda rank: rank.score(tokens, nudge=nudge))
+            return next(logprobs for logprobs in scored if logprobs is not None)
+
+        trainer, epsilon = await score(nudge=0.0), HALF_EPSILON.get(self.dtype)
+        rounding = gap(trainer, await score(nudge=epsilon)) if epsilon else None
+        return trainer, limit_of(self.dtype, rounding)
 
     # ------------------------------------------------------------------ failures
     async def _mend(self, restarts: Counter[Any], failures: list[str]) -> None:

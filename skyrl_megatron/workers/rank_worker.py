@@ -150,17 +150,11 @@ class RankWorker:
         """Send this rank's tensors; returns the checksum of each bucket."""
         return self.sender.send()
 
-    def score(self, token_ids: Sequence[int]) -> list[float] | None:
-        """Log-probs of tokens 1 … n−1 at temperature 1, nats, on the first replica's rank that collects."""
-        import torch
+    def score(self, token_ids: Sequence[int], nudge: float) -> list[float] | None:
+        """See ``runtime/scoring.py``."""
+        from skyrl_megatron.runtime.scoring import score_tokens
 
-        from skyrl_megatron.types import TrainingBatch
-
-        tokens = torch.tensor([token_ids])
-        ones = torch.ones(1, len(token_ids) - 1)
-        batch = TrainingBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), ones, ones)
-        logprobs = self.engine.compute_logprobs(batch, temperature=1.0)
-        return logprobs[0].tolist() if self.engine.is_collection_rank and self.engine.dp_rank == 0 else None
+        return score_tokens(self.engine, token_ids, nudge=nudge)
 
     def make_room(self) -> None:
         """Free GPU memory for engines on the same GPU, until the next training pass."""

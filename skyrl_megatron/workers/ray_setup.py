@@ -22,6 +22,7 @@ from skyrl_megatron.algorithms.registry import sync_registries
 from skyrl_megatron.config.role_layout import active_roles, engine_ranks, role_world_size
 from skyrl_megatron.errors import LaunchError
 from skyrl_megatron.workers.ports import LOOPBACK
+from skyrl_megatron.workers.ray_guard import guard_agents
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -115,6 +116,7 @@ def _start(slots: int, environment: dict[str, Any], store_bytes: int | None, *, 
                 runtime_env=environment,
                 _node_ip_address=LOOPBACK,
             )
+            guard_agents()
             return
         except Exception as error:
             ray.shutdown()

@@ -57,8 +57,8 @@ class PolicyRank:
         sums: list[int] = await self._call("send_weights")
         return sums
 
-    async def score(self, token_ids: Sequence[int]) -> list[float] | None:
-        scores: list[float] | None = await self._call("score", list(token_ids))
+    async def score(self, token_ids: Sequence[int], *, nudge: float = 0.0) -> list[float] | None:
+        scores: list[float] | None = await self._call("score", list(token_ids), nudge)
         return scores
 
     async def make_room(self) -> None:

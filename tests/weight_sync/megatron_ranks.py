@@ -71,16 +71,10 @@ class Rank:
     def send_weights(self):
         return self.sender.send()
 
-    def score(self, token_ids):
-        import torch
+    def score(self, token_ids, nudge):
+        from skyrl_megatron.runtime.scoring import score_tokens
 
-        from skyrl_megatron.types import TrainingBatch
-
-        tokens = torch.tensor([token_ids])
-        ones = torch.ones(1, len(token_ids) - 1)
-        batch = TrainingBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), ones, ones)
-        logprobs = self.engine.compute_logprobs(batch, temperature=1.0)
-        return logprobs[0].tolist() if self.engine.is_collection_rank and self.engine.dp_rank == 0 else None
+        return score_tokens(self.engine, token_ids, nudge=nudge)
 
 
 class MegatronRanks:
@@ -149,8 +143,8 @@ class Handle:
     async def send_weights(self):
         return await self("send_weights")
 
-    async def score(self, token_ids):
-        return await self("score", list(token_ids))
+    async def score(self, token_ids, *, nudge=0.0):
+        return await self("score", list(token_ids), nudge)
 
     async def make_room(self):
         raise AssertionError("nobody shares a GPU")

@@ -139,7 +139,8 @@ class TrainerProcess:
     async def send_weights(self):
         return await asyncio.to_thread(self._ask, "send")
 
-    async def score(self, token_ids):
+    async def score(self, token_ids, *, nudge=0.0):
+        assert not nudge, "in fp32 nobody asks how far rounding goes"
         from tests.support.engines import reference_logprobs
 
         return await asyncio.to_thread(reference_logprobs, self.folder, token_ids)
