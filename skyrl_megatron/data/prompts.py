@@ -87,6 +87,11 @@ class PromptDataset:
         messages, env_class = extras.pop(self.prompt_key), extras.pop(self.env_class_key, None)
         return [_without_nulls(message) for message in messages], env_class, extras, str(number)
 
+    def env_classes(self, default: str) -> set[str]:
+        """Environments that the rows ask for; ``default`` for rows that name none."""
+        named = self.rows.unique(self.env_class_key) if self.env_class_key in self.rows.column_names else [None]
+        return {name or default for name in named}
+
     def collate_fn(self, items: Sequence[tuple[Any, Any, Any, str]]) -> list[dict[str, Any]]:
         """Items as entries ``{prompt, env_class, env_extras, uid}``."""
         return [

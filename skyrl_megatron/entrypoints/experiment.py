@@ -10,6 +10,7 @@ import ray
 
 from skyrl_megatron.config.run_folder import save_config
 from skyrl_megatron.entrypoints.available import require_available
+from skyrl_megatron.envs import registry
 from skyrl_megatron.rollout.generator import SkyRLGymGenerator
 from skyrl_megatron.trainer import RayPPOTrainer
 from skyrl_megatron.trainer.tracking import Tracking
@@ -66,7 +67,9 @@ class BasePPOExp:
         return Engines(self.cfg, self.colocate_pg["engines"] if local else None)
 
     def get_generator(self, cfg: SkyRLTrainConfig, tokenizer: Any, inference_engine_client: Any) -> Any:
-        """What turns prompts into trajectories."""
+        """What turns prompts into trajectories. Raises DataError for environments that are not registered."""
+        for dataset in filter(None, (self.train_dataset, self.eval_dataset)):
+            registry.require(dataset.env_classes(cfg.environment.env_class))
         return SkyRLGymGenerator(
             cfg.generator,
             cfg.environment.skyrl_gym,

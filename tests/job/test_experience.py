@@ -14,3 +14,15 @@ def test_prompts_with_one_reward_throughout_leave_the_loss():
     alike = batch([1.0, 1.0, 0.0, 0.0])
     assert mask_groups_without_variety(alike) == 4.0
     assert alike.loss_mask.sum().item() == 6.0, "a step needs at least one token to train on"
+
+
+def test_rows_without_a_token_to_train_on_are_left_out():
+    from skyrl_megatron.data.batch import collate
+    from skyrl_megatron.trainer.experience import counted_rows
+
+    batch = collate([[1]] * 3, [[2, 3], [2], [4]], uids=["a", "b", "c"], rewards=[1.0, 0.0, 1.0])
+    assert counted_rows(batch) is batch
+    batch.loss_mask[1] = 0
+    assert counted_rows(batch).uids == ["a", "c"]
+    batch.loss_mask[:] = 0
+    assert counted_rows(batch) is batch, "an optimizer step takes at least one row"

@@ -282,14 +282,15 @@ register("broken", Broken)
 
 @pytest.mark.full_matrix
 def test_mistakes_that_show_late_are_one_message_too(folder):
-    """A reward that is no number, and an engine that was told to build another model than the trainer's."""
+    """A reward that is no number; an engine told to compute with fewer experts than the trainer."""
     before = descendants()
     failed = runs.run(folder, NAN, environment__env_class="broken")
     assert failed.returncode == 1, failed.err[-4000:]
     assert "'broken', trajectory" in failed.err and "the reward is nan" in failed.err
     assert "Traceback" not in failed.err
-    engine = "{max_model_len: 128, kv_cache_memory_bytes: 33554432, hf_overrides: {num_hidden_layers: 1}}"
+    engine = "{max_model_len: 128, kv_cache_memory_bytes: 33554432, hf_overrides: {num_experts_per_tok: 1}}"
     failed = runs.run(folder, generator__inference_engine__engine_init_kwargs=engine)
     assert failed.returncode == 1, failed.err[-4000:]
-    assert "layers.1." in failed.err and "Traceback" not in failed.err
+    assert "version 0 is not published" in failed.err and "disagree about what they mean" in failed.err
+    assert "Traceback" not in failed.err
     assert descendants() == before

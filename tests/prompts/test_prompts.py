@@ -65,6 +65,7 @@ def test_every_format_gives_the_same_rows(tmp_path, suffix):
         for number, row in enumerate(rows_of(5))
     ]
     assert found.collate_fn([found[1]])[0].keys() == {"prompt", "env_class", "env_extras", "uid"}
+    assert found.env_classes("aime") == {"aime", "gsm8k"}
 
 
 def test_long_prompts_are_left_out_and_counted(tmp_path):
