@@ -6,8 +6,11 @@ The only file that calls ``megatron.core.parallel_state.get_*``. Megatron's own 
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -65,7 +68,7 @@ class ProcessGroups:
 
 
 def initialize(parallel: ParallelConfig, *, timeout_s: float = 600.0, seed: int = 1234) -> ProcessGroups:
-    """Make all groups of a layout and seed Megatron's random states. Every rank calls it.
+    """Make all groups of a layout and seed all random states. Every rank calls it.
 
     ``torch.distributed`` must be initialised; ``timeout_s`` limits every collective. Redirects Megatron to the CPU
     where there is no CUDA. Raises ConfigError for an impossible layout before any group exists, DistributedError when
@@ -90,6 +93,9 @@ def initialize(parallel: ParallelConfig, *, timeout_s: float = 600.0, seed: int 
         create_gloo_process_groups=False,
     )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     return ProcessGroups(
         parallel=parallel,

@@ -208,6 +208,30 @@ def test_the_cpu_seam_is_taken_back(ranks):
     assert "CUDA" in error or "NVIDIA" in error
 
 
+def random_states(seeds):
+    import random
+
+    import numpy as np
+    import torch
+
+    from skyrl_megatron.config.layout import ParallelConfig
+    from skyrl_megatron.runtime import parallel_state
+    from skyrl_megatron.runtime.checkpoint import rng
+
+    found = []
+    for seed in seeds:
+        random.seed(), np.random.seed(), torch.seed()  # from the machine's entropy, as a new process has them
+        parallel_state.initialize(ParallelConfig(1), seed=seed)
+        found.append(rng.capture())
+        parallel_state.destroy()
+    return found
+
+
+def test_every_random_state_follows_the_seed(ranks):
+    first, again, other = ranks(1, random_states, (5, 5, 6))[0]
+    assert first == again != other
+
+
 def dying_rank(rank, port, folder, pipe):
     """A forward pass over two stages in which rank 1 dies; rank 0 tells how it ended and after how long."""
     import datetime
