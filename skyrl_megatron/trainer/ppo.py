@@ -6,6 +6,7 @@ wants done differently.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,6 +91,8 @@ class RayPPOTrainer:
                 self.init_weight_sync_state()
                 self.sync_weights()
                 self.before_training()
+                gc.collect()
+                gc.freeze()  # what lives now stays: the garbage of each step is not looked for among it
                 notify(self.callbacks, "on_train_start", self)
                 self.train_steps()
                 notify(self.callbacks, "on_train_end", self)
@@ -369,6 +372,7 @@ class RayPPOTrainer:
 
     def finish(self) -> None:
         """Complete what is being written, end the ranks, draw the report."""
+        gc.unfreeze()
         try:
             if hasattr(self, "checkpoints"):
                 self.checkpoints.finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -25,6 +26,8 @@ class EngineActor:
     async def start(self) -> list[int]:
         """Start the engine; its process ids."""
         await self.engine.start()
+        gc.collect()
+        gc.freeze()  # the garbage of requests is not looked for among what the engine keeps
         return [os.getpid(), *self.engine.process_ids()]
 
     async def generate(
