@@ -47,25 +47,21 @@ class WeightReceiver:
         """
         self.checksums, self.received_bytes = [[] for _ in self._senders], 0
         unfinished: dict[str, tuple[Tensor, int]] = {}
-        wholes = _BufferPool(self.device)
         for bucket, buffer in self._received():
             for segment in bucket.segments:
                 meta = self._senders[bucket.sender][segment.index]
-                data: Tensor | None = buffer[segment.offset : segment.offset + segment.nbytes]
+                data = buffer[segment.offset : segment.offset + segment.nbytes]
                 if segment.nbytes != meta.whole_nbytes:
-                    size = meta.whole_nbytes
-                    whole, missing = unfinished.pop(meta.name, None) or (wholes.take(size), size)
+                    whole, missing = unfinished.pop(meta.name, None) or (self._empty(meta), meta.whole_nbytes)
                     start = meta.first_byte + segment.start
                     whole[start : start + segment.nbytes].copy_(data)
                     missing -= segment.nbytes
                     if missing:
                         unfinished[meta.name] = whole, missing
-                    data = None if missing else whole
-                    del whole
-                if data is not None:
-                    yield meta.name, data.view(meta.torch_dtype).view(meta.shape)
-                del data  # the last reference held here: its memory may be used again
-            del buffer
+                        continue
+                    data = whole
+                yield meta.name, data.view(meta.torch_dtype).view(meta.shape)
+            del buffer, data  # the last references held here: the buffer may be used again
         if unfinished:
             raise WeightSyncError(f"parts of {', '.join(sorted(unfinished))} were never sent")
 
@@ -74,6 +70,9 @@ class WeightReceiver:
         for transport in self.transports:
             transport.close()
         self._buffers = _BufferPool(self.device)
+
+    def _empty(self, meta: TensorMeta) -> Tensor:
+        return torch.empty(meta.whole_nbytes, dtype=torch.uint8, device=self.device)
 
     def _received(self) -> Iterator[tuple[Bucket, Tensor]]:
         """Buckets with their bytes; one is received while the consumer has another."""
@@ -124,10 +123,10 @@ class _BufferPool:
         self._buffers: list[tuple[Tensor, int]] = []  # (buffer, references to its memory when nobody uses it)
 
     def take(self, nbytes: int) -> Tensor:
-        """[nbytes] uint8, of the smallest that is large enough."""
-        free = [buffer for buffer, idle in self._buffers if buffer.numel() >= nbytes and _references(buffer) == idle]
-        if free:
-            return min(free, key=torch.Tensor.numel)[:nbytes]
+        """[nbytes] uint8."""
+        for buffer, idle in self._buffers:
+            if buffer.numel() >= nbytes and _references(buffer) == idle:
+                return buffer[:nbytes]
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         self._buffers.append((buffer, _references(buffer)))
         return buffer[:nbytes]
