@@ -15,8 +15,8 @@ FP32_LIMIT = 1e-4
 """How far two log-probs of any token may be apart in fp32, nats."""
 HALF_EPSILON = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 """Half a unit in the last place, relative."""
-HALF_LIMITS = {"bfloat16": 0.15, "float16": 0.02}
-"""How far they may be apart on average in half precision, nats, whatever the model …"""
+HALF_LIMITS = {"bfloat16": 0.15, "float16": 0.05}
+"""How far they may be apart on average in half precision, nats, whatever the model (float16: not measured) …"""
 ROUNDINGS = 3.0
 """… and how many times as far as rounding moves the trainer's own (``runtime/scoring.py``), where that is more.
 
