@@ -187,6 +187,8 @@ async def measure(folder: Path, rank: Rank, rounds: int, bucket_bytes: int) -> d
         found["receiver"].append((await engine.collective_rpc("bench_peak"))[0])
         found["publication"].append(report.total_seconds)
         found["transfer"].append(report.seconds["transfer"] + report.seconds["finish"])
+        for phase, value in report.seconds.items():
+            found[f"phase {phase}"].append(value)
         for name, fused in (("load only, one by one", False), ("load only", True)):
             await engine.collective_rpc("bench_forget_peak")
             found[name].append((await engine.collective_rpc("bench_load", args=(fused,)))[0])
@@ -258,6 +260,9 @@ def main() -> None:
     print(f"sender's cost per tensor          {per_tensor * 1e6:7.2f} µs (wanted: 2); planned in {plan * 1e6:.0f} µs")
     cost = fixed["publication"] - fixed["load only"]
     print(f"fixed cost beyond start/finish    {cost * 1e3:7.0f} ms (wanted: < 50 ms)")
+    phases = {name.removeprefix("phase "): value for name, value in fixed.items() if name.startswith("phase ")}
+    spent = ", ".join(f"{name} {value * 1e3:.1f}" for name, value in phases.items())
+    print(f"  a publication of that model: {spent}; load only {fixed['load only'] * 1e3:.1f} ms")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def write_embedded_model(folder: Path, seed: int = 0) -> Path:
 
     The folder appears whole or not at all: it is written beside and renamed.
     """
-    recipe = {"seed": seed, "vocab_size": VOCAB_SIZE, "version": 2}
+    recipe = {"seed": seed, "vocab_size": VOCAB_SIZE, "version": 3}
     marker = folder / "embedded_model.json"
     if marker.exists() and json.loads(marker.read_text()) == recipe:
         return folder
@@ -74,8 +74,8 @@ def _write_weights(folder: Path, seed: int) -> None:
         vocab_size=VOCAB_SIZE,
         hidden_size=128,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
         head_dim=32,
         intermediate_size=256,
         moe_intermediate_size=128,

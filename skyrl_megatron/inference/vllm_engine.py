@@ -133,7 +133,7 @@ class VLLMEngine:
             try:
                 async with self._pausing:
                     if not self._paused:
-                        await self._llm.pause_generation(mode="keep", clear_cache=False)
+                        await vllm_compat.pause(self._llm, "keep")
                     for request, parameters in prepared:
                         prompt = vllm_compat.tokens_input(list(request.prompt_token_ids))
                         with refusals(request.request_id):
@@ -174,10 +174,12 @@ class VLLMEngine:
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """See the protocol. Keeps the KV cache of frozen requests."""
+        from skyrl_megatron.weight_sync import vllm_compat
+
         with self._alive():
             async with self._pausing:
                 self._paused = True
-                await self._llm.pause_generation(mode=mode, clear_cache=False)
+                await vllm_compat.pause(self._llm, mode)
 
     async def resume(self) -> None:
         """See the protocol."""

@@ -72,16 +72,17 @@ def pack(batch: TrainingBatch, groups: ProcessGroups, device: torch.device, *, p
         starts.append(starts[-1] + length)
 
     tokens = torch.zeros(total, dtype=torch.int64)
-    targets = torch.zeros(total, dtype=torch.int64)
-    positions = torch.cat([torch.arange(length) for length in padded_lengths])
     padding = torch.ones(total, dtype=torch.bool)
-    for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-        if not length:
-            continue
-        sequence = batch.sequences[row, -length:]
-        tokens[start : start + length] = sequence
-        targets[start : start + length - 1] = sequence[1:]
-        padding[start : start + length] = False
+    begins = torch.tensor(starts)
+    positions = torch.arange(total) - begins.repeat_interleave(torch.tensor(padded_lengths))
+    if len(batch):
+        sequences, counts = batch.sequences.cpu(), torch.tensor(lengths)[:, None]
+        place = torch.arange(sequences.shape[1]) - (sequences.shape[1] - counts)  # [b, T]: in its sequence; < 0: none
+        taken = (begins[:, None] + place)[place >= 0]
+        tokens[taken] = sequences[place >= 0]
+        padding[taken] = False
+    nothing_follows = torch.cat([padding[1:] | (positions[1:] == 0), padding.new_ones(1)])
+    targets = tokens.roll(-1).masked_fill(nothing_follows, 0)
 
     columns, valid = _response_index(batch, lengths, starts)
     if padded:

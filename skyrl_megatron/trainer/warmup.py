@@ -23,7 +23,7 @@ from skyrl_megatron.types import TrainingBatch
 class WarmUp:
     """How long and how fast."""
 
-    enough: float = 0.22
+    enough: float = 0.26
     """Held-out score (greedy) at which the warm-up ends …"""
     too_much: float = 0.3
     """… and which it must not exceed: the rest is for the RL steps to learn."""
@@ -32,8 +32,8 @@ class WarmUp:
     """Learning rate from half of ``enough`` on, where the score rises fast."""
     rows: int = 256
     """Answers per optimizer step."""
-    eval_interval: int = 5
-    promising: float = 0.9
+    eval_interval: int = 2
+    promising: float = 0.8
     """Loss above which there is nothing to evaluate yet, nats a token."""
     max_steps: int = 1000
 

@@ -131,6 +131,7 @@ def test_what_is_relied_on_in_vllm():
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core_client import EngineCoreClient
     from vllm.v1.sample.sampler import Sampler
 
     from skyrl_megatron.weight_sync import vllm_compat
@@ -143,8 +144,9 @@ def test_what_is_relied_on_in_vllm():
     assert "busy_loop_s" in inspect.signature(SpinCondition).parameters
     assert {"logits", "sampling_metadata"} <= set(inspect.signature(Sampler.forward).parameters)
     for method in (
-        "add_request abort pause_generation resume_generation collective_rpc update_weights start_weight_update "
+        "add_request abort resume_generation collective_rpc update_weights start_weight_update "
         "finish_weight_update init_weight_transfer_engine update_weight_version reset_prefix_cache sleep wake_up "
         "check_health shutdown"
     ).split():
         assert callable(getattr(AsyncLLM, method, None)), method
+    assert {"mode", "clear_cache"} <= set(inspect.signature(EngineCoreClient.pause_scheduler_async).parameters)
