@@ -131,7 +131,7 @@ def test_what_is_relied_on_in_vllm():
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.core_client import EngineCoreClient
+    from vllm.v1.engine.core_client import AsyncMPClient
     from vllm.v1.sample.sampler import Sampler
 
     from skyrl_megatron.weight_sync import vllm_compat
@@ -149,4 +149,4 @@ def test_what_is_relied_on_in_vllm():
         "check_health shutdown"
     ).split():
         assert callable(getattr(AsyncLLM, method, None)), method
-    assert {"mode", "clear_cache"} <= set(inspect.signature(EngineCoreClient.pause_scheduler_async).parameters)
+    assert {"mode", "clear_cache"} <= set(inspect.signature(AsyncMPClient.pause_scheduler_async).parameters)
