@@ -77,7 +77,7 @@ def pack(batch: TrainingBatch, groups: ProcessGroups, device: torch.device, *, p
     positions = torch.arange(total) - begins.repeat_interleave(torch.tensor(padded_lengths))
     if len(batch):
         sequences, counts = batch.sequences.cpu(), torch.tensor(lengths)[:, None]
-        place = torch.arange(sequences.shape[1]) - (sequences.shape[1] - counts)  # [b, T]: in its sequence; < 0: none
+        place = torch.arange(sequences.shape[1]) - (sequences.shape[1] - counts)  # [b, W]: in its sequence; < 0: none
         taken = (begins[:, None] + place)[place >= 0]
         tokens[taken] = sequences[place >= 0]
         padding[taken] = False

@@ -31,6 +31,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import PauseMode
 from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -95,10 +96,11 @@ def ray_stat_loggers() -> list[Any]:
     return [RayPrometheusStatLogger]
 
 
-async def pause(llm: AsyncLLM, mode: str) -> None:
+# ------------------------------------------------------------------ pausing
+async def pause(llm: AsyncLLM, mode: PauseMode) -> None:
     """``AsyncLLM.pause_generation`` without clearing caches, and without its 20 ms of sleep, which only let earlier
     outputs be delivered first."""
-    await llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)  # type: ignore[arg-type]
+    await llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
 
 
 # ------------------------------------------------------------------ OpenAI endpoint
