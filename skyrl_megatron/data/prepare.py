@@ -72,15 +72,15 @@ def multiply(args: argparse.Namespace) -> Iterator[tuple[str, list[Row]]]:
 def addition(args: argparse.Namespace) -> Iterator[tuple[str, list[Row]]]:
     """Sums of two numbers of ``--num-digits`` digits; the response is to be the sum and nothing else."""
     for split, pairs in _operands(args):
-        yield (
-            split,
-            [
-                make_row(
-                    "synthetic_addition", f"{a}+{b}=", "addition", str(a + b), {"split": split, "operands": [a, b]}
-                )
-                for a, b in pairs
-            ],
-        )
+        yield split, addition_rows(split, pairs)
+
+
+def addition_rows(split: str, pairs: Iterable[tuple[int, int]]) -> list[Row]:
+    """A problem for each pair of operands, in this order."""
+    return [
+        make_row("synthetic_addition", f"{a}+{b}=", "addition", str(a + b), {"split": split, "operands": [a, b]})
+        for a, b in pairs
+    ]
 
 
 def aime(args: argparse.Namespace) -> Iterator[tuple[str, list[Row]]]:
@@ -125,7 +125,7 @@ def _operands(args: argparse.Namespace) -> Iterator[tuple[str, list[tuple[int, i
     while len(chosen) < wanted:
         a, b = rng.randint(low, high), rng.randint(low, high)
         chosen[min(a, b), max(a, b)] = None
-    pairs = [pair if args.ordered or rng.random() < 0.5 else pair[::-1] for pair in chosen]
+    pairs = [pair if rng.random() < 0.5 else pair[::-1] for pair in chosen]
     yield "train", pairs[: args.train_size]
     yield "validation", pairs[args.train_size :]
 
@@ -166,7 +166,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--num-digits", "--num_digits", type=int, default=2, help="of each operand (default 2)")
     parser.add_argument("--train-size", "--train_size", type=int, default=3000, help="problems (default 3000)")
     parser.add_argument("--test-size", "--test_size", type=int, default=600, help="held out (default 600)")
-    parser.add_argument("--ordered", action="store_true", help="the smaller operand first (addition, multiply)")
     parser.add_argument("--max-turns", "--max_turns", type=int, default=5, help="of gsm8k_multi_turn (default 5)")
     parser.add_argument("--seed", type=int, default=42, help="of generated problems (default 42)")
     args = parser.parse_args(argv)

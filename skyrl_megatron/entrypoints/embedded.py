@@ -9,6 +9,7 @@ those of every run, on top of ``launch/recipes/embedded.yaml``; files are kept i
 from __future__ import annotations
 
 import os
+import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,9 +21,6 @@ from skyrl_megatron.entrypoints.command import run_command
 from skyrl_megatron.entrypoints.main_base import config_dir
 
 NEEDED_GIB = 5.0
-PROBLEMS = 90 * 91 // 2
-"""Unordered pairs of two-digit numbers."""
-HELD_OUT = PROBLEMS // 5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +43,7 @@ def arguments(args: Sequence[str]) -> list[str]:
     home = Path(os.environ.get("SKYRL_MEGATRON_HOME", "~/.cache/skyrl_megatron")).expanduser()
     folder = home / "embedded" / f"seed_{number}"
     model = write_embedded_model(folder / "model", number)
-    data = write_problems(folder / "problems", number)
+    data = write_problems(folder / "sums", number)
     return [
         f"--config={config_dir}/embedded.yaml",
         f"trainer.policy.model.path={model}",
@@ -60,12 +58,17 @@ def arguments(args: Sequence[str]) -> list[str]:
 
 
 def write_problems(folder: Path, seed: int) -> Path:
-    """All sums of two two-digit numbers, the smaller one first; a fifth held out: operand pairs never trained on."""
+    """Every two-digit sum of two two-digit numbers, in both orders: 3,240 problems. A random fifth of the pairs of
+    operands is held out in both orders."""
     from skyrl_megatron.data import prepare
 
-    sizes = [f"--train-size={PROBLEMS - HELD_OUT}", f"--test-size={HELD_OUT}", f"--seed={seed}"]
+    pairs = [(a, b) for a in range(10, 50) for b in range(a, 100 - a)]
+    random.Random(seed).shuffle(pairs)
+    held_out = len(pairs) // 5
     if not (folder / "validation.parquet").exists():
-        prepare.main(["addition", f"--output-dir={folder}", "--num-digits=2", "--ordered", *sizes])
+        for split, some in (("train", pairs[held_out:]), ("validation", pairs[:held_out])):
+            both_orders = [problem for a, b in some for problem in sorted({(a, b), (b, a)})]
+            prepare.write(prepare.addition_rows(split, both_orders), folder / f"{split}.parquet")
     return folder
 
 
