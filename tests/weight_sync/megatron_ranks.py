@@ -111,12 +111,14 @@ class MegatronRanks:
 
     def _pipe(self, rank: int):
         path, deadline = Path(self._sockets) / str(rank), time.monotonic() + ANSWER_S
-        while not path.exists():
-            if self._run.done():
-                self._run.result()
-            assert time.monotonic() < deadline, f"rank {rank} did not build its model"
-            time.sleep(0.02)
-        return Client(str(path))
+        while True:
+            try:
+                return Client(str(path))
+            except (FileNotFoundError, ConnectionRefusedError):  # no socket yet, or one that does not listen yet
+                if self._run.done():
+                    self._run.result()
+                assert time.monotonic() < deadline, f"rank {rank} did not build its model"
+                time.sleep(0.02)
 
 
 class Handle:
