@@ -23,18 +23,18 @@ from skyrl_megatron.types import TrainingBatch
 class WarmUp:
     """How long and how fast."""
 
-    enough: float = 0.26
+    enough: float = 0.24
     """Held-out score (greedy) at which the warm-up ends …"""
     too_much: float = 0.3
     """… and which it must not exceed: the rest is for the RL steps to learn."""
     lr: float = 1e-3
-    fine_lr: float = 3e-4
-    """Learning rate from half of ``enough`` on, where the score rises fast."""
+    promising: float = 0.9
+    """Loss at which the score is about to rise, nats a token; only from there on is it measured."""
+    fine_lr: float = 2e-4
+    """Learning rate from there on. The score moves by 0.05 from one measurement to the next with ``lr``."""
     rows: int = 256
     """Answers per optimizer step."""
     eval_interval: int = 2
-    promising: float = 0.8
-    """Loss above which there is nothing to evaluate yet, nats a token."""
     max_steps: int = 1000
 
 
@@ -61,7 +61,10 @@ class WarmedUpTrainer(RayPPOTrainer):
             self.take_ranks()
             staged = self.policy.stage(self.answers(rng, plan.rows))
             result = self.policy.train_mini_batch(staged, policy_loss_type="cross_entropy", use_kl_loss=False)
-            if step % plan.eval_interval or result["policy_loss"] > plan.promising:
+            if not fine and result["policy_loss"] <= plan.promising:
+                fine = True
+                self.policy.restart_schedule(lr=plan.fine_lr)
+            if not fine or step % plan.eval_interval:
                 continue
             self.sync_weights()
             score = self.eval()["eval/all/avg_score"]
@@ -69,13 +72,13 @@ class WarmedUpTrainer(RayPPOTrainer):
             self.tracker.log({f"warmup/{name}": value for name, value in measured.items()}, 0)
             if score >= plan.enough:
                 break
-            if score >= plan.enough / 2 and not fine:
-                self.policy.restart_schedule(lr=plan.fine_lr)
-                fine = True
         else:
             raise AlgorithmError(f"warm-up: held-out score {score:.3f} after {plan.max_steps} steps: raise WarmUp.lr")
         if score > plan.too_much:
-            raise AlgorithmError(f"warm-up: held-out score jumped to {score:.3f}: lower WarmUp.lr or eval_interval")
+            raise AlgorithmError(
+                f"warm-up: held-out score jumped to {score:.3f}, past {plan.too_much}: choose another trainer.seed, or "
+                "lower WarmUp.fine_lr"
+            )
         self.tracker.say(f"warm-up · {step} steps of imitation · held-out score {score:.3f}")
         self.policy.restart_schedule(total_steps=self.updates)
         self.metrics = {}
