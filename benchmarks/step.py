@@ -99,7 +99,9 @@ def ours(home: Path, scenario: Scenario, steps: int) -> list[dict[str, float]]:
     intervals = ["eval_interval=0", "ckpt_interval=0", "hf_save_interval=0", "eval_before_train=false"]
     batch = [f"train_batch_size={scenario.prompts}", f"policy_mini_batch_size={scenario.prompts}"]
     total = steps + scenario.warm + 1  # the last step saves
-    keys = [f"trainer.{key}" for key in (*intervals, *batch, f"max_training_steps={total}")]
+    plain = ["update_epochs_per_batch=1", "algorithm.zero_variance_filter=false", "algorithm.use_entropy_loss=false"]
+    keys = [f"trainer.{key}" for key in (*intervals, *batch, *plain, f"max_training_steps={total}")]
+    keys.append(f"generator.n_samples_per_prompt={SAMPLES_PER_PROMPT}")
     if scenario.shape is not None:
         keys += [
             f"trainer.policy.model.path={large_model(home / 'large', scenario.shape)}",
@@ -156,7 +158,7 @@ def rival(home: Path, scenario: Scenario, steps: int) -> None:
     torch.set_num_threads(2)
     (folder,) = (home / "embedded").iterdir()
     source = folder / "model" if scenario.shape is None else home / "large"
-    table = pandas.read_parquet(folder / "problems/train.parquet")
+    table = pandas.read_parquet(folder / "sums/train.parquet")
     rows = [
         {"prompt": [dict(message) for message in prompt], "answer": spec["ground_truth"]}
         for prompt, spec in zip(table["prompt"], table["reward_spec"], strict=True)
