@@ -76,8 +76,8 @@ class WarmedUpTrainer(RayPPOTrainer):
             raise AlgorithmError(f"warm-up: held-out score {score:.3f} after {plan.max_steps} steps: raise WarmUp.lr")
         if score > plan.too_much:
             raise AlgorithmError(
-                f"warm-up: held-out score jumped to {score:.3f}, past {plan.too_much}: choose another trainer.seed, or "
-                "lower WarmUp.fine_lr"
+                f"warm-up: held-out score jumped to {score:.3f}, past {plan.too_much}: "
+                "choose another trainer.seed, or lower WarmUp.fine_lr"
             )
         self.tracker.say(f"warm-up · {step} steps of imitation · held-out score {score:.3f}")
         self.policy.restart_schedule(total_steps=self.updates)
