@@ -77,6 +77,8 @@ class VLLMEngine:
             await self._llm.update_weight_version(INITIAL_VERSION)
             if settings.logprobs_at_temperature:
                 await self._llm.collective_rpc("skyrl_logprobs_at_temperature")
+            if arguments["enforce_eager"] and not device.has_cuda():
+                await self._llm.collective_rpc("skyrl_compile_nothing")
         except Exception as error:
             if isinstance(error, TimeoutError):
                 error = TimeoutError(f"not ready after start_timeout_s={settings.start_timeout_s:g}")

@@ -208,6 +208,11 @@ class WorkerExtension:
         """Log-probs of sampled tokens are of softmax(logits / temperature), whatever truncates the distribution."""
         Sampler.forward = _with_temperature_logprobs(Sampler.forward)
 
+    def skyrl_compile_nothing(self) -> None:
+        """``enforce_eager`` is about the model; a few functions of the sampler are compiled all the same, which on CPU
+        holds up the first log-probs of every engine by 4 s."""
+        torch._dynamo.config.disable = True
+
 
 # ------------------------------------------------------------------ log-probabilities
 def _with_temperature_logprobs(forward: Callable[..., Any]) -> Callable[..., Any]:

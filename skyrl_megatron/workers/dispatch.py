@@ -43,18 +43,18 @@ class StagedBatch:
         """The chunk of each rank."""
         return [(self.chunks[place.dp_rank],) for place in places]
 
-    def collect(self, places: Sequence[RankPlace], results: Sequence[Tensor | None]) -> Tensor:
+    def collect(self, places: Sequence[RankPlace], results: Sequence[np.ndarray | None]) -> Tensor:
         """[B, …] in the order of the batch, from the ranks that collect."""
-        out: Tensor | None = None
+        out: np.ndarray | None = None
         for place, result in zip(places, results, strict=True):
             if place.collects:
                 assert result is not None
                 if out is None:
-                    out = result.new_zeros(self.size, *result.shape[1:])
+                    out = np.zeros((self.size, *result.shape[1:]), result.dtype)
                 mine = self.rows[place.dp_rank]
-                out[torch.from_numpy(mine)] = result[: len(mine)]
+                out[mine] = result[: len(mine)]
         assert out is not None, "no rank collects"
-        return out
+        return torch.from_numpy(out)
 
 
 def stage(batch: TrainingBatch, dp_size: int, flops: ModelFlops) -> StagedBatch:

@@ -17,7 +17,6 @@ from skyrl_megatron.workers.ports import free_port
 
 if TYPE_CHECKING:
     import numpy as np
-    from torch import Tensor
 
     from skyrl_megatron.algorithms.registry import RegistryVersion
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -84,12 +83,13 @@ class RankWorker:
         """What sequences cost: the measure that batches are balanced by."""
         return self.engine.flops
 
-    def compute_logprobs(self, chunk: Arrays) -> Tensor | None:
-        """[rows, T] of this replica's rows, on the rank that collects."""
+    def compute_logprobs(self, chunk: Arrays) -> np.ndarray | None:
+        """[rows, T] of this replica's rows, on the rank that collects. An array: Megatron changes how tensors are
+        pickled, and a driver that reads one imports all of Megatron first."""
         from skyrl_megatron.workers.dispatch import from_arrays
 
         logprobs = self.engine.compute_logprobs(from_arrays(chunk))
-        return logprobs if self.engine.is_collection_rank else None
+        return logprobs.numpy() if self.engine.is_collection_rank else None
 
     def train_mini_batch(
         self, registry: RegistryVersion, algorithm: Mapping[str, Any], chunk: Arrays

@@ -24,6 +24,14 @@ def folder(tmp_path):
     return runs.prepare(tmp_path)
 
 
+SAYS_WHAT_IS_IMPORTED = """
+def finish(self):
+    RayPPOTrainer.finish(self)
+    print("the driver imports megatron:", "megatron" in sys.modules)
+Trainer.finish = finish
+"""
+
+
 def test_a_run_its_files_and_its_continuation(folder):
     """GRPO with the KL to a reference in the loss; evaluation, checkpoint, export; the second command goes on."""
     before = descendants()
@@ -33,8 +41,9 @@ def test_a_run_its_files_and_its_continuation(folder):
         "trainer__ref__megatron_config__expert_model_parallel_size": 1,
     }
     kept = {"trainer__eval_before_train": "true", "trainer__eval_interval": 2, "trainer__hf_save_interval": 2}
-    done = runs.run(folder, **reference, **kept).check()
+    done = runs.run(folder, SAYS_WHAT_IS_IMPORTED, **reference, **kept).check()
     assert descendants() == before, "a process was left behind"
+    assert "the driver imports megatron: False" in done.out
     first, one, two = done.lines
     assert first["step"] == 0 and first["eval/all/avg_score"] == first["eval/sums/avg_score"]
     for line in (one, two):
