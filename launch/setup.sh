@@ -47,7 +47,8 @@ find_python() {
   local candidate
   if [ -n "${PYTHON:-}" ]; then
     is_supported "$PYTHON" && { printf '%s\n' "$PYTHON"; return; }
-    die "PYTHON=$PYTHON is $("$PYTHON" -V 2>&1 | head -1 || true): set PYTHON to a Python 3.12 or 3.13 with venv, or unset it"
+    candidate=$("$PYTHON" -V 2>&1 | head -1 || true)
+    die "PYTHON=$PYTHON is ${candidate:-no Python}: set PYTHON to a Python 3.12 or 3.13 with venv, or unset it"
   fi
   while read -r candidate; do
     if is_supported "$candidate"; then printf '%s\n' "$candidate"; return; fi

@@ -84,8 +84,8 @@ class RankWorker:
         return self.engine.flops
 
     def compute_logprobs(self, chunk: Arrays) -> np.ndarray | None:
-        """[rows, T] of this replica's rows, on the rank that collects. An array: Megatron changes how tensors are
-        pickled, and a driver that reads one imports all of Megatron first."""
+        """[rows, T] float32, nats: of this replica's rows, on the rank that collects. An array: Megatron changes how
+        tensors are pickled, and a driver that reads one imports all of Megatron first."""
         from skyrl_megatron.workers.dispatch import from_arrays
 
         logprobs = self.engine.compute_logprobs(from_arrays(chunk))
