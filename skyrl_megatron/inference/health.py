@@ -51,7 +51,10 @@ class HealthMonitor:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(self.interval_s)
-            await self.check()
+            try:
+                await self.check()
+            except Exception:  # without a watch the next dead engine would hold up its requests for long
+                log.exception("looking after the engines failed, tried again in %g s", self.interval_s)
 
     async def check(self) -> None:
         """Look at every engine once and mend what is broken. Waits while an update is under way."""
@@ -69,11 +72,7 @@ class HealthMonitor:
         if slot.state is EngineState.GONE:
             return
         try:
-            async with asyncio.timeout(self.timeout_s):
-                await slot.engine.health()
-                version = await slot.engine.version()
-        except TimeoutError:
-            await self._found(slot, f"hangs: no answer within {self.timeout_s:g} s")
+            version = await slot.probe(self.timeout_s)
         except EngineGoneError as error:
             await self._found(slot, str(error))
         else:

@@ -52,6 +52,22 @@ class EngineSlot:
     def __post_init__(self) -> None:
         self.engine = self.make()
 
+    async def probe(self, timeout_s: float) -> str:
+        """The version that the engine says it runs on, once every process of it has answered.
+
+        Raises EngineGoneError whatever else happened: an engine that is going down says anything.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.engine.health()
+                return await self.engine.version()
+        except TimeoutError:
+            raise EngineGoneError(f"hangs: no answer within {timeout_s:g} s") from None
+        except EngineGoneError:
+            raise
+        except Exception as error:
+            raise EngineGoneError(f"is not healthy: {error!r}") from error
+
     async def run(self, work: Awaitable[T]) -> T:
         """Await a request to the engine. Raises EngineGoneError at once when the pool gives the engine up."""
         task = asyncio.ensure_future(work)

@@ -187,7 +187,10 @@ class RemoteEngine:
     # ------------------------------------------------------------------ HTTP
     async def _tokens(self, request_id: str, token_ids: Sequence[int], parameters: Mapping[str, Any]) -> Any:
         body = {"request_id": request_id, "token_ids": list(token_ids), "sampling_params": dict(parameters)}
-        return await self._post(self.proxy_url + TOKENS, body)
+        response = await self._send(self.proxy_url + TOKENS, body)
+        if response.status_code >= 500:  # what vLLM answers once its engine is dead, and a proxy once vLLM is
+            raise EngineGoneError(_refusal(response))
+        return _content(response)
 
     async def _control(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         return await self._post(self.url + path, body)
@@ -195,17 +198,14 @@ class RemoteEngine:
     async def _get(self, path: str) -> Any:
         with self._reachable():
             response = await self._http.get(self.url + path)
-            response.raise_for_status()
-        return response.json()
+        return _content(response)
 
     async def _post(self, url: str, body: Mapping[str, Any] | None) -> Any:
+        return _content(await self._send(url, body))
+
+    async def _send(self, url: str, body: Mapping[str, Any] | None) -> httpx.Response:
         with self._reachable():
-            response = await self._http.post(url, json=body)
-        if response.status_code == 400:
-            raise RequestError(f"{url}: {_message(response)}")
-        if response.status_code >= 300:
-            raise EngineError(f"{url}: {response.status_code} {_message(response)}")
-        return response.json() if response.content else None
+            return await self._http.post(url, json=body)
 
     @contextlib.contextmanager
     def _reachable(self) -> Iterator[None]:
@@ -219,7 +219,7 @@ class RemoteEngine:
             response = await self._http.request(method, url, json=body, timeout=60)
         if response.status_code >= 300:
             raise EngineError(f"{self._missing(flag)}: {response.status_code} {_message(response)}")
-        return response.json() if response.content else None
+        return _content(response)
 
     def _missing(self, flag: str) -> str:
         return f"the server at {self.url} offers no {NEEDED[flag]}: start it with {flag}"
@@ -227,6 +227,18 @@ class RemoteEngine:
 
 def _base(url: str) -> str:
     return (url if "://" in url else f"http://{url}").rstrip("/")
+
+
+def _content(response: httpx.Response) -> Any:
+    if response.status_code == 400:
+        raise RequestError(f"{response.url}: {_message(response)}")
+    if response.status_code >= 300:
+        raise EngineError(_refusal(response))
+    return response.json() if response.content else None
+
+
+def _refusal(response: httpx.Response) -> str:
+    return f"{response.url}: {response.status_code} {_message(response)}"
 
 
 def _message(response: httpx.Response) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from skyrl_megatron import device
-from skyrl_megatron.errors import EngineError, EngineGoneError, WeightSyncError
+from skyrl_megatron.errors import EngineError, EngineGoneError, SkyRLMegatronError, WeightSyncError
 from skyrl_megatron.inference.asgi import call_app
 from skyrl_megatron.inference.engine_log import child_output, last_errors
 from skyrl_megatron.inference.protocol import Announced, Generation, PauseMode, SampleRequest
@@ -24,6 +24,9 @@ from skyrl_megatron.weight_sync import vllm_processes
 from skyrl_megatron.weight_sync.announcement import plain_announcement
 
 __all__ = ["EngineSettings", "VLLMEngine"]
+
+WITHDRAW_S = 10.0
+"""How long an engine has to take back the requests of a batch that failed."""
 
 
 class VLLMEngine:
@@ -144,9 +147,11 @@ class VLLMEngine:
                         await self._llm.resume_generation()
                 return [generation_of(await queue.get()) for queue in admitted]
             except BaseException:
-                await self._llm.abort([request.request_id for request, _ in prepared[: len(admitted)]])
-                if not self._paused:
-                    await self._llm.resume_generation()
+                with contextlib.suppress(Exception):  # a dying engine does not answer
+                    async with asyncio.timeout(WITHDRAW_S):
+                        await self._llm.abort([request.request_id for request, _ in prepared[: len(admitted)]])
+                        if not self._paused:
+                            await self._llm.resume_generation()
                 raise
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
@@ -231,12 +236,12 @@ class VLLMEngine:
 
         self._announced = None
         info = {"senders": [list(s) for s in senders], "rank_offset": rank_offset, "world_size": world_size} | options
-        with self._alive(), _sync_errors("connect"):
+        with self._alive("connect"):
             await self._llm.init_weight_transfer_engine(vllm_compat.WeightTransferInitRequest(init_info=info))
 
     async def start_update(self) -> None:
         """See the protocol."""
-        with self._alive(), _sync_errors("start"):
+        with self._alive("start"):
             await self._llm.start_weight_update()
 
     async def receive_weights(self, announced: Announced) -> list[list[list[int]]]:
@@ -245,7 +250,7 @@ class VLLMEngine:
 
         plain = plain_announcement(announced)
         info = {"senders": None if plain == self._announced else plain}
-        with self._alive(), _sync_errors("receive"):
+        with self._alive("receive"):
             self._announced = None
             await self._llm.update_weights(vllm_compat.WeightTransferUpdateRequest(update_info=info))
             self._announced = plain
@@ -253,13 +258,13 @@ class VLLMEngine:
 
     async def finish_update(self, version: str) -> None:
         """See the protocol."""
-        with self._alive(), _sync_errors("finish"):
+        with self._alive("finish"):
             await self._llm.finish_weight_update(version)
             await self._llm.reset_prefix_cache()
 
     async def abort_update(self) -> None:
         """See the protocol."""
-        with self._alive(), _sync_errors("abort"):
+        with self._alive("abort"):
             await self._llm.collective_rpc("skyrl_abort_update")
 
     async def update_weights(self, announced: Announced, version: str) -> None:
@@ -286,16 +291,32 @@ class VLLMEngine:
 
     # ------------------------------------------------------------------ errors
     @contextlib.contextmanager
-    def _alive(self) -> Iterator[None]:
-        """Turn vLLM's "engine dead" into EngineGoneError with what its processes said last."""
+    def _alive(self, phase: str | None = None) -> Iterator[None]:
+        """Turn vLLM's errors into ours: of an engine that lost a process EngineGoneError, with what its processes said
+        last; any other in a ``phase`` of a weight update WeightSyncError.
+
+        A worker's death reaches the calls under way in whatever state it met them: as EngineDeadError, or as a bare
+        Exception with vLLM's text, which is also what an error inside a living worker looks like.
+        """
         if self._llm is None:
             raise EngineGoneError(f"the engine on {self.settings.model} is not running")
-        from skyrl_megatron.weight_sync import vllm_compat
-
         try:
             yield
-        except vllm_compat.EngineDeadError as error:
-            raise EngineGoneError(f"the engine on {self.settings.model} died: {self._last_words(error)}") from error
+        except SkyRLMegatronError:
+            raise
+        except Exception as error:
+            if self._is_down(error):
+                said = self._last_words(error)
+                raise EngineGoneError(f"the engine on {self.settings.model} died: {said}") from error
+            if phase is not None:
+                raise WeightSyncError(f"{phase}: {error}") from error
+            raise
+
+    def _is_down(self, error: Exception) -> bool:
+        from skyrl_megatron.weight_sync import vllm_compat
+
+        killed = self._llm is None
+        return killed or isinstance(error, vllm_compat.EngineDeadError) or any(map(_has_ended, self._processes))
 
     def _last_words(self, error: BaseException) -> str:
         lines = last_errors(self.log_file)
@@ -317,14 +338,8 @@ def _require_memory(settings: EngineSettings) -> None:
         )
 
 
-@contextlib.contextmanager
-def _sync_errors(phase: str) -> Iterator[None]:
-    """A worker's error in a weight update, as WeightSyncError: vLLM raises a bare Exception with its text."""
-    from skyrl_megatron.weight_sync import vllm_compat
-
+def _has_ended(process: psutil.Process) -> bool:
     try:
-        yield
-    except vllm_compat.EngineDeadError:
-        raise
-    except Exception as error:
-        raise WeightSyncError(f"{phase}: {error}") from error
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

@@ -42,6 +42,8 @@ class Slot(Protocol):
     why: str
     engine: Any
 
+    async def probe(self, timeout_s: float) -> str: ...
+
 
 class Pool(Protocol):
     """The part of ``inference.pool.EnginePool`` that a publication needs."""

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from skyrl_megatron.errors import EngineError, WeightSyncError
+from skyrl_megatron.errors import EngineError, EngineGoneError, WeightSyncError
 from skyrl_megatron.weight_sync.announcement import check_complete
 from skyrl_megatron.weight_sync.bucket import DEFAULT_BUCKET_BYTES, TensorMeta
 from skyrl_megatron.weight_sync.handles import Pool, SyncReport, TrainerRank
@@ -325,9 +325,8 @@ class WeightPublisher:
 
     async def _answers(self, slot: Any) -> bool:
         try:
-            async with asyncio.timeout(min(self.phase_s, ANSWER_S)):
-                await slot.engine.health()
-        except Exception as error:  # an engine that is going down says anything
+            await slot.probe(min(self.phase_s, ANSWER_S))
+        except EngineGoneError as error:
             log.info("%s does not answer: %s", slot.name, error)
             return False
         return True

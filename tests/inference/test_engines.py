@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 
@@ -271,28 +270,65 @@ def test_the_endpoint_refuses(endpoint):
 
 
 # ------------------------------------------------------------------ faults (last: they restart engines)
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_requests_of_a_lost_engine_are_made_again_and_it_comes_back(pool, loop, client, fault):
+def check_replaced(slot, before):
+    assert slot.state.value == "serving" and slot.engine.process_ids() != before
+    assert not any(alive(process) for process in before)
+
+
+IN_PLAIN_RUN = ("worker killed, requests one by one", "worker stopped, requests dealt out")
+LOSSES = [
+    pytest.param(process, fault, together, id=name, marks=() if name in IN_PLAIN_RUN else pytest.mark.full_matrix)
+    for process, where in ((0, "core"), (-1, "worker"))
+    for fault, how in ((signal.SIGKILL, "killed"), (signal.SIGSTOP, "stopped"))
+    for together, requests in ((False, "one by one"), (True, "dealt out"))
+    if (name := f"{where} {how}, requests {requests}")
+]
+
+
+@pytest.mark.parametrize(("process", "fault", "together"), LOSSES)
+def test_requests_of_a_lost_engine_are_made_again_and_it_comes_back(pool, loop, process, fault, together):
+    from skyrl_megatron.inference.client import InferenceClient
     from skyrl_megatron.inference.health import HealthMonitor
 
     victim = pool.slots[0]
     before = victim.engine.process_ids()
-    monitor = HealthMonitor(pool, timeout_s=5)
+    client, monitor = InferenceClient(pool, deterministic=together), HealthMonitor(pool, timeout_s=5, max_restarts=99)
 
     async def lose_one():
         work = asyncio.create_task(client.generate(PROMPTS, LONG))
-        while not victim.in_flight:
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(60):
+            while not victim.in_flight:
+                await asyncio.sleep(0.01)
         await asyncio.sleep(0.3)
         lost = len(victim.in_flight)
-        os.kill(before[-1], fault)  # a worker
+        os.kill(before[process], fault)
         await monitor.check()
         return lost, await work
 
-    lost, samples = loop(lose_one(), 590)
+    lost, samples = loop(lose_one(), 120)
     assert lost > 0
     assert [len(sample.token_ids) for sample in samples] == [400] * len(PROMPTS)
-    assert victim.state.value == "serving" and victim.engine.process_ids() != before
-    assert not any(alive(process) for process in before)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(before[-1], signal.SIGCONT)
+    check_replaced(victim, before)
+
+
+@pytest.mark.parametrize("call", ["health", pytest.param("start_update", marks=pytest.mark.full_matrix)])
+def test_a_worker_that_dies_while_it_is_asked(pool, loop, call):
+    """vLLM answers the call that met the death with a bare Exception, "cancelled", before it knows the engine dead."""
+    from skyrl_megatron.errors import EngineGoneError
+    from skyrl_megatron.inference.health import HealthMonitor
+
+    victim = pool.slots[0]
+    before = victim.engine.process_ids()
+
+    async def die():
+        os.kill(before[-1], signal.SIGSTOP)
+        asked = asyncio.create_task(getattr(victim.engine, call)())
+        await asyncio.sleep(0.5)
+        os.kill(before[-1], signal.SIGKILL)
+        async with asyncio.timeout(60):
+            await asked
+
+    with pytest.raises(EngineGoneError, match=r"Worker proc .* died unexpectedly"):
+        loop(die())
+    loop(HealthMonitor(pool, timeout_s=5, max_restarts=99).check(), 120)
+    check_replaced(victim, before)

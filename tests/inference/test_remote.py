@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -60,6 +61,14 @@ def server(model: Path, log: Path, flags: list[str], **environment: str):
             os.killpg(process.pid, signal.SIGKILL)
 
 
+def server_processes(url: str):
+    import psutil
+
+    port = url.rpartition(":")[2]
+    [main] = [p for p in psutil.Process().children() if f"--port={port}" in p.cmdline()]
+    return main.children(recursive=True)
+
+
 @pytest.fixture(scope="module")
 def loop():
     loop = LoopThread()
@@ -97,8 +106,29 @@ def test_a_server_is_sampled_from_and_updated(loop, tmp_path):
             assert largest_gap(loop(client.score(TOKENS)), reference_logprobs(model, TOKENS)) <= 1e-5
         assert loop(pool.slots[0].engine.version()) == "7"
         assert sample.versions and {version for version, _, _ in sample.versions} == {"7"}
+        loop(lose_a_worker(pool, client, url))
         loop(pool.shutdown())
     trainer.close()
+
+
+async def lose_a_worker(pool, client, url):
+    """A server whose engine died answers with server errors and ends: the engine is lost, not the run."""
+    from skyrl_megatron.errors import EngineError
+    from skyrl_megatron.inference.health import HealthMonitor
+
+    [slot] = pool.slots
+    monitor = HealthMonitor(pool, timeout_s=30)
+    await monitor.check()
+    assert slot.state.value == "serving"
+    work = asyncio.create_task(client.sample(TOKENS, {"max_tokens": 200, "ignore_eos": True}))
+    await asyncio.sleep(0.1)
+    [worker] = [p for p in server_processes(url) if "Worker" in p.name() or "Worker" in " ".join(p.cmdline())]
+    worker.kill()
+    pool.wait_s = 1.0
+    with pytest.raises(EngineError, match=r"no engine served within 1 s: engine 0 held .*lost a request"):
+        await work
+    await monitor.check()
+    assert slot.state.value == "gone" and f"no vLLM server at {url}" in slot.why
 
 
 @pytest.mark.parametrize(
