@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import multiprocessing
 import os
 import statistics
@@ -53,6 +54,8 @@ def ours(pipe: Any, model: Path) -> None:
     async def serve() -> None:
         pool = EnginePool([lambda: VLLMEngine(settings_of(model))])
         await pool.start()
+        gc.collect()
+        gc.freeze()  # as the engine's actor does
         client = InferenceClient(pool)
         pipe.send("up")
         while (job := await asyncio.to_thread(pipe.recv)) is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partialmethod
+from functools import cache, partialmethod
 from typing import Any
 
 import torch
@@ -83,6 +83,7 @@ def platform_arguments(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     return arguments
 
 
+@cache
 def sampling_keys() -> frozenset[str]:
     """Keys that a request may set; one request is one continuation, delivered whole."""
     ours = {"n", "output_kind", "skip_clone", "stream_interval"}
