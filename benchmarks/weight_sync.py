@@ -206,7 +206,7 @@ def main() -> None:
     parser.add_argument("--bucket-mib", type=int, default=None, help="default: the product's")
     args = parser.parse_args()
 
-    from skyrl_megatron.weight_sync.bucket import DEFAULT_BUCKET_BYTES
+    from skyrl_megatron.weight_sync import DEFAULT_BUCKET_BYTES
     from skyrl_megatron.weight_sync.transport import default_transport, listen, open_transport
     from tests.support.tiny_models import write_tiny_model
 

@@ -22,9 +22,10 @@ class InferenceEngineConfig(BaseConfig):
     backend: Annotated[str, OneOf("vllm")] = "vllm"
     """The inference library."""
     weight_sync_backend: Annotated[str, OneOf(device.NCCL, device.GLOO)] = device.NCCL
-    """Collectives that carry new weights. With `colocate_all` they stay on the GPU (CUDA IPC). On CPU: gloo."""
+    """Collectives that carry new weights. On CPU: gloo. With `colocate_all`: none, weights stay on the GPU (CUDA IPC);
+    gloo if the policy is on several nodes or `data_parallel_size` is not 1."""
     weight_transfer_threshold_cuda_ipc_GB: Positive = 1.0
-    """Bytes of a weight-sync bucket, in 10⁹; every transport uses it."""
+    """No effect: weights travel in buckets of 16 MiB."""
     tensor_parallel_size: Count = 1
     """tp of each engine."""
     pipeline_parallel_size: Count = 1

@@ -141,6 +141,12 @@ def _colocation(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
                 "(colocate_all=true): make both equal"
             )
             yield Problem("generator.inference_engine.num_engines", engine.num_engines, fix)
+        elif placement.policy_num_gpus_per_node % engine_ranks(cfg):
+            fix = (
+                f"an engine takes tp · pp · dp = {engine_ranks(cfg)} GPUs of one node (colocate_all=true): must "
+                f"divide policy_num_gpus_per_node={placement.policy_num_gpus_per_node}"
+            )
+            yield Problem("generator.inference_engine.tensor_parallel_size", engine.tensor_parallel_size, fix)
 
 
 def gpus_asked(cfg: SkyRLTrainConfig) -> dict[str, int]:

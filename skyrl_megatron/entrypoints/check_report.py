@@ -26,8 +26,7 @@ from skyrl_megatron.runtime.memory_budget import (
     rank_bytes,
     stage_parameters,
 )
-
-GB = 10**9
+from skyrl_megatron.weight_sync import DEFAULT_BUCKET_BYTES
 
 
 def report(cfg: SkyRLTrainConfig, hardware: Hardware) -> Iterator[str]:
@@ -114,7 +113,6 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 def _memory(cfg: SkyRLTrainConfig, role: str, parallel: ParallelConfig, plan: Plan) -> Iterator[str]:
     trainer, section = cfg.trainer, getattr(cfg.trainer, role)
-    bucket = cfg.generator.inference_engine.weight_transfer_threshold_cuda_ipc_GB if role == "policy" else 0
     adapter = section.model.lora.rank > 0
     yield "  per rank:     parameters     weights   gradients   optimizer     buffers       total"
     for stage in range(parallel.pp):
@@ -125,7 +123,7 @@ def _memory(cfg: SkyRLTrainConfig, role: str, parallel: ParallelConfig, plan: Pl
             section.megatron_config,
             bf16=trainer.bf16,
             trained=role != "ref" and not adapter,
-            bucket_bytes=int(bucket * GB),
+            bucket_bytes=DEFAULT_BUCKET_BYTES if role == "policy" else 0,
         )
         columns = (size.weights, size.gradients, size.optimizer, size.buffers, size.device)
         yield f"  stage {stage:<3} {count.parameters:>15,}" + "".join(f" {_bytes(value):>11}" for value in columns)

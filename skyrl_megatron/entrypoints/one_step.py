@@ -95,6 +95,7 @@ class _Step:
     def __init__(self, model: Path, seed: int) -> None:
         from transformers import AutoTokenizer
 
+        from skyrl_megatron import device
         from skyrl_megatron.config import SkyRLTrainConfig
         from skyrl_megatron.inference.client import InferenceClient
         from skyrl_megatron.inference.pool import EnginePool
@@ -111,6 +112,8 @@ class _Step:
                 "trainer.policy.model.path": str(model),
                 "trainer.seed": seed,
                 "trainer.placement.policy_num_gpus_per_node": RANKS,
+                "trainer.placement.colocate_all": False,
+                "generator.inference_engine.weight_sync_backend": device.collective_backend(),
                 "trainer.policy.megatron_config.expert_model_parallel_size": RANKS,
                 "trainer.policy.optimizer_config.lr": 1e-2,
                 "trainer.algorithm.use_kl_loss": False,

@@ -57,8 +57,11 @@ class HealthMonitor:
                 log.exception("looking after the engines failed, tried again in %g s", self.interval_s)
 
     async def check(self) -> None:
-        """Look at every engine once and mend what is broken. Waits while an update is under way."""
+        """Look at every engine once and mend what is broken. Waits while an update is under way; what sleeps is left
+        to the update that will wake it."""
         async with self.pool.changing:
+            if self.pool.asleep:
+                return
             watched = [slot for slot in self.pool.slots if slot.state is not EngineState.DROPPED]
             await asyncio.gather(*(self._probe(slot) for slot in watched))
             gone = [slot for slot in watched if slot.state is EngineState.GONE]

@@ -97,6 +97,8 @@ class EnginePool:
         self.published = INITIAL_VERSION
         self.published_before: set[str] = {INITIAL_VERSION}
         """Every version that was ever published; a frozen request may carry older ones."""
+        self.asleep = False
+        """The engines' GPUs are somebody else's until the next version is published."""
         self.changing = asyncio.Lock()
         """Held by whoever updates, restarts or drops engines."""
         self._sessions: OrderedDict[str, EngineSlot] = OrderedDict()
@@ -149,9 +151,26 @@ class EnginePool:
         if slot.state is EngineState.SERVING:
             slot.state = EngineState.HELD
 
+    async def sleep(self, timeout_s: float) -> None:
+        """Free the GPU memory of all engines; requests wait for the next version, whose update wakes them. An engine
+        that does not sleep within ``timeout_s`` is given up."""
+
+        async def put_to_sleep(slot: EngineSlot) -> None:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await slot.engine.sleep(2)
+            except Exception as error:  # an engine that is going down says anything
+                await self.give_up(slot, f"did not go to sleep: {error!r}")
+
+        self.asleep = True
+        slots = self.alive()
+        for slot in slots:
+            self.hold(slot)
+        await asyncio.gather(*map(put_to_sleep, slots))
+
     def publish(self, version: str) -> None:
         """Only engines with this version serve from now on."""
-        self.published = version
+        self.published, self.asleep = version, False
         self.published_before.add(version)
         for slot in self.slots:
             if slot.state in (EngineState.SERVING, EngineState.HELD):

@@ -204,7 +204,7 @@ class VLLMEngine:
         """See the protocol. Without GPUs there is nothing to free."""
         if self.settings.sleep_mode:
             with self._alive():
-                await self._llm.sleep(level)
+                await self._llm.sleep(level, mode="keep")
 
     async def wake(self, tags: Sequence[str] | None = None) -> None:
         """See the protocol."""

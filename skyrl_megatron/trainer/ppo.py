@@ -145,22 +145,31 @@ class RayPPOTrainer:
 
     # ------------------------------------------------------------------ start
     def build_models(self) -> None:
-        """Start the ranks of every role and the engines; all load at the same time."""
+        """Start the ranks of every role and the engines; all load at the same time, unless they share GPUs: an engine
+        takes its part of the memory that it finds free, and sleeps while the models are built."""
         self.total_steps = experience.total_steps(self.cfg, len(self.train_dataloader))
         self.updates = experience.updates_per_step(self.cfg) * self.total_steps
         logs = str(run_folder(self.cfg) / "workers")
+        shared_gpus = self.cfg.trainer.placement.colocate_all
         with self.phases("build_models"):
+            if shared_gpus:
+                self.start_engines()
+                self.loop.run(self.inference_engine_client.pool.sleep(self.cfg.trainer.phase_timeout_s))
             for name in active_roles(self.cfg):
                 self.roles[name] = Role(self.cfg, name, self.placement[name])
                 self.roles[name].start_building(self.updates if name != "ref" else None, logs)
-            self.loop.run(
-                within(self.inference_engine_client.start(), self.cfg.trainer.phase_timeout_s, "start engines")
-            )
+            if not shared_gpus:
+                self.start_engines()
             for role in self.roles.values():
                 role.finish_building()
         self.policy, self.ref = self.roles["policy"], self.roles.get("ref")
         trained = {name: role for name, role in self.roles.items() if name != "ref"}
         self.checkpoints = RunCheckpoints(self.cfg, trained)
+
+    def start_engines(self) -> None:
+        """Until they answer. Raises EngineError, LaunchError."""
+        starting = self.inference_engine_client.start()
+        self.loop.run(within(starting, self.cfg.trainer.phase_timeout_s, "start engines"))
 
     def load_checkpoints(self) -> None:
         """Continue where ``trainer.resume_mode`` says, or start at step 0, and say which."""

@@ -17,7 +17,6 @@ from skyrl_megatron.errors import WeightSyncError
 
 ALIGNMENT = 16  # bytes: every segment starts where any dtype may be viewed
 PAGE = 4096  # bytes: size of a buffer is a multiple, see checksum()
-DEFAULT_BUCKET_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)

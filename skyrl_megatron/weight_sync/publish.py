@@ -19,8 +19,9 @@ from itertools import zip_longest
 from typing import Any
 
 from skyrl_megatron.errors import EngineError, EngineGoneError, WeightSyncError
+from skyrl_megatron.weight_sync import DEFAULT_BUCKET_BYTES
 from skyrl_megatron.weight_sync.announcement import check_complete
-from skyrl_megatron.weight_sync.bucket import DEFAULT_BUCKET_BYTES, TensorMeta
+from skyrl_megatron.weight_sync.bucket import TensorMeta
 from skyrl_megatron.weight_sync.handles import Pool, SyncReport, TrainerRank
 from skyrl_megatron.weight_sync.probe import HALF_EPSILON, Limit, gap, is_due, limit_of, probe_tokens
 from skyrl_megatron.weight_sync.transport import default_transport
@@ -104,10 +105,12 @@ class WeightPublisher:
             return report
 
     async def withdraw(self) -> None:
-        """The trainer is about to use its ranks or change its weights: returns once no update is under way, and
-        until the next publication :meth:`bring_up_to_date` refuses."""
+        """The trainer is about to use its ranks or change its weights: returns once no update is under way and engines
+        on the same GPUs sleep; until the next publication :meth:`bring_up_to_date` refuses."""
         async with self.pool.changing:
             self.withdrawn = True
+            if self.shared_gpus:
+                await self.pool.sleep(self.phase_s)
 
     async def bring_up_to_date(self, slot: Any) -> None:
         """Give a restarted engine the published version, while the trainer still holds just these weights: from a
@@ -128,6 +131,8 @@ class WeightPublisher:
         failures: list[str] = []
         restarts: Counter[Any] = Counter()
         again = False
+        if self.shared_gpus:
+            await self._all_ranks("make room", lambda rank: rank.make_room())
         while True:
             await self._mend(restarts, failures)
             slots = self.pool.alive()
@@ -221,7 +226,6 @@ class WeightPublisher:
         tokens = probe_tokens(int(self.hf_config["vocab_size"]), self.syncs)
         expected = await self._expected(tokens) if due else None
         if self.shared_gpus:
-            await self._all_ranks("make room", lambda rank: rank.make_room())
             await self._each(slots, "wake cache", lambda engine: engine.wake(["kv_cache"]))
         if expected is None:
             return

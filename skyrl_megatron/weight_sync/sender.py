@@ -19,7 +19,8 @@ import torch
 
 from skyrl_megatron import device
 from skyrl_megatron.errors import DistributedError, EngineGoneError, SkyRLMegatronError, WeightSyncError
-from skyrl_megatron.weight_sync.bucket import DEFAULT_BUCKET_BYTES, TensorMeta, checksum
+from skyrl_megatron.weight_sync import DEFAULT_BUCKET_BYTES
+from skyrl_megatron.weight_sync.bucket import TensorMeta, checksum
 from skyrl_megatron.weight_sync.plan import ExportPlan
 from skyrl_megatron.weight_sync.source import WeightSource
 from skyrl_megatron.weight_sync.transport import (

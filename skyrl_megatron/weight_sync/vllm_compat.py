@@ -38,8 +38,8 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import multiproc_executor
 from vllm.v1.sample.sampler import Sampler
 
-from skyrl_megatron.weight_sync import vllm_processes
-from skyrl_megatron.weight_sync.bucket import DEFAULT_BUCKET_BYTES, TensorMeta
+from skyrl_megatron.weight_sync import DEFAULT_BUCKET_BYTES, vllm_processes
+from skyrl_megatron.weight_sync.bucket import TensorMeta
 from skyrl_megatron.weight_sync.receiver import WeightReceiver
 from skyrl_megatron.weight_sync.transport import DEFAULT_TIMEOUT_S, default_transport, open_transport
 

@@ -18,9 +18,12 @@ from skyrl_megatron.inference.vllm_engine import EngineSettings, VLLMEngine
 
 @ray.remote(num_cpus=1, max_concurrency=4096)
 class EngineActor:
-    """Hands every call to its engine (``inference/protocol.py``)."""
+    """Hands every call to its engine (``inference/protocol.py``). ``gpus``: ids of the GPUs to see instead of those
+    that Ray gave it, its own first."""
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineSettings, gpus: Sequence[str] | None = None) -> None:
+        if gpus is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         self.engine = VLLMEngine(settings)
 
     async def start(self) -> list[int]:
@@ -111,9 +114,10 @@ class RayEngine:
     A lost actor becomes EngineGoneError; an error inside keeps its type, without the actor's traceback around it.
     """
 
-    def __init__(self, settings: EngineSettings, **options: Any) -> None:
-        """``options``: of the actor, such as ``num_cpus`` or a ``scheduling_strategy``."""
-        self.actor = EngineActor.options(**options).remote(settings)
+    def __init__(self, settings: EngineSettings, *, gpus: Sequence[str] | None = None, **options: Any) -> None:
+        """``gpus``: see :class:`EngineActor`. ``options``: of the actor, such as ``num_cpus`` or a
+        ``scheduling_strategy``."""
+        self.actor = EngineActor.options(**options).remote(settings, gpus)
         self._processes: list[int] = []
         self._node: str | None = None
 

@@ -100,7 +100,8 @@ def _started(cfg: SkyRLTrainConfig, place: Place) -> list[Callable[[], Inference
     logs, made = run_folder(cfg) / "workers", []
     for number in range(cfg.generator.inference_engine.num_engines):
         settings = engine_settings(cfg, log_file=logs / f"engine_{number}.log")
-        made.append(partial(RayEngine, settings, **place.options(number, settings.workers)))
+        options = place.options(number, settings.workers)
+        made.append(partial(RayEngine, settings, gpus=place.visible_gpus(number, settings.workers), **options))
     return made
 
 

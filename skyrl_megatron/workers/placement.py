@@ -22,20 +22,49 @@ READY_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU of the cluster: its node, and its id there (what ``CUDA_VISIBLE_DEVICES`` lists)."""
+
+    node: str
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Place:
-    """Bundles that somebody's actors take, one an actor, and the share of each bundle that an actor asks for."""
+    """Bundles that somebody's actors take, one an actor, and the share of each bundle that an actor asks for.
+
+    ``gpus``: of engines on GPUs that others use too: where the bundles lie, in order. A bundle has one of them, and an
+    engine on several runs over the bundles behind its own.
+    """
 
     group: PlacementGroup
     bundles: tuple[int, ...]
     share: float = 1.0
+    gpus: tuple[Gpu, ...] = ()
 
     def options(self, number: int, devices: int = 1) -> dict[str, Any]:
         """``.options`` of actor ``number``, which takes ``devices`` GPUs (none are asked for on a CPU machine)."""
         asked: dict[str, Any] = {"num_cpus": self.share}
         if device.has_cuda():
-            asked["num_gpus"] = self.share * devices
+            asked["num_gpus"] = self.share * (1 if self.gpus else devices)
         strategy = PlacementGroupSchedulingStrategy(self.group, self.bundles[number])
         return asked | {"scheduling_strategy": strategy}
+
+    def visible_gpus(self, number: int, devices: int) -> list[str] | None:
+        """Ids of the GPUs that engine ``number`` of ``devices`` GPUs should see: its own, then the others of its node,
+        whose weights it reads (``weight_sync/transport_ipc.py``). None: those that Ray shows it.
+
+        Raises LaunchError for an engine that would lie on two nodes.
+        """
+        if not self.gpus:
+            return None
+        own = self.gpus[number * devices : (number + 1) * devices]
+        if len({gpu.node for gpu in own}) > 1:
+            raise LaunchError(
+                f"engine {number} would lie on two nodes: with trainer.placement.colocate_all=true each node must "
+                f"have room for whole engines, of {devices} GPUs (tp · pp · dp) each"
+            )
+        return [gpu.id for gpu in own] + [gpu.id for gpu in self.gpus if gpu.node == own[0].node and gpu not in own]
 
 
 @dataclass(slots=True)
@@ -69,10 +98,11 @@ def place(cfg: SkyRLTrainConfig, timeout_s: float = READY_TIMEOUT_S) -> Placemen
     placement = Placement()
     try:
         shared = reserve("+".join(sorted(together)), [_bundle(1)] * sizes["policy"], timeout_s)
-        order = _by_node(shared)
+        order, share = _by_node(shared), 1.0 / len(together)
         for who in sorted(together):
             step = engine_ranks(cfg) if who == "engines" else 1
-            placement.places[who] = Place(shared, order[::step], 1.0 / len(together))
+            gpus = _gpus(shared, order, share) if who == "engines" and device.has_cuda() else ()
+            placement.places[who] = Place(shared, order[::step], share, gpus)
         for who, count in sizes.items():
             if who not in together:
                 per_actor = engine_ranks(cfg) if who == "engines" else 1
@@ -117,3 +147,18 @@ def _by_node(group: PlacementGroup) -> tuple[int, ...]:
     """Bundles ordered by node, so that neighbouring ranks share one (tp groups lie inside nodes)."""
     nodes = placement_group_table(group)["bundles_to_node_id"]
     return tuple(sorted(range(group.bundle_count), key=lambda bundle: (nodes[bundle], bundle)))
+
+
+def _gpus(group: PlacementGroup, bundles: tuple[int, ...], share: float) -> tuple[Gpu, ...]:
+    """The GPU behind each bundle, told by a task that runs there."""
+    asked = [
+        _own_gpu.options(num_gpus=share, scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)).remote()
+        for bundle in bundles
+    ]
+    return tuple(Gpu(node, gpu) for node, gpu in ray.get(asked, timeout=READY_TIMEOUT_S))
+
+
+@ray.remote(num_cpus=0)
+def _own_gpu() -> tuple[str, str]:
+    context = ray.get_runtime_context()
+    return context.get_node_id(), str(context.get_accelerator_ids()["GPU"][0])

@@ -133,8 +133,10 @@ class RankWorker:
         """What this rank sends to the engines, in order."""
         from skyrl_megatron.weight_sync.megatron_source import MegatronSource
         from skyrl_megatron.weight_sync.sender import WeightSender
+        from skyrl_megatron.workers.weights import transport_of
 
-        self.sender = WeightSender(MegatronSource(self.engine.model, self.engine.groups))
+        source = MegatronSource(self.engine.model, self.engine.groups)
+        self.sender = WeightSender(source, transport=transport_of(self.cfg))
         return list(self.sender.metadata())
 
     def listen_for_engines(self) -> tuple[str, int]:

@@ -158,6 +158,15 @@ RULES = {
         f"{E}expert_parallel_size",
         "= 2",
     ),
+    "engine across nodes": (
+        [
+            f"{E}tensor_parallel_size=2",
+            "trainer.placement.policy_num_nodes=2",
+            "trainer.placement.colocate_policy_ref=false",
+        ],
+        f"{E}tensor_parallel_size",
+        "must divide policy_num_gpus_per_node=1",
+    ),
     "engine too short": (
         [f"{E}engine_init_kwargs.max_model_len=1000", "generator.eval_sampling_params.max_generate_length=1"],
         f"{E}engine_init_kwargs.max_model_len",

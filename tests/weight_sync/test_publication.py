@@ -92,6 +92,33 @@ def fresh(models, loop):
     return found
 
 
+@pytest.fixture
+def on_shared_gpus(pool, trainer, models, monkeypatch):
+    """(A publisher whose engines share GPUs with the trainer, the calls that this adds.) There is no GPU: engines and
+    ranks only note what they are asked for, besides everything else that they do."""
+    from skyrl_megatron.weight_sync.publish import WeightPublisher
+
+    calls = []
+
+    def note(owner, method):
+        really = getattr(owner, method)
+
+        async def noted(*arguments):
+            calls.append(" ".join([method, *(str(a) for a in arguments if method in ("sleep", "wake"))]))
+            if method != "make_room":
+                return await really(*arguments)
+
+        monkeypatch.setattr(owner, method, noted)
+
+    note(trainer, "make_room")
+    for method in ("sleep", "wake", "pause", "receive_weights", "score", "resume"):
+        note(pool.slots[0].engine, method)
+    trainer.load(models["A"])
+    config = json.loads((models["A"] / "config.json").read_text())
+    options = dict(dtype="float32", bucket_bytes=BUCKET_BYTES, phase_s=60.0, deadline_s=400.0, shared_gpus=True)
+    return WeightPublisher(pool, [trainer], hf_config=config, **options), calls
+
+
 def check_nothing_is_served(pool, published):
     assert pool.published == published
     assert all(slot.state.value == "held" for slot in pool.slots)
@@ -107,6 +134,61 @@ def test_engines_equal_fresh_ones_bit_for_bit(pool, publish, loop, models, fresh
         for found in answers(pool, loop):
             assert found == fresh[model]
     assert largest_gap(fresh["B"][0], reference_logprobs(models["B"], TOKENS)) <= 1e-5
+
+
+def test_engines_on_shared_gpus_sleep_while_the_trainer_works(pool, on_shared_gpus, loop, fresh):
+    from skyrl_megatron.inference.client import InferenceClient
+    from skyrl_megatron.inference.health import HealthMonitor
+
+    publisher, calls = on_shared_gpus
+    client, monitor = InferenceClient(pool), HealthMonitor(pool, timeout_s=20)
+    woken = [
+        "make_room",
+        "pause",
+        "wake ['weights']",
+        "receive_weights",
+        "wake ['kv_cache']",
+        "resume",
+        "score",
+        "pause",
+    ]
+    loop(publisher.publish("shared 1"))
+    assert calls == [*woken, "resume"]
+    calls.clear()
+
+    async def work():
+        await publisher.withdraw()
+        await monitor.check()
+        states = [slot.state.value for slot in pool.slots]
+        request = asyncio.create_task(client.sample(TOKENS[:20], SAMPLING))
+        await asyncio.sleep(0.5)
+        waits = not request.done()
+        await publisher.publish("shared 2")
+        return states, waits, await request
+
+    states, waits, sample = loop(work())
+    assert states == ["held", "held"] and waits
+    assert calls == ["sleep 2", *woken, "resume"]
+    assert [(version, end - start) for version, start, end in sample.versions] == [("shared 2", 24)]
+    assert sample.token_ids == fresh["A"][1]
+
+
+@pytest.mark.full_matrix
+def test_an_engine_that_does_not_sleep_gives_its_memory_back_by_force(pool, on_shared_gpus, loop, fresh):
+    publisher, _ = on_shared_gpus
+    loop(publisher.publish("before"))
+    engine = pool.slots[1].engine
+
+    async def refuse(level):
+        raise RuntimeError("Memory usage increased after sleeping.")
+
+    engine.sleep = refuse
+    loop(publisher.withdraw())
+    assert [slot.state.value for slot in pool.slots] == ["held", "gone"] and engine.process_ids() == []
+    assert "did not go to sleep: RuntimeError('Memory usage increased" in pool.slots[1].why
+    loop(publisher.publish("after"), 500)
+    assert pool.slots[1].engine is not engine
+    assert [found == fresh["A"] for found in answers(pool, loop)] == [True, True]
 
 
 def test_a_request_in_flight_is_frozen_and_tells_its_versions(pool, publish, loop):
