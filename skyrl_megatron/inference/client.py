@@ -89,13 +89,6 @@ class InferenceClient:
                     with contextlib.suppress(EngineGoneError):
                         await pieces.aclose()
 
-    async def abort_all(self) -> None:
-        """End all requests in flight with the tokens they have."""
-        async with self.pool.changing:
-            slots = await self.pool.all_serving()
-            await asyncio.gather(*(slot.engine.pause("abort") for slot in slots))
-            await asyncio.gather(*(slot.engine.resume() for slot in slots))
-
     # ------------------------------------------------------------------ attempts
     async def _dealt(
         self, prompts: Sequence[Sequence[int]], sampling: Sequence[Mapping[str, Any]]

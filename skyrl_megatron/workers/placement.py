@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -101,8 +101,9 @@ def place(cfg: SkyRLTrainConfig, timeout_s: float = READY_TIMEOUT_S) -> Placemen
         order, share = _by_node(shared), 1.0 / len(together)
         for who in sorted(together):
             step = engine_ranks(cfg) if who == "engines" else 1
-            gpus = _gpus(shared, order, share) if who == "engines" and device.has_cuda() else ()
-            placement.places[who] = Place(shared, order[::step], share, gpus)
+            placement.places[who] = Place(shared, order[::step], share)
+        if "engines" in together and device.has_cuda():
+            placement.places["engines"] = replace(placement["engines"], gpus=_gpus(shared, order, share))
         for who, count in sizes.items():
             if who not in together:
                 per_actor = engine_ranks(cfg) if who == "engines" else 1
@@ -150,12 +151,18 @@ def _by_node(group: PlacementGroup) -> tuple[int, ...]:
 
 
 def _gpus(group: PlacementGroup, bundles: tuple[int, ...], share: float) -> tuple[Gpu, ...]:
-    """The GPU behind each bundle, told by a task that runs there."""
+    """The GPU behind each bundle, told by a task that runs there. Raises LaunchError."""
     asked = [
         _own_gpu.options(num_gpus=share, scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)).remote()
         for bundle in bundles
     ]
-    return tuple(Gpu(node, gpu) for node, gpu in ray.get(asked, timeout=READY_TIMEOUT_S))
+    try:
+        return tuple(Gpu(node, gpu) for node, gpu in ray.get(asked, timeout=READY_TIMEOUT_S))
+    except ray.exceptions.RayError as error:
+        said = str(error).strip().splitlines()[0]
+        raise LaunchError(
+            f"the {len(bundles)} GPUs reserved for the run do not answer: {said}; see ray status"
+        ) from error
 
 
 @ray.remote(num_cpus=0)

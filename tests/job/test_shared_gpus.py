@@ -6,6 +6,7 @@ The GPUs are Ray's counters: there are none. ``device.has_cuda`` is told otherwi
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 
@@ -70,6 +71,21 @@ def test_places_on_shared_gpus(four_gpus):
     assert seen == [policy, [*policy[2:], *policy[:2]]]
     assert ray.get([each.gpus.remote() for each in started], timeout=60) == [",".join(gpus) for gpus in seen]
     placement.remove()
+
+
+def test_gpus_that_do_not_answer_are_given_back(four_gpus, monkeypatch):
+    import ray
+
+    from skyrl_megatron.errors import LaunchError
+    from skyrl_megatron.workers import placement
+
+    monkeypatch.setattr(placement, "READY_TIMEOUT_S", 0.001)
+    with pytest.raises(LaunchError, match=r"the 4 GPUs reserved for the run do not answer: .*ray status"):
+        placement.place(config(), timeout_s=60.0)
+    deadline = time.monotonic() + 30
+    while ray.available_resources().get("GPU") != 4 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert ray.available_resources()["GPU"] == 4
 
 
 def test_an_engine_on_two_nodes_is_refused():
