@@ -33,14 +33,15 @@ def build(gigabytes):
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from transformers import Qwen3MoeConfig
 
-    from skyrl_megatron.config.layout import ParallelConfig
-    from skyrl_megatron.runtime import cpu_seam, parallel_state
+    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.runtime import parallel_state
     from skyrl_megatron.runtime.checkpoint.optimizer_state import owned_ranges, set_step_count
     from skyrl_megatron.runtime.checkpoint.rank_writer import RankState
-    from skyrl_megatron.runtime.model_build import build_model
+    from skyrl_megatron.runtime.cpu import megatron_patches
+    from skyrl_megatron.runtime.model.build import build_model
     from skyrl_megatron.runtime.optimizer import build_lr_schedule, build_optimizer
 
-    cpu_seam.install()
+    megatron_patches.install()
     groups = parallel_state.initialize(ParallelConfig(world_size=RANKS, ep=2))
     layers = max(1, round(8 * gigabytes / 2))
     config = Qwen3MoeConfig(

@@ -107,8 +107,8 @@ class Megatron:
     """The same sequences packed, through Megatron's model."""
 
     def __init__(self, folder: Path, groups) -> None:
-        from skyrl_megatron.runtime.hf_load import load_hf
-        from skyrl_megatron.runtime.model_build import build_model
+        from skyrl_megatron.runtime.hf.load import load_hf
+        from skyrl_megatron.runtime.model.build import build_model
 
         self.groups = groups
         self.model = build_model(folder, groups, dtype=torch.float32)
@@ -152,7 +152,7 @@ def main() -> None:
     arguments.add_argument("--cases", nargs="*", default=list(CASES))
     options = arguments.parse_args()
 
-    from skyrl_megatron.config.layout import ParallelConfig
+    from skyrl_megatron.config.rules.layout import ParallelConfig
     from skyrl_megatron.runtime import parallel_state
 
     torch.set_num_threads(1)

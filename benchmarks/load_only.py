@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from skyrl_megatron.weight_sync.vllm_compat import WorkerExtension
+from skyrl_megatron.inference.vllm.compat import WorkerExtension
 
 
 class LoadOnly(WorkerExtension):

@@ -65,7 +65,7 @@ class Trainer:
         """Change the weights; False where the family has nothing to change."""
         import torch
 
-        from skyrl_megatron.runtime.local_weights import local_weights
+        from skyrl_megatron.runtime.model.local_weights import local_weights
 
         weights = {weight.name: weight.tensor for weight in local_weights(self.engine.model, self.engine.groups)}
         with torch.no_grad():
@@ -85,7 +85,7 @@ class Trainer:
 
     def restore(self) -> None:
         """The folder's weights again."""
-        from skyrl_megatron.runtime.hf_load import load_hf
+        from skyrl_megatron.runtime.hf.load import load_hf
 
         load_hf(self.engine.model, self.folder, self.engine.groups)
 
@@ -110,8 +110,8 @@ class Probe:
 
 async def measure(folder: Path, vocab_size: int, probes: int) -> dict[str, list[Probe]]:
     """Condition → its probes."""
-    from skyrl_megatron.inference.settings import EngineSettings
-    from skyrl_megatron.inference.vllm_engine import VLLMEngine
+    from skyrl_megatron.inference.vllm.engine import VLLMEngine
+    from skyrl_megatron.inference.vllm.settings import EngineSettings
     from skyrl_megatron.runtime import parallel_state
     from skyrl_megatron.weight_sync.probe import HALF_EPSILON, gap, limit_of, probe_tokens
 

@@ -27,7 +27,7 @@ MODEL = dict(hidden_size=256, num_hidden_layers=4, num_experts=8, num_experts_pe
 
 
 def settings_of(model: Path) -> Any:
-    from skyrl_megatron.inference.settings import EngineSettings
+    from skyrl_megatron.inference.vllm.settings import EngineSettings
 
     return EngineSettings(
         str(model),
@@ -49,7 +49,7 @@ def prompts_and_sampling(kind: str, count: int) -> tuple[list[list[int]], dict[s
 def ours(pipe: Any, model: Path) -> None:
     from skyrl_megatron.inference.client import InferenceClient
     from skyrl_megatron.inference.pool import EnginePool
-    from skyrl_megatron.inference.vllm_engine import VLLMEngine
+    from skyrl_megatron.inference.vllm.engine import VLLMEngine
 
     async def serve() -> None:
         pool = EnginePool([lambda: VLLMEngine(settings_of(model))])
@@ -69,13 +69,13 @@ def ours(pipe: Any, model: Path) -> None:
 
 
 def offline(pipe: Any, model: Path) -> None:
-    from skyrl_megatron.inference.settings import hf_config
-    from skyrl_megatron.weight_sync import vllm_compat
+    from skyrl_megatron.inference.vllm import compat
+    from skyrl_megatron.inference.vllm.settings import hf_config
 
-    os.environ.update(vllm_compat.worker_environment())
+    os.environ.update(compat.worker_environment())
     from vllm import LLM, SamplingParams
 
-    arguments = settings_of(model).arguments() | vllm_compat.platform_arguments(hf_config(str(model)))
+    arguments = settings_of(model).arguments() | compat.platform_arguments(hf_config(str(model)))
     llm = LLM(**{name: value for name, value in arguments.items() if not name.startswith("disable_log")})
     pipe.send("up")
     while (job := pipe.recv()) is not None:

@@ -42,21 +42,22 @@ LARGE = dict(
 
 
 def trainer(pipe: Any, bucket_bytes: int) -> None:
-    """Answers the calls of ``weight_sync/handles.py`` with a folder's model in one Megatron rank."""
+    """Answers the calls of ``workers/sync_handles.py`` with a folder's model in one Megatron rank."""
     import psutil
     import torch
     import torch.distributed as dist
 
-    from skyrl_megatron.config.layout import ParallelConfig
-    from skyrl_megatron.runtime import cpu_seam, parallel_state
-    from skyrl_megatron.runtime.hf_load import load_hf
-    from skyrl_megatron.runtime.model_build import build_model
+    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.runtime import parallel_state
+    from skyrl_megatron.runtime.cpu import megatron_patches
+    from skyrl_megatron.runtime.hf.load import load_hf
+    from skyrl_megatron.runtime.model.build import build_model
     from skyrl_megatron.weight_sync import sender as sending
     from skyrl_megatron.weight_sync.megatron_source import MegatronSource
     from skyrl_megatron.weight_sync.transport import open_transport
 
     torch.set_num_threads(1)
-    cpu_seam.install()
+    megatron_patches.install()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     groups = parallel_state.initialize(ParallelConfig(world_size=1))
     process, sender, address = psutil.Process(), None, ("", 0)
@@ -157,10 +158,10 @@ class Rank:
 async def measure(folder: Path, rank: Rank, rounds: int, bucket_bytes: int) -> dict[str, float]:
     """Medians for one model, seconds."""
     from skyrl_megatron.inference.pool import EnginePool
-    from skyrl_megatron.inference.settings import EngineSettings
-    from skyrl_megatron.inference.vllm_engine import VLLMEngine
-    from skyrl_megatron.weight_sync import publish
-    from skyrl_megatron.weight_sync.publish import WeightPublisher
+    from skyrl_megatron.inference.vllm.engine import VLLMEngine
+    from skyrl_megatron.inference.vllm.settings import EngineSettings
+    from skyrl_megatron.workers import weight_synchronizer
+    from skyrl_megatron.workers.weight_synchronizer import WeightPublisher
 
     settings = EngineSettings(
         str(folder),
@@ -171,7 +172,7 @@ async def measure(folder: Path, rank: Rank, rounds: int, bucket_bytes: int) -> d
         kv_cache_bytes=64 << 20,
         extra={"worker_extension_cls": "benchmarks.load_only.LoadOnly"},
     )
-    publish.is_due = lambda *_: False  # the probe is a forward pass, not part of the exchange
+    weight_synchronizer.is_due = lambda *_: False  # the probe is a forward pass, not part of the exchange
     pool = EnginePool([lambda: VLLMEngine(settings)])
     await pool.start()
     rank.ask("load", str(folder))

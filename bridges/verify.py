@@ -19,7 +19,7 @@ from bridges.source import Source, open_source
 from bridges.workers import Progress
 
 SHOWN = 10  # differences spelled out
-LOGITS_PROGRAM = "skyrl_megatron.runtime.compare_logits"  # prints one JSON object as its last line
+LOGITS_PROGRAM = "skyrl_megatron.entrypoints.compare_logits"  # prints one JSON object as its last line
 
 
 @dataclass

@@ -3,7 +3,7 @@
 >>> cfg = SkyRLTrainConfig.from_cli_overrides(["trainer.policy.megatron_config.expert_model_parallel_size=8"])
 """
 
-from skyrl_megatron.config.algorithm import (
+from skyrl_megatron.config.schema.algorithm import (
     AlgorithmConfig,
     CISPOConfig,
     ClipCovConfig,
@@ -14,18 +14,18 @@ from skyrl_megatron.config.algorithm import (
     OffPolicyCorrectionConfig,
     SAPOConfig,
 )
-from skyrl_megatron.config.base import BaseConfig
-from skyrl_megatron.config.data import DataConfig
-from skyrl_megatron.config.environment import (
+from skyrl_megatron.config.schema.base import BaseConfig
+from skyrl_megatron.config.schema.data import DataConfig
+from skyrl_megatron.config.schema.environment import (
     EnvironmentConfig,
     GSM8kLLMJudgeEnvConfig,
     SearchEnvConfig,
     SkyRLGymConfig,
     Text2SQLEnvConfig,
 )
-from skyrl_megatron.config.generator import ChatTemplateConfig, GeneratorConfig, SamplingParams
-from skyrl_megatron.config.inference import InferenceEngineConfig
-from skyrl_megatron.config.megatron import (
+from skyrl_megatron.config.schema.generator import ChatTemplateConfig, GeneratorConfig, SamplingParams
+from skyrl_megatron.config.schema.inference import InferenceEngineConfig
+from skyrl_megatron.config.schema.megatron import (
     DEFAULT_MEGATRON_OPTIMIZER_KWARGS,
     DEFAULT_TRANSFORMER_CONFIG_KWARGS,
     MegatronConfig,
@@ -33,11 +33,11 @@ from skyrl_megatron.config.megatron import (
     MegatronLoraConfig,
     MegatronTorchProfilerConfig,
 )
-from skyrl_megatron.config.model import ModelConfig, SkyRLLoraConfig
-from skyrl_megatron.config.optimizer import FSDPConfig, MixedPrecisionConfig, OptimizerConfig
-from skyrl_megatron.config.roles import CriticConfig, PlacementConfig, PolicyConfig, RefConfig
-from skyrl_megatron.config.root import SkyRLTrainConfig, get_config_as_dict, get_config_as_yaml_str, make_config
-from skyrl_megatron.config.trainer import FullyAsyncConfig, TrainerConfig
+from skyrl_megatron.config.schema.model import ModelConfig, SkyRLLoraConfig
+from skyrl_megatron.config.schema.optimizer import FSDPConfig, MixedPrecisionConfig, OptimizerConfig
+from skyrl_megatron.config.schema.roles import CriticConfig, PlacementConfig, PolicyConfig, RefConfig
+from skyrl_megatron.config.schema.root import SkyRLTrainConfig, get_config_as_dict, get_config_as_yaml_str, make_config
+from skyrl_megatron.config.schema.trainer import FullyAsyncConfig, TrainerConfig
 
 __all__ = [
     "DEFAULT_MEGATRON_OPTIMIZER_KWARGS",

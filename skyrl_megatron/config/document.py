@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 from skyrl_megatron.config import SkyRLTrainConfig
-from skyrl_megatron.config.base import BaseConfig, Bounds, OneOf, default_of, field_types, sections_of
-from skyrl_megatron.config.legacy import ALIASES, DEPRECATED
-from skyrl_megatron.config.values import describe
+from skyrl_megatron.config.parse.legacy import ALIASES, DEPRECATED
+from skyrl_megatron.config.parse.values import describe
+from skyrl_megatron.config.schema.base import BaseConfig, Bounds, OneOf, default_of, field_types, sections_of
 
 _HEAD = """\
 # Configuration

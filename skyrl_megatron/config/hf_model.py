@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from skyrl_megatron.config.layout import ModelShape
+from skyrl_megatron.config.rules.layout import ModelShape
 from skyrl_megatron.errors import ConfigError, Problem
 
 

@@ -13,15 +13,15 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron import device
-from skyrl_megatron.config.base import default_of, get_path, owner_of
-from skyrl_megatron.config.generator import SamplingParams
-from skyrl_megatron.config.megatron import DEFAULT_TRANSFORMER_CONFIG_KWARGS
+from skyrl_megatron.config.schema.base import default_of, get_path, owner_of
+from skyrl_megatron.config.schema.generator import SamplingParams
+from skyrl_megatron.config.schema.megatron import DEFAULT_TRANSFORMER_CONFIG_KWARGS
 from skyrl_megatron.errors import Problem, SkyRLMegatronWarning
 
 if TYPE_CHECKING:
-    from skyrl_megatron.config.algorithm import AlgorithmConfig, OffPolicyCorrectionConfig
     from skyrl_megatron.config.hardware import Hardware
-    from skyrl_megatron.config.root import SkyRLTrainConfig
+    from skyrl_megatron.config.schema.algorithm import AlgorithmConfig, OffPolicyCorrectionConfig
+    from skyrl_megatron.config.schema.root import SkyRLTrainConfig
 
 
 _PATHS = (

@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skyrl_megatron.config.root import get_config_as_yaml_str
+from skyrl_megatron.config.schema.root import get_config_as_yaml_str
 
 if TYPE_CHECKING:
-    from skyrl_megatron.config.root import SkyRLTrainConfig
+    from skyrl_megatron.config.schema.root import SkyRLTrainConfig
 
 
 def run_folder(cfg: SkyRLTrainConfig) -> Path:

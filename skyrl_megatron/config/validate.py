@@ -8,16 +8,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from skyrl_megatron.config import resolve
-from skyrl_megatron.config.base import default_of, get_path, owner_of
 from skyrl_megatron.config.hardware import Hardware, local_hardware
 from skyrl_megatron.config.hf_model import read_hf_config
-from skyrl_megatron.config.load import parse
-from skyrl_megatron.config.role_layout import active_roles
-from skyrl_megatron.config.root import SkyRLTrainConfig
-from skyrl_megatron.config.rules_files import file_problems
-from skyrl_megatron.config.rules_placement import placement_problems
-from skyrl_megatron.config.rules_rollout import rollout_problems
-from skyrl_megatron.config.rules_training import training_problems
+from skyrl_megatron.config.parse.load import parse
+from skyrl_megatron.config.rules.files import file_problems
+from skyrl_megatron.config.rules.placement import placement_problems
+from skyrl_megatron.config.rules.role_layout import active_roles
+from skyrl_megatron.config.rules.rollout import rollout_problems
+from skyrl_megatron.config.rules.training import training_problems
+from skyrl_megatron.config.schema.base import default_of, get_path, owner_of
+from skyrl_megatron.config.schema.root import SkyRLTrainConfig
 from skyrl_megatron.errors import ConfigError, Problem, SkyRLMegatronWarning
 
 WITHOUT_EFFECT: Mapping[str, str] = {

@@ -14,18 +14,18 @@ from bridges.plan import Plan
 from skyrl_megatron.config import SkyRLTrainConfig, get_config_as_yaml_str
 from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron.config.hf_model import read_hf_config
-from skyrl_megatron.config.layout import ParallelConfig, stage_layers
-from skyrl_megatron.config.role_layout import active_roles, engine_ranks, rank_position, role_layout
-from skyrl_megatron.config.rules_placement import gpus_asked
-from skyrl_megatron.config.rules_training import longest_sequence
-from skyrl_megatron.errors import ConfigError, Problem
-from skyrl_megatron.runtime.memory_budget import (
+from skyrl_megatron.config.rules.layout import ParallelConfig, stage_layers
+from skyrl_megatron.config.rules.placement import gpus_asked
+from skyrl_megatron.config.rules.role_layout import active_roles, engine_ranks, rank_position, role_layout
+from skyrl_megatron.config.rules.training import longest_sequence
+from skyrl_megatron.entrypoints.memory_budget import (
     active_parameters,
     kv_bytes_per_token,
     model_parameters,
     rank_bytes,
     stage_parameters,
 )
+from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.weight_sync import DEFAULT_BUCKET_BYTES
 
 

@@ -99,11 +99,11 @@ class _Step:
         from skyrl_megatron.config import SkyRLTrainConfig
         from skyrl_megatron.inference.client import InferenceClient
         from skyrl_megatron.inference.pool import EnginePool
-        from skyrl_megatron.inference.vllm_engine import EngineSettings
+        from skyrl_megatron.inference.vllm.engine import EngineSettings
         from skyrl_megatron.workers.engine_actor import RayEngine
         from skyrl_megatron.workers.placement import Place, reserve
-        from skyrl_megatron.workers.role import Role
         from skyrl_megatron.workers.weights import weight_publisher
+        from skyrl_megatron.workers.worker_group import Role
 
         self.seed = seed
         self.tokenizer = AutoTokenizer.from_pretrained(model)

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from skyrl_megatron.errors import EngineError, EngineGoneError
 from skyrl_megatron.inference.protocol import Generation, InferenceEngine
-from skyrl_megatron.inference.settings import INITIAL_VERSION
+from skyrl_megatron.inference.vllm.settings import INITIAL_VERSION
 
 T = TypeVar("T")
 SESSIONS_REMEMBERED = 65536

@@ -9,8 +9,8 @@ from collections.abc import Collection
 from typing import Any
 
 from skyrl_megatron.config import SkyRLTrainConfig
-from skyrl_megatron.config.generator import SamplingParams
 from skyrl_megatron.config.resolve import uses_correction
+from skyrl_megatron.config.schema.generator import SamplingParams
 from skyrl_megatron.errors import SkyRLMegatronWarning
 
 

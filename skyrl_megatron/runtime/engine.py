@@ -27,20 +27,21 @@ from skyrl_megatron import device
 from skyrl_megatron.algorithms.metrics import Metrics, merge_metrics, metric_values, pack_metrics
 from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.algorithms.reduction import StepTotals
-from skyrl_megatron.config.role_layout import parallel_config
-from skyrl_megatron.runtime import cpu_seam, loss_scale, parallel_state
+from skyrl_megatron.config.rules.role_layout import parallel_config
+from skyrl_megatron.runtime import loss_scale, parallel_state
 from skyrl_megatron.runtime.agreement import raise_together
+from skyrl_megatron.runtime.cpu import megatron_patches
 from skyrl_megatron.runtime.engine_settings import ddp_config, hf_model, parameter_dtype, transformer_kwargs
 from skyrl_megatron.runtime.flops import model_flops, peak_flops
 from skyrl_megatron.runtime.forward_step import LogprobHead, LogprobStep, MicroBatch, PolicyStep
-from skyrl_megatron.runtime.hf_load import load_hf
-from skyrl_megatron.runtime.lm_head import return_hidden_states
+from skyrl_megatron.runtime.hf.load import load_hf
 from skyrl_megatron.runtime.micro_batches import plan_micro_batches
-from skyrl_megatron.runtime.model_build import build_model
+from skyrl_megatron.runtime.model.build import build_model
+from skyrl_megatron.runtime.model.lm_head import return_hidden_states
+from skyrl_megatron.runtime.model.router import router_metrics
 from skyrl_megatron.runtime.optimizer import StepResult, build_lr_schedule, build_optimizer, step_if_finite
 from skyrl_megatron.runtime.packed_inputs import pack
 from skyrl_megatron.runtime.profiling import MemoryRecorder, profiled
-from skyrl_megatron.runtime.router import router_metrics
 from skyrl_megatron.runtime.schedule import run_schedule, share_from_last_stage
 from skyrl_megatron.runtime.vocab_parallel import SoftmaxSettings
 
@@ -61,7 +62,7 @@ class MegatronEngine:
     """
 
     def __init__(self, cfg: SkyRLTrainConfig, role: Role = "policy", *, total_steps: int | None = None) -> None:
-        cpu_seam.install()
+        megatron_patches.install()
         self.cfg, self.role = cfg, role
         self.settings = getattr(cfg.trainer, role)
         self.megatron = self.settings.megatron_config

@@ -8,7 +8,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 
 from skyrl_megatron import device
-from skyrl_megatron.runtime.hf_model import HfModel, read_hf_model, with_rotary
+from skyrl_megatron.runtime.hf.model import HfModel, read_hf_model, with_rotary
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import MegatronConfig, SkyRLTrainConfig

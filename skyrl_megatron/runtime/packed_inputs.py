@@ -13,7 +13,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from skyrl_megatron.runtime.context_parallel import gather_tokens, local_positions
+from skyrl_megatron.runtime.model.context_parallel import gather_tokens, local_positions
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
 from skyrl_megatron.types import TrainingBatch
 

@@ -16,9 +16,9 @@ from megatron.core import parallel_state as mpu
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from skyrl_megatron.config.layout import ParallelConfig, layout_problems
+from skyrl_megatron.config.rules.layout import ParallelConfig, layout_problems
 from skyrl_megatron.errors import ConfigError, DistributedError
-from skyrl_megatron.runtime import cpu_seam
+from skyrl_megatron.runtime.cpu import megatron_patches
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def initialize(parallel: ParallelConfig, *, timeout_s: float = 600.0, seed: int 
         raise DistributedError(
             f"the layout is made for {parallel.world_size} ranks, but {dist.get_world_size()} processes were started"
         )
-    cpu_seam.install()
+    megatron_patches.install()
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,

@@ -19,25 +19,25 @@ from skyrl_megatron.algorithms.kl import get_kl_controller, penalize_rewards
 from skyrl_megatron.algorithms.metrics import metric_values
 from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.config import get_config_as_yaml_str
-from skyrl_megatron.config.role_layout import active_roles
+from skyrl_megatron.config.rules.role_layout import active_roles
 from skyrl_megatron.config.run_folder import run_folder
 from skyrl_megatron.data.loader import PromptLoader
 from skyrl_megatron.rollout.dynamic_sampling import DynamicSampler
 from skyrl_megatron.rollout.interface import GeneratorInput, GeneratorOutput, TrainingPhase
 from skyrl_megatron.rollout.outputs import prepare_generator_input, to_training_batch
-from skyrl_megatron.runtime.checkpoint.export import export_due, prepare_export
 from skyrl_megatron.trainer import experience
 from skyrl_megatron.trainer.callbacks import TrainerCallback, notify
+from skyrl_megatron.trainer.checkpoints import RunCheckpoints
 from skyrl_megatron.trainer.evaluate import evaluate
 from skyrl_megatron.trainer.experience import within
+from skyrl_megatron.trainer.hf_export import export_due, prepare_export
 from skyrl_megatron.trainer.loop_thread import LoopThread
 from skyrl_megatron.trainer.phases import Phases
 from skyrl_megatron.trainer.report import write_report
-from skyrl_megatron.trainer.resume import RunCheckpoints
 from skyrl_megatron.trainer.stop import StopRequested, StopSignal
 from skyrl_megatron.types import TrainingBatch
-from skyrl_megatron.workers.role import Role
 from skyrl_megatron.workers.weights import weight_publisher
+from skyrl_megatron.workers.worker_group import Role
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig

@@ -11,11 +11,11 @@ from torch import Tensor
 from bridges.rules import BoundRow, Entry
 from bridges.shard import unshard
 from skyrl_megatron.errors import WeightSyncError
-from skyrl_megatron.runtime.local_weights import local_weights
-from skyrl_megatron.runtime.model_build import ModelChunks
+from skyrl_megatron.runtime.model.build import ModelChunks
+from skyrl_megatron.runtime.model.local_weights import local_weights
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
-from skyrl_megatron.weight_sync.announcement import FUSED_EXPERTS
 from skyrl_megatron.weight_sync.bucket import TensorMeta
+from skyrl_megatron.weight_sync.metadata import FUSED_EXPERTS
 from skyrl_megatron.weight_sync.source import Part, Run, as_rows, dtype_name
 
 type Runs = tuple[Run, ...]

@@ -13,7 +13,7 @@ import ray
 
 from skyrl_megatron.errors import EngineGoneError, SkyRLMegatronError
 from skyrl_megatron.inference.protocol import Announced, Generation, PauseMode, SampleRequest
-from skyrl_megatron.inference.vllm_engine import EngineSettings, VLLMEngine
+from skyrl_megatron.inference.vllm.engine import EngineSettings, VLLMEngine
 
 
 @ray.remote(num_cpus=1, max_concurrency=4096)

@@ -14,8 +14,8 @@ from skyrl_megatron.inference.client import InferenceClient
 from skyrl_megatron.inference.health import HealthMonitor
 from skyrl_megatron.inference.pool import EnginePool, EngineSlot
 from skyrl_megatron.inference.protocol import Generation, InferenceEngine
-from skyrl_megatron.inference.remote import RemoteEngine
-from skyrl_megatron.inference.settings import engine_settings
+from skyrl_megatron.inference.vllm.remote import RemoteEngine
+from skyrl_megatron.inference.vllm.settings import engine_settings
 from skyrl_megatron.workers.engine_actor import RayEngine
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from skyrl_megatron import device
-from skyrl_megatron.config.role_layout import active_roles, engine_ranks, role_world_size
+from skyrl_megatron.config.rules.role_layout import active_roles, engine_ranks, role_world_size
 from skyrl_megatron.errors import LaunchError
 
 if TYPE_CHECKING:

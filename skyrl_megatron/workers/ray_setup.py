@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_megatron import device
 from skyrl_megatron.algorithms.registry import sync_registries
-from skyrl_megatron.config.role_layout import active_roles, engine_ranks, role_world_size
+from skyrl_megatron.config.rules.role_layout import active_roles, engine_ranks, role_world_size
 from skyrl_megatron.errors import LaunchError
 from skyrl_megatron.workers.ports import LOOPBACK
 from skyrl_megatron.workers.ray_guard import guard_agents

@@ -10,12 +10,12 @@ import ray
 from skyrl_megatron import device
 from skyrl_megatron.config.hf_model import read_hf_config
 from skyrl_megatron.errors import DistributedError, SkyRLMegatronError
-from skyrl_megatron.weight_sync.publish import WeightPublisher
+from skyrl_megatron.workers.weight_synchronizer import WeightPublisher
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.inference.pool import EnginePool
-    from skyrl_megatron.workers.role import Role
+    from skyrl_megatron.workers.worker_group import Role
 
 
 def weight_publisher(cfg: SkyRLTrainConfig, policy: Role, pool: EnginePool, *, dtype: str) -> WeightPublisher:
@@ -51,7 +51,7 @@ def transport_of(cfg: SkyRLTrainConfig) -> str:
 
 
 class PolicyRank:
-    """One rank of the policy as the publisher calls it (``weight_sync/handles.py``)."""
+    """One rank of the policy as the publisher calls it (``workers/sync_handles.py``)."""
 
     def __init__(self, actor: Any, policy: Role, rank: int) -> None:
         self.actor, self.policy, self.rank = actor, policy, rank

@@ -20,7 +20,7 @@ def tensor(values, dtype="float64"):
 
 def algorithm_config(**changes):
     """A real AlgorithmConfig; dotted keys are spelt with ``__``: ``off_policy_correction__tis_ratio_type="token"``."""
-    from skyrl_megatron.config.algorithm import AlgorithmConfig
+    from skyrl_megatron.config.schema.algorithm import AlgorithmConfig
 
     config = AlgorithmConfig()
     for key, value in changes.items():

@@ -47,11 +47,11 @@ def compare(
     import torch
     import torch.distributed as dist
 
-    from skyrl_megatron.config.layout import ParallelConfig
+    from skyrl_megatron.config.rules.layout import ParallelConfig
     from skyrl_megatron.runtime import parallel_state
-    from skyrl_megatron.runtime.hf_export import stream_hf
-    from skyrl_megatron.runtime.hf_load import load_hf
-    from skyrl_megatron.runtime.model_build import build_model
+    from skyrl_megatron.runtime.hf.export import stream_hf
+    from skyrl_megatron.runtime.hf.load import load_hf
+    from skyrl_megatron.runtime.model.build import build_model
     from tests.runtime.parity import _forward_backward
 
     groups = parallel_state.initialize(ParallelConfig(dist.get_world_size(), **layout), timeout_s=120)
@@ -100,10 +100,10 @@ def built_names(folder: Path) -> dict[str, tuple[int, ...]]:
     """Body of a one-process test: canonical name → shape of every parameter and weight buffer of the built model."""
     import torch
 
-    from skyrl_megatron.config.layout import ParallelConfig
+    from skyrl_megatron.config.rules.layout import ParallelConfig
     from skyrl_megatron.runtime import parallel_state
-    from skyrl_megatron.runtime.local_weights import local_weights
-    from skyrl_megatron.runtime.model_build import build_model
+    from skyrl_megatron.runtime.model.build import build_model
+    from skyrl_megatron.runtime.model.local_weights import local_weights
 
     groups = parallel_state.initialize(ParallelConfig(1), timeout_s=120)
     model = build_model(folder, groups, dtype=torch.float32)

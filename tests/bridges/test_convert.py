@@ -291,7 +291,7 @@ def save_body(folder, tp):
     from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    from skyrl_megatron.runtime import cpu_seam
+    from skyrl_megatron.runtime.cpu import megatron_patches
 
     rank = dist.get_rank()
     state = {"iteration": 7, "extra": ShardedObject("decoder.layers.mlp._extra_state", b"", (1,), (0,), rank)}
@@ -310,7 +310,7 @@ def save_body(folder, tp):
     # The stock queue is served by a process of its own, which pool ranks may not start; a save that waits needs none.
     filesystem_async._results_queue = queue.Queue()
     try:
-        with cpu_seam.installed():
+        with megatron_patches.installed():
             dist_checkpointing.save(state, str(folder / "megatron"))
     finally:
         filesystem_async._results_queue = None

@@ -14,10 +14,10 @@ def load_body(hf, imported, layout):
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
 
-    from skyrl_megatron.config.layout import ParallelConfig
+    from skyrl_megatron.config.rules.layout import ParallelConfig
     from skyrl_megatron.runtime import parallel_state
-    from skyrl_megatron.runtime.hf_load import load_hf
-    from skyrl_megatron.runtime.model_build import build_model
+    from skyrl_megatron.runtime.hf.load import load_hf
+    from skyrl_megatron.runtime.model.build import build_model
 
     groups = parallel_state.initialize(ParallelConfig(dist.get_world_size(), **layout), timeout_s=120)
     model, expected = (build_model(hf, groups, dtype=torch.float32) for _ in range(2))
@@ -68,7 +68,7 @@ def train_body(hf, root, layout):
     import os
 
     from skyrl_megatron.runtime.checkpoint.checkpointer import Checkpointer
-    from skyrl_megatron.runtime.hf_export import save_hf
+    from skyrl_megatron.runtime.hf.export import save_hf
     from tests.checkpoint import training
 
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):

@@ -235,7 +235,7 @@ def test_manifest_refuses_damage_and_other_formats():
 
 
 def test_export_schedule(tmp_path):
-    from skyrl_megatron.runtime.checkpoint.export import export_due, prepare_export
+    from skyrl_megatron.trainer.hf_export import export_due, prepare_export
 
     assert [step for step in range(1, 8) if export_due(step, 3, is_last=step == 7)] == [3, 6, 7]
     assert not any(export_due(step, never, is_last=step == 7) for step in range(1, 8) for never in (0, -1))

@@ -131,14 +131,15 @@ def bf16_state(folder, degrees, seed):
     import torch.distributed as dist
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    from skyrl_megatron.config.layout import ParallelConfig
-    from skyrl_megatron.runtime import cpu_seam, parallel_state
+    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.runtime import parallel_state
     from skyrl_megatron.runtime.checkpoint.rank_writer import RankState
-    from skyrl_megatron.runtime.hf_load import load_hf
-    from skyrl_megatron.runtime.model_build import build_model
+    from skyrl_megatron.runtime.cpu import megatron_patches
+    from skyrl_megatron.runtime.hf.load import load_hf
+    from skyrl_megatron.runtime.model.build import build_model
     from skyrl_megatron.runtime.optimizer import build_lr_schedule, build_optimizer
 
-    cpu_seam.install()
+    megatron_patches.install()
     layout = ParallelConfig(world_size=dist.get_world_size(), **degrees)
     groups = parallel_state.initialize(layout, seed=seed)
     forget_backend()

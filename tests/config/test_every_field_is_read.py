@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_megatron.config import SkyRLTrainConfig
-from skyrl_megatron.config.base import default_of, leaves, owner_of
+from skyrl_megatron.config.schema.base import default_of, leaves, owner_of
 from skyrl_megatron.config.validate import WITHOUT_EFFECT
 from skyrl_megatron.entrypoints.available import NOT_AVAILABLE, require_available
 from skyrl_megatron.errors import ConfigError

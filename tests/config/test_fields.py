@@ -12,7 +12,8 @@ import typing
 import pytest
 
 from skyrl_megatron import config
-from skyrl_megatron.config import base, document, get_config_as_dict
+from skyrl_megatron.config import document, get_config_as_dict
+from skyrl_megatron.config.schema import base
 
 ON_PURPOSE = {("TrainerConfig", "strategy"): "megatron"}
 """Defaults that differ from the contract."""

@@ -59,7 +59,7 @@ def on_meta(config):
 @pytest.mark.parametrize("family", TINY)
 def test_totals_are_those_of_transformers(family):
     from bridges.plan import Plan
-    from skyrl_megatron.runtime.memory_budget import model_parameters
+    from skyrl_megatron.entrypoints.memory_budget import model_parameters
 
     config = config_of(family)
     assert model_parameters(Plan.of(config)) == on_meta(config)
@@ -67,7 +67,7 @@ def test_totals_are_those_of_transformers(family):
 
 def test_published_total_of_qwen3_30b_a3b():
     from bridges.plan import Plan
-    from skyrl_megatron.runtime.memory_budget import active_parameters, model_parameters
+    from skyrl_megatron.entrypoints.memory_budget import active_parameters, model_parameters
 
     config = tiny_config("qwen3_moe", **QWEN3_30B_A3B)
     assert on_meta(config) == PUBLISHED
@@ -81,10 +81,10 @@ def built_and_predicted(layouts, configs):
     import torch
 
     from bridges.plan import Plan
-    from skyrl_megatron.config.layout import ParallelConfig
+    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.entrypoints.memory_budget import stage_parameters
     from skyrl_megatron.runtime import parallel_state
-    from skyrl_megatron.runtime.memory_budget import stage_parameters
-    from skyrl_megatron.runtime.model_build import build_model
+    from skyrl_megatron.runtime.model.build import build_model
 
     found = {}
     for name, degrees in layouts.items():
@@ -129,8 +129,8 @@ def test_parameters_per_rank_in_more_layouts(ranks, name):
 def test_ranks_stand_where_megatron_puts_them():
     from megatron.core.parallel_state import RankGenerator
 
-    from skyrl_megatron.config.layout import ParallelConfig
-    from skyrl_megatron.config.role_layout import rank_position
+    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.config.rules.role_layout import rank_position
 
     for degrees in (dict(tp=2, cp=2, ep=4), dict(tp=4, pp=2, ep=2, etp=2), dict(pp=4, ep=4), dict(cp=4, tp=2, etp=2)):
         parallel = ParallelConfig(world_size=32, **degrees)
@@ -156,9 +156,9 @@ def engine_bytes(folder, overrides):
     from skyrl_megatron.config import SkyRLTrainConfig, resolve
     from skyrl_megatron.config.hardware import local_hardware
     from skyrl_megatron.config.hf_model import read_hf_config
-    from skyrl_megatron.config.role_layout import role_layout
+    from skyrl_megatron.config.rules.role_layout import role_layout
+    from skyrl_megatron.entrypoints.memory_budget import rank_bytes, stage_parameters
     from skyrl_megatron.runtime.engine import MegatronEngine
-    from skyrl_megatron.runtime.memory_budget import rank_bytes, stage_parameters
 
     cfg = SkyRLTrainConfig.from_cli_overrides(
         {"trainer.policy.model.path": str(folder), "trainer.bf16": False} | overrides

@@ -10,10 +10,11 @@ import threading
 
 import pytest
 
-from skyrl_megatron.config import SkyRLTrainConfig, rules_training
+from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron.config.hf_model import model_shape, read_hf_config
-from skyrl_megatron.config.rules_files import file_problems
+from skyrl_megatron.config.rules import training as rules_training
+from skyrl_megatron.config.rules.files import file_problems
 from skyrl_megatron.config.validate import WITHOUT_EFFECT, find_problems, validate_cfg
 from skyrl_megatron.errors import ConfigError, SkyRLMegatronWarning
 

@@ -32,7 +32,7 @@ def loop():
 def pool(model, loop):
     """Two engines; the second takes log-probs before truncation."""
     from skyrl_megatron.inference.pool import EnginePool
-    from skyrl_megatron.inference.vllm_engine import VLLMEngine
+    from skyrl_megatron.inference.vllm.engine import VLLMEngine
 
     makers = [
         lambda truncated=truncated: VLLMEngine(

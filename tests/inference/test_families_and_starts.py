@@ -31,7 +31,7 @@ def failing(loop, settings):
     import psutil
 
     from skyrl_megatron.errors import EngineError
-    from skyrl_megatron.inference.vllm_engine import VLLMEngine
+    from skyrl_megatron.inference.vllm.engine import VLLMEngine
 
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     helpers = ("resource_tracker", "forkserver")  # these stay; what the fork server forks is not our child
@@ -46,7 +46,7 @@ def failing(loop, settings):
 @pytest.mark.full_matrix
 @pytest.mark.parametrize("family", ["qwen3", "mixtral", "olmoe", "deepseek_v3"])
 def test_log_probs_are_those_of_transformers(family, loop, tmp_path):
-    from skyrl_megatron.inference.vllm_engine import VLLMEngine
+    from skyrl_megatron.inference.vllm.engine import VLLMEngine
 
     model = write_tiny_model(family, tmp_path)
     engine = VLLMEngine(tiny_settings(model))
@@ -72,7 +72,7 @@ def test_an_engine_that_fails_at_start_says_why(loop, tmp_path):
 
 ENGINE = """
 import asyncio, sys
-from skyrl_megatron.inference.vllm_engine import VLLMEngine
+from skyrl_megatron.inference.vllm.engine import VLLMEngine
 from tests.support.engines import tiny_settings
 
 async def work():
@@ -127,20 +127,20 @@ def test_a_port_that_is_taken():
 
 
 def test_what_is_relied_on_in_vllm():
-    """Names and parameters that ``vllm_compat`` replaces or calls; a release that changes them fails here first."""
+    """Names and parameters that the compatibility file uses; a release that changes them fails here first."""
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core_client import AsyncMPClient
     from vllm.v1.sample.sampler import Sampler
 
-    from skyrl_megatron.weight_sync import vllm_compat
+    from skyrl_megatron.inference.vllm import compat
 
-    packs = vllm_compat.UnquantizedFusedMoEMethod._setup_kernel
+    packs = compat.UnquantizedFusedMoEMethod._setup_kernel
     original = getattr(packs, "packs_once", packs)
     assert list(inspect.signature(original).parameters)[:2] == ["self", "layer"]
     assert {"w13", "w2"} <= set(inspect.signature(original).parameters)
-    assert UnquantizedFusedMoEMethod is vllm_compat.UnquantizedFusedMoEMethod
+    assert UnquantizedFusedMoEMethod is compat.UnquantizedFusedMoEMethod
     assert "busy_loop_s" in inspect.signature(SpinCondition).parameters
     assert {"logits", "sampling_metadata"} <= set(inspect.signature(Sampler.forward).parameters)
     for method in (

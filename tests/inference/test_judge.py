@@ -37,7 +37,7 @@ def test_a_judge_behind_our_own_endpoint(tmp_path, monkeypatch):
     from skyrl_megatron.inference.http import build_app
     from skyrl_megatron.inference.http_server import HttpServer, endpoint_token
     from skyrl_megatron.inference.pool import EnginePool
-    from skyrl_megatron.inference.vllm_engine import VLLMEngine
+    from skyrl_megatron.inference.vllm.engine import VLLMEngine
 
     settings = tiny_settings(write_judge(tmp_path), served_model_name="judge", max_model_len=1024)
     token = endpoint_token(tmp_path / "token")

@@ -27,7 +27,7 @@ TOKENS = [(7 * i + 3 * i * i) % 400 + 5 for i in range(40)]
 NEEDED = [
     "--enable-scale-out",
     "--logprobs-mode=processed_logprobs",
-    "--worker-extension-cls=skyrl_megatron.weight_sync.vllm_compat.WorkerExtension",
+    "--worker-extension-cls=skyrl_megatron.inference.vllm.compat.WorkerExtension",
     '--weight-transfer-config={"backend":"skyrl_megatron"}',
 ]
 
@@ -35,13 +35,13 @@ NEEDED = [
 @contextlib.contextmanager
 def server(model: Path, log: Path, flags: list[str], **environment: str):
     """URL of a vLLM server on a port of its own."""
-    from skyrl_megatron.weight_sync import vllm_compat
+    from skyrl_megatron.inference.vllm import compat
 
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={model}", f"--port={port}"]
     command += ["--host=127.0.0.1", "--dtype=float32", "--max-model-len=256", "--max-num-seqs=16", "--enforce-eager"]
     command += [f"--kv-cache-memory-bytes={64 << 20}", "--distributed-executor-backend=mp", *flags]
-    env = {**os.environ, **vllm_compat.worker_environment(), "PYTHONPATH": str(ROOT), **environment}
+    env = {**os.environ, **compat.worker_environment(), "PYTHONPATH": str(ROOT), **environment}
     with log.open("wb") as output:
         process = subprocess.Popen(command, env=env, stdout=output, stderr=output, start_new_session=True)
     try:
@@ -79,8 +79,8 @@ def loop():
 def test_a_server_is_sampled_from_and_updated(loop, tmp_path):
     from skyrl_megatron.inference.client import InferenceClient
     from skyrl_megatron.inference.pool import EnginePool
-    from skyrl_megatron.inference.remote import RemoteEngine
-    from skyrl_megatron.weight_sync.publish import WeightPublisher
+    from skyrl_megatron.inference.vllm.remote import RemoteEngine
+    from skyrl_megatron.workers.weight_synchronizer import WeightPublisher
 
     models = [write_tiny_model("qwen3_moe", tmp_path / str(seed), seed) for seed in (0, 1)]
     trainer = TrainerProcess()
@@ -142,7 +142,7 @@ async def lose_a_worker(pool, client, url):
 )
 def test_a_server_without_a_flag_is_refused(loop, tmp_path, flags, environment, missing):
     from skyrl_megatron.errors import EngineError
-    from skyrl_megatron.inference.remote import RemoteEngine
+    from skyrl_megatron.inference.vllm.remote import RemoteEngine
 
     async def start(url):
         await RemoteEngine(url).start()
@@ -156,7 +156,7 @@ def test_a_server_without_a_flag_is_refused(loop, tmp_path, flags, environment, 
 
 def test_no_server_is_one_clear_error(loop):
     from skyrl_megatron.errors import EngineError
-    from skyrl_megatron.inference.remote import RemoteEngine
+    from skyrl_megatron.inference.vllm.remote import RemoteEngine
 
     async def start():
         await RemoteEngine(f"127.0.0.1:{free_port()}").start()

@@ -64,7 +64,7 @@ class Body:
 def group(timeout_s=60.0):
     import ray
 
-    from skyrl_megatron.workers.group import ActorGroup
+    from skyrl_megatron.workers.actor_group import ActorGroup
 
     actors = [ray.remote(num_cpus=1)(Body).remote(rank, 2) for rank in range(2)]
     made = ActorGroup("policy", actors, timeout_s)

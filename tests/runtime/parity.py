@@ -81,10 +81,10 @@ def compare(
     import torch
     import torch.distributed as dist
 
-    from skyrl_megatron.config.layout import ParallelConfig
+    from skyrl_megatron.config.rules.layout import ParallelConfig
     from skyrl_megatron.runtime import parallel_state
-    from skyrl_megatron.runtime.hf_load import load_hf
-    from skyrl_megatron.runtime.model_build import build_model
+    from skyrl_megatron.runtime.hf.load import load_hf
+    from skyrl_megatron.runtime.model.build import build_model
     from tests.runtime.faults import FAULTS
 
     groups = parallel_state.initialize(ParallelConfig(dist.get_world_size(), **layout), timeout_s=120)
@@ -108,7 +108,7 @@ def _forward_backward(model, groups, expected, padded: bool, fault: str | None) 
     )
 
     from skyrl_megatron.runtime import loss_scale
-    from skyrl_megatron.runtime.context_parallel import local_positions
+    from skyrl_megatron.runtime.model.context_parallel import local_positions
     from skyrl_megatron.runtime.packed_inputs import pack
     from skyrl_megatron.runtime.schedule import run_schedule
     from skyrl_megatron.types import TrainingBatch
@@ -171,7 +171,7 @@ def _real_tokens(padded_lengths, picked, starts):
 
 
 def _gradient_errors(model, groups, expected) -> dict[str, float]:
-    from skyrl_megatron.runtime.hf_export import stream_hf
+    from skyrl_megatron.runtime.hf.export import stream_hf
 
     errors = {}
     for piece in stream_hf(model, groups, of=lambda parameter: parameter.main_grad):

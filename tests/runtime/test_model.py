@@ -59,9 +59,9 @@ def checkpoint_shapes(model_types, layout, build):
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
-    from skyrl_megatron.config.layout import ParallelConfig
+    from skyrl_megatron.config.rules.layout import ParallelConfig
     from skyrl_megatron.runtime import parallel_state
-    from skyrl_megatron.runtime.model_build import build_model
+    from skyrl_megatron.runtime.model.build import build_model
 
     groups = parallel_state.initialize(ParallelConfig(dist.get_world_size(), **layout))
     shapes = {}
@@ -113,10 +113,10 @@ def critic_body(folder, layout):
         finalize_model_grads,
     )
 
-    from skyrl_megatron.config.layout import ParallelConfig
+    from skyrl_megatron.config.rules.layout import ParallelConfig
     from skyrl_megatron.runtime import loss_scale, parallel_state
-    from skyrl_megatron.runtime.hf_load import load_hf
-    from skyrl_megatron.runtime.model_build import build_model
+    from skyrl_megatron.runtime.hf.load import load_hf
+    from skyrl_megatron.runtime.model.build import build_model
     from skyrl_megatron.runtime.packed_inputs import pack
     from skyrl_megatron.runtime.schedule import run_schedule
     from skyrl_megatron.types import TrainingBatch
@@ -184,15 +184,15 @@ def seam_body():
     """What is replaced before, inside and after the context manager, by name."""
     import torch
 
-    from skyrl_megatron.runtime import cpu_seam
+    from skyrl_megatron.runtime.cpu import megatron_patches
 
-    cpu_seam.uninstall()
+    megatron_patches.uninstall()
     places = [(torch, "empty"), (torch.Tensor, "cuda"), (torch.Tensor, "to"), (torch.cuda, "Stream")]
     before = [vars(owner).get(name) for owner, name in places]
-    with cpu_seam.installed():
+    with megatron_patches.installed():
         inside = [vars(owner).get(name) for owner, name in places]
         where = str(torch.zeros(1, device="cuda").cuda().device)
-        with cpu_seam.installed():
+        with megatron_patches.installed():
             pass
         still = [vars(owner).get(name) for owner, name in places]
     after = [vars(owner).get(name) for owner, name in places]
@@ -202,7 +202,7 @@ def seam_body():
         return before == after, inside == still, inside != before, where, str(error)
 
 
-def test_the_cpu_seam_is_taken_back(ranks):
+def test_the_cpu_patches_are_taken_back(ranks):
     restored, nested, replaced, where, error = ranks(1, seam_body)[0]
     assert restored and nested and replaced and where == "cpu"
     assert "CUDA" in error or "NVIDIA" in error
@@ -214,7 +214,7 @@ def random_states(seeds):
     import numpy as np
     import torch
 
-    from skyrl_megatron.config.layout import ParallelConfig
+    from skyrl_megatron.config.rules.layout import ParallelConfig
     from skyrl_megatron.runtime import parallel_state
     from skyrl_megatron.runtime.checkpoint import rng
 
@@ -242,10 +242,10 @@ def dying_rank(rank, port, folder, pipe):
     import torch.distributed as dist
 
     from skyrl_megatron import device
-    from skyrl_megatron.config.layout import ParallelConfig
+    from skyrl_megatron.config.rules.layout import ParallelConfig
     from skyrl_megatron.runtime import parallel_state
-    from skyrl_megatron.runtime.hf_load import load_hf
-    from skyrl_megatron.runtime.model_build import build_model
+    from skyrl_megatron.runtime.hf.load import load_hf
+    from skyrl_megatron.runtime.model.build import build_model
 
     os.environ.update(RANK=str(rank), WORLD_SIZE="2")
     torch.set_num_threads(1)

@@ -33,7 +33,7 @@ class LoopThread:
 
 def tiny_settings(model: Path, **changes: Any):
     """Settings of a small fp32 engine on a HF folder."""
-    from skyrl_megatron.inference.settings import EngineSettings
+    from skyrl_megatron.inference.vllm.settings import EngineSettings
 
     settings = dict(
         model=str(model),

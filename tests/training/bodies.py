@@ -58,7 +58,7 @@ def config(folder, *, tp=1, pp=1, vpp=None, cp=1, ep=1, etp=1, world=1, override
 def three_steps(folder, batch, expected, layout, overrides, fault=None):
     """Three steps on this rank's share of the batch; errors against the reference."""
     from skyrl_megatron.runtime.engine import MegatronEngine
-    from skyrl_megatron.runtime.hf_export import stream_hf
+    from skyrl_megatron.runtime.hf.export import stream_hf
     from skyrl_megatron.runtime.micro_batches import split_for_dp
     from tests.training.faults import planted
 

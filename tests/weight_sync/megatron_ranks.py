@@ -1,4 +1,4 @@
-"""Real Megatron ranks as the publisher calls them (``weight_sync/handles.py``), in the processes of the rank pool."""
+"""Real Megatron ranks as the publisher calls them (``workers/sync_handles.py``), in the processes of the rank pool."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class Rank:
         self.bucket_bytes = bucket_bytes
 
     def load(self, folder: Path) -> None:
-        from skyrl_megatron.runtime.hf_load import load_hf
+        from skyrl_megatron.runtime.hf.load import load_hf
 
         load_hf(self.engine.model, folder, self.engine.groups)
 
     def export(self, folder: Path) -> None:
-        from skyrl_megatron.runtime.hf_export import save_hf
+        from skyrl_megatron.runtime.hf.export import save_hf
 
         save_hf(self.engine.model, self.engine.groups, folder)
 

@@ -23,7 +23,7 @@ def model():
 
 
 def check(config, metas):
-    from skyrl_megatron.weight_sync.announcement import check_complete
+    from skyrl_megatron.weight_sync.metadata import check_complete
 
     check_complete([metas], config)
 
@@ -37,8 +37,8 @@ def test_tied_embeddings_may_travel_once_or_twice(model):
 
 
 def test_fused_experts_may_travel_in_parts_of_several_ranks(model):
-    from skyrl_megatron.weight_sync.announcement import check_complete
     from skyrl_megatron.weight_sync.bucket import TensorMeta
+    from skyrl_megatron.weight_sync.metadata import check_complete
 
     config, metas = model
     others = [meta for name, meta in metas.items() if ".experts." not in name]

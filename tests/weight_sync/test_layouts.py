@@ -60,7 +60,7 @@ class Model:
 
     def __init__(self, folders, loop, **settings) -> None:
         from skyrl_megatron.inference.pool import EnginePool
-        from skyrl_megatron.inference.vllm_engine import VLLMEngine
+        from skyrl_megatron.inference.vllm.engine import VLLMEngine
 
         self.folders, self.loop, self.settings = folders, loop, settings
         self.config = json.loads((folders["A"] / "config.json").read_text())
@@ -82,7 +82,7 @@ class Model:
     def fresh_answers(self, folder) -> tuple:
         """Of an engine that was started on ``folder`` and never held anything else; one is started per content."""
         from skyrl_megatron.inference.pool import EnginePool
-        from skyrl_megatron.inference.vllm_engine import VLLMEngine
+        from skyrl_megatron.inference.vllm.engine import VLLMEngine
 
         content = digest(folder)
         if content not in self.fresh:
@@ -93,7 +93,7 @@ class Model:
         return self.fresh[content]
 
     def publisher(self, trainer, phase_s=60.0, deadline_s=200.0):
-        from skyrl_megatron.weight_sync.publish import WeightPublisher
+        from skyrl_megatron.workers.weight_synchronizer import WeightPublisher
 
         times = {"phase_s": phase_s, "deadline_s": deadline_s}
         return WeightPublisher(

@@ -43,7 +43,7 @@ def check(ranks, tmp_path, model_type, world, layout, **overrides):
     import torch
     from safetensors.torch import load_file
 
-    from skyrl_megatron.weight_sync.announcement import FUSED_EXPERTS
+    from skyrl_megatron.weight_sync.metadata import FUSED_EXPERTS
     from tests.weight_sync.recording import received
 
     folders = [write_tiny_model(model_type, tmp_path / str(seed), seed, **overrides) for seed in (0, 1)]

@@ -35,7 +35,7 @@ def loop():
 @pytest.fixture(scope="module")
 def pool(models, loop):
     from skyrl_megatron.inference.pool import EnginePool
-    from skyrl_megatron.inference.vllm_engine import VLLMEngine
+    from skyrl_megatron.inference.vllm.engine import VLLMEngine
 
     pool = EnginePool([lambda: VLLMEngine(tiny_settings(models["A"]))] * 2, wait_s=20)
     loop(pool.start(), 590)
@@ -53,7 +53,7 @@ def trainer():
 @pytest.fixture
 def publish(pool, trainer, models, loop):
     """``publish(version, model, fault=…)`` → report."""
-    from skyrl_megatron.weight_sync.publish import WeightPublisher
+    from skyrl_megatron.workers.weight_synchronizer import WeightPublisher
 
     def publish(version, model, fault=None, **options):
         trainer.load(models[model], fault)
@@ -81,7 +81,7 @@ def answers(pool, loop):
 def fresh(models, loop):
     """What engines that never held anything else answer: model → (scores, token ids, log-probs)."""
     from skyrl_megatron.inference.pool import EnginePool
-    from skyrl_megatron.inference.vllm_engine import VLLMEngine
+    from skyrl_megatron.inference.vllm.engine import VLLMEngine
 
     found = {}
     for name, folder in models.items():
@@ -96,7 +96,7 @@ def fresh(models, loop):
 def on_shared_gpus(pool, trainer, models, monkeypatch):
     """(A publisher whose engines share GPUs with the trainer, the calls that this adds.) There is no GPU: engines and
     ranks only note what they are asked for, besides everything else that they do."""
-    from skyrl_megatron.weight_sync.publish import WeightPublisher
+    from skyrl_megatron.workers.weight_synchronizer import WeightPublisher
 
     calls = []
 
@@ -277,7 +277,7 @@ def test_an_engine_that_is_lost_is_restarted_and_updated(pool, publish, loop, fr
 
 @pytest.mark.full_matrix
 def test_an_engine_that_does_not_come_back_is_dropped(pool, publish, loop, fresh, models):
-    from skyrl_megatron.inference.vllm_engine import VLLMEngine
+    from skyrl_megatron.inference.vllm.engine import VLLMEngine
 
     publish("good", "A")
     slot = pool.slots[1]
@@ -297,8 +297,8 @@ def test_experts_that_are_not_packed_again_are_noticed(models, trainer, loop):
     """Without the work-around, vLLM computes with garbled experts after an update and says nothing: the probe does."""
     from skyrl_megatron.errors import WeightSyncError
     from skyrl_megatron.inference.pool import EnginePool
-    from skyrl_megatron.inference.vllm_engine import VLLMEngine
-    from skyrl_megatron.weight_sync.publish import WeightPublisher
+    from skyrl_megatron.inference.vllm.engine import VLLMEngine
+    from skyrl_megatron.workers.weight_synchronizer import WeightPublisher
 
     extension = {"worker_extension_cls": "tests.weight_sync.without_packing.WorkerExtension"}
     pool = EnginePool([lambda: VLLMEngine(tiny_settings(models["A"], extra=extension))])

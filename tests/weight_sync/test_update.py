@@ -43,7 +43,7 @@ def loop():
 
 @pytest.fixture(scope="module")
 def engine(models, loop):
-    from skyrl_megatron.inference.vllm_engine import VLLMEngine
+    from skyrl_megatron.inference.vllm.engine import VLLMEngine
 
     engine = VLLMEngine(tiny_settings(models[0]))
     loop(engine.start(), 590)

@@ -1,0 +1,83 @@
+"""Which roles a run has, how many ranks each takes, and how those are laid out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from skyrl_megatron.config.rules.layout import ParallelConfig
+
+if TYPE_CHECKING:
+    from skyrl_megatron.config.schema.megatron import MegatronConfig
+    from skyrl_megatron.config.schema.roles import PlacementConfig
+    from skyrl_megatron.config.schema.root import SkyRLTrainConfig
+
+
+def parallel_config(megatron: MegatronConfig, world_size: int) -> ParallelConfig:
+    """The layout of a model over ``world_size`` ranks."""
+    return ParallelConfig(
+        world_size=world_size,
+        tp=megatron.tensor_model_parallel_size,
+        pp=megatron.pipeline_model_parallel_size,
+        vpp=megatron.virtual_pipeline_model_parallel_size or 1,
+        cp=megatron.context_parallel_size,
+        ep=megatron.expert_model_parallel_size,
+        etp=megatron.expert_tensor_parallel_size or 1,
+        num_layers_in_first_pipeline_stage=megatron.num_layers_in_first_pipeline_stage,
+        num_layers_in_last_pipeline_stage=megatron.num_layers_in_last_pipeline_stage,
+        overlap_p2p=megatron.transformer_config_kwargs.get("overlap_p2p_comm"),
+    )
+
+
+def active_roles(cfg: SkyRLTrainConfig) -> tuple[str, ...]:
+    """The roles that a run starts: ``policy``, ``ref`` where a KL term needs it, ``critic`` where it has a model."""
+    algorithm = cfg.trainer.algorithm
+    roles = ["policy"]
+    if algorithm.use_kl_loss or algorithm.use_kl_in_reward:
+        roles.append("ref")
+    if cfg.trainer.critic.model.path is not None:
+        roles.append("critic")
+    return tuple(roles)
+
+
+def role_world_size(placement: PlacementConfig, role: str) -> int:
+    """Ranks of a role."""
+    nodes: int = getattr(placement, f"{role}_num_nodes")
+    per_node: int = getattr(placement, f"{role}_num_gpus_per_node")
+    return nodes * per_node
+
+
+def role_layout(cfg: SkyRLTrainConfig, role: str) -> ParallelConfig:
+    """The layout of a role's model."""
+    megatron: MegatronConfig = getattr(cfg.trainer, role).megatron_config
+    return parallel_config(megatron, role_world_size(cfg.trainer.placement, role))
+
+
+def engine_ranks(cfg: SkyRLTrainConfig) -> int:
+    """Ranks of one engine."""
+    engine = cfg.generator.inference_engine
+    return engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size
+
+
+@dataclass(frozen=True, slots=True)
+class RankPosition:
+    """Where a rank stands in both grids of its layout."""
+
+    pp: int
+    tp: int
+    cp: int
+    dp: int
+    ep: int
+    etp: int
+    edp: int
+
+
+def rank_position(parallel: ParallelConfig, rank: int) -> RankPosition:
+    """Megatron's order: tp varies fastest, then cp, ep, dp, and pp slowest (parallel_state.py, ``RankGenerator``)."""
+    per_stage = parallel.world_size // parallel.pp
+    pp, within = divmod(rank, per_stage)
+    dense, tp = divmod(within, parallel.tp)
+    dp, cp = divmod(dense, parallel.cp)
+    experts, etp = divmod(within, parallel.etp)
+    edp, ep = divmod(experts, parallel.ep)
+    return RankPosition(pp=pp, tp=tp, cp=cp, dp=dp, ep=ep, etp=etp, edp=edp)

@@ -1,0 +1,112 @@
+"""Rules of rollouts: lengths, turns, engines and how they match the trainer. Each breach is one Problem."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from skyrl_megatron.config.hf_model import model_shape
+from skyrl_megatron.config.rules.layout import ModelShape
+from skyrl_megatron.config.rules.training import longest_sequence
+from skyrl_megatron.errors import Problem
+
+if TYPE_CHECKING:
+    from skyrl_megatron.config.schema.root import SkyRLTrainConfig
+
+_E = "generator.inference_engine."
+
+
+def rollout_problems(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> Iterator[Problem]:
+    """Everything wrong with generation. ``hf``: the policy's ``config.json``, empty where it is not at hand."""
+    yield from _turns(cfg)
+    yield from _engines(cfg, model_shape(hf))
+    yield from _lengths(cfg, hf)
+    yield from _external(cfg)
+    yield from _lora(cfg)
+
+
+def _turns(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
+    generator, prompt = cfg.generator, cfg.trainer.max_prompt_length
+    context = generator.max_input_length or prompt
+    if generator.max_turns == 1 and context != prompt:
+        fix = f"a single turn starts from the prompt: must equal trainer.max_prompt_length={prompt}, or be left out"
+        yield Problem("generator.max_input_length", context, fix)
+    elif context < prompt:
+        yield Problem("generator.max_input_length", context, f"must be at least trainer.max_prompt_length={prompt}")
+    if generator.merge_stepwise_output:
+        if not generator.step_wise_trajectories:
+            fix = "joins the turns of step-wise trajectories: set generator.step_wise_trajectories=true"
+            yield Problem("generator.merge_stepwise_output", True, fix)
+        if cfg.trainer.policy.megatron_config.moe_enable_routing_replay:
+            fix = "loses the routes of the joined turns: set moe_enable_routing_replay=false, or false here"
+            yield Problem("generator.merge_stepwise_output", True, fix)
+    if generator.batched:
+        for key, conflict in (
+            ("max_turns", generator.max_turns > 1),
+            ("step_wise_trajectories", generator.step_wise_trajectories),
+            ("chat_template_kwargs", bool(generator.chat_template_kwargs)),
+        ):
+            if conflict:
+                fix = f"generator.{key}={getattr(generator, key)} needs an agent loop per prompt: set batched=false"
+                yield Problem("generator.batched", True, fix)
+
+
+def _engines(cfg: SkyRLTrainConfig, shape: ModelShape | None) -> Iterator[Problem]:
+    engine = cfg.generator.inference_engine
+    spread = engine.data_parallel_size * engine.tensor_parallel_size
+    if engine.expert_parallel_size > 1 and engine.expert_parallel_size != spread:
+        fix = f"must be 1 or data_parallel_size · tensor_parallel_size = {spread}"
+        yield Problem(f"{_E}expert_parallel_size", engine.expert_parallel_size, fix)
+    if shape is not None and shape.num_attention_heads % engine.tensor_parallel_size:
+        fix = f"must divide the model's {shape.num_attention_heads} attention heads"
+        yield Problem(f"{_E}tensor_parallel_size", engine.tensor_parallel_size, fix)
+    if shape is not None and engine.pipeline_parallel_size > shape.num_layers:
+        fix = f"the model has {shape.num_layers} layers only"
+        yield Problem(f"{_E}pipeline_parallel_size", engine.pipeline_parallel_size, fix)
+    if shape is not None and engine.expert_parallel_size > 1 and not shape.num_experts:
+        fix = "the model has no experts: set it to 1"
+        yield Problem(f"{_E}expert_parallel_size", engine.expert_parallel_size, fix)
+
+
+def _lengths(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> Iterator[Problem]:
+    engine = cfg.generator.inference_engine
+    wanted = {"training": longest_sequence(cfg)}
+    if cfg.generator.eval_sampling_params is not None:
+        responses = cfg.generator.eval_sampling_params.max_generate_length
+        wanted["evaluation"] = (cfg.generator.max_input_length or 0) + responses
+    limit = engine.engine_init_kwargs.get("max_model_len")
+    for phase, tokens in wanted.items():
+        if isinstance(limit, int) and tokens > limit:
+            fix = (
+                f"{phase} makes sequences of up to {tokens} tokens (max_input_length + max_generate_length): raise it"
+            )
+            yield Problem(f"{_E}engine_init_kwargs.max_model_len", limit, fix)
+    positions = hf.get("max_position_embeddings")
+    longest = max(wanted.values())
+    if isinstance(positions, int) and longest > positions and cfg.trainer.rope_scaling is None:
+        fix = f"up to {longest} tokens exceed the model's {positions} positions: shorten, or set rope_scaling"
+        yield Problem("generator.max_input_length", cfg.generator.max_input_length, fix)
+    if not engine.enable_chunked_prefill and engine.max_num_batched_tokens < longest:
+        fix = f"must be at least {longest}, the longest sequence, while enable_chunked_prefill=false"
+        yield Problem(f"{_E}max_num_batched_tokens", engine.max_num_batched_tokens, fix)
+
+
+def _external(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
+    engine = cfg.generator.inference_engine
+    urls = engine.remote_urls or engine.external_server_urls or engine.external_proxy_url
+    if not engine.run_engines_locally and not urls:
+        fix = f"name the engines in {_E}remote_urls or external_server_urls, or set it to true"
+        yield Problem(f"{_E}run_engines_locally", False, fix)
+    if cfg.trainer.placement.colocate_all and (urls or not engine.run_engines_locally):
+        fix = "engines started elsewhere do not share the trainer's GPUs: set it to false"
+        yield Problem("trainer.placement.colocate_all", True, fix)
+
+
+def _lora(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
+    lora, merge = cfg.trainer.policy.model.lora, cfg.trainer.policy.megatron_config.lora_config.merge_lora
+    if lora.sync_mode == "memory" and merge:
+        fix = "sends the adapter alone: set trainer.policy.megatron_config.lora_config.merge_lora=false"
+        yield Problem("trainer.policy.model.lora.sync_mode", "memory", fix)
+    elif lora.sync_mode == "merged" and not merge:
+        fix = "sends merged weights: set trainer.policy.megatron_config.lora_config.merge_lora=true"
+        yield Problem("trainer.policy.model.lora.sync_mode", "merged", fix)

@@ -1,0 +1,185 @@
+"""Rules of one training step: batch sizes, objective, optimizer, checkpoints. Each breach is one Problem."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from skyrl_megatron.config.resolve import uses_correction
+from skyrl_megatron.config.rules.role_layout import active_roles, role_layout
+from skyrl_megatron.errors import Problem
+
+if TYPE_CHECKING:
+    from skyrl_megatron.config.schema.algorithm import AlgorithmConfig
+    from skyrl_megatron.config.schema.root import SkyRLTrainConfig
+
+ESTIMATORS = ("grpo", "rloo", "reinforce++", "gae", "maxrl")
+"""Advantage estimators that come with the package."""
+LOSSES = (
+    "regular",
+    "dual_clip",
+    "gspo",
+    "cispo",
+    "sapo",
+    "clip_cov",
+    "kl_cov",
+    "cross_entropy",
+    "importance_sampling",
+    "rollout_is",
+    "dppo",
+)
+"""Policy losses that come with the package."""
+
+_A = "trainer.algorithm."
+
+
+def training_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
+    """Everything wrong with how a step is cut, scored and taken."""
+    yield from _batch(cfg)
+    yield from _algorithm(cfg)
+    yield from _correction(cfg)
+    yield from _limits(cfg.trainer.algorithm)
+    yield from _optimizers(cfg)
+    yield from _checkpoints(cfg)
+
+
+def _batch(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
+    trainer, n = cfg.trainer, cfg.generator.n_samples_per_prompt
+    train, roles = trainer.train_batch_size, active_roles(cfg)
+    for role in ("policy", "critic"):
+        if role not in roles:
+            continue
+        key = f"trainer.{role}_mini_batch_size"
+        mini: int = getattr(trainer, f"{role}_mini_batch_size")
+        if mini > train:
+            yield Problem(key, mini, f"must be at most trainer.train_batch_size={train}")
+        elif train % mini:
+            yield Problem(key, mini, f"must divide trainer.train_batch_size={train}")
+        dp = role_layout(cfg, role).dp
+        if dp < 1:
+            continue  # the layout itself is impossible, and reported
+        micro = trainer.micro_train_batch_size_per_gpu
+        sizes = f"{mini} prompts · {n} samples = {mini * n} sequences per optimizer step"
+        if (mini * n) % dp:
+            yield Problem(key, mini, f"{sizes} must be a multiple of the {role}'s dp={dp}")
+        elif trainer.max_tokens_per_microbatch < 0 and (mini * n // dp) % micro:
+            fix = f"must divide the {mini * n // dp} sequences of a data-parallel rank ({sizes}, dp={dp})"
+            yield Problem("trainer.micro_train_batch_size_per_gpu", micro, fix)
+    needed = math.lcm(*(max(role_layout(cfg, role).dp, 1) for role in roles))
+    if train * n < needed:
+        fix = f"· n_samples_per_prompt={n} must be at least {needed}, the common multiple of the roles' dp"
+        yield Problem("trainer.train_batch_size", train, fix)
+    budget, longest = trainer.max_tokens_per_microbatch, longest_sequence(cfg)
+    if 0 < budget < longest:
+        fix = f"must hold the longest sequence, {longest} tokens (max_input_length + max_generate_length)"
+        yield Problem("trainer.max_tokens_per_microbatch", budget, fix)
+
+
+def longest_sequence(cfg: SkyRLTrainConfig) -> int:
+    """Tokens of the longest sequence that a rollout can produce: context of the last turn plus its response."""
+    return (cfg.generator.max_input_length or 0) + cfg.generator.sampling_params.max_generate_length
+
+
+def _algorithm(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
+    algorithm, generator = cfg.trainer.algorithm, cfg.generator
+    estimator, loss = algorithm.advantage_estimator, algorithm.policy_loss_type
+    estimators = registered("advantages", "AdvantageEstimatorRegistry", ESTIMATORS)
+    losses = registered("losses", "PolicyLossRegistry", LOSSES)
+    if estimator not in estimators:
+        fix = f"not registered; known: {', '.join(estimators)}"
+        yield Problem(f"{_A}advantage_estimator", estimator, fix)
+    if loss not in losses:
+        yield Problem(f"{_A}policy_loss_type", loss, f"not registered; known: {', '.join(losses)}")
+    if estimator == "gae" and cfg.trainer.critic.model.path is None:
+        yield Problem("trainer.critic.model.path", None, "gae needs a critic: name its model")
+    if algorithm.use_kl_in_reward and algorithm.use_kl_loss:
+        fix = "excludes use_kl_loss: the KL term counts once; set one of them to false"
+        yield Problem(f"{_A}use_kl_in_reward", True, fix)
+    if generator.step_wise_trajectories and estimator in ("gae", "reinforce++"):
+        fix = "does not work with generator.step_wise_trajectories=true: use grpo, rloo or maxrl"
+        yield Problem(f"{_A}advantage_estimator", estimator, fix)
+    sampling = algorithm.dynamic_sampling.type
+    if sampling is not None and generator.n_samples_per_prompt == 1:
+        fix = "every prompt has zero variance with generator.n_samples_per_prompt=1: sample more"
+        yield Problem(f"{_A}dynamic_sampling.type", sampling, fix)
+    if generator.sampling_params.temperature == 0:
+        fix = "training needs more than 0: greedy samples all alike teach nothing"
+        yield Problem("generator.sampling_params.temperature", 0.0, fix)
+    elif algorithm.temperature is not None and algorithm.temperature <= 0:
+        yield Problem(f"{_A}temperature", algorithm.temperature, "must be above 0")
+
+
+def registered(module_name: str, registry: str, built_in: tuple[str, ...]) -> tuple[str, ...]:
+    """Names known to a registry. Only where the registry was imported can a name have been added to it."""
+    module = sys.modules.get(f"skyrl_megatron.algorithms.{module_name}")
+    if module is None:
+        return built_in
+    return tuple(dict.fromkeys([*built_in, *getattr(module, registry).list_available()]))
+
+
+def _correction(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
+    algorithm = cfg.trainer.algorithm
+    correction, loss = algorithm.off_policy_correction, algorithm.policy_loss_type
+    if algorithm.use_tis:  # with a cap it has become off_policy_correction already
+        fix = "needs a cap above 0; better: off_policy_correction.tis_ratio_type=token"
+        yield Problem(f"{_A}tis_imp_ratio_cap", algorithm.tis_imp_ratio_cap, fix)
+    if uses_correction(correction) and loss in ("clip_cov", "kl_cov"):
+        fix = f"has no off-policy correction: use another loss or switch {_A}off_policy_correction.* off"
+        yield Problem(f"{_A}policy_loss_type", loss, fix)
+    anchored = loss == "cispo" and algorithm.cispo.anchor == "rollout"
+    if anchored and correction.tis_ratio_type is not None:
+        fix = "cispo.anchor=rollout corrects for the engine already: set one of them back"
+        yield Problem(f"{_A}off_policy_correction.tis_ratio_type", correction.tis_ratio_type, fix)
+    if cfg.generator.sampling_params.logprobs is None and (anchored or loss in ("rollout_is", "dppo")):
+        fix = f"policy_loss_type={loss} needs the engine's log-probabilities: set it to 1"
+        yield Problem("generator.sampling_params.logprobs", None, fix)
+
+
+def _limits(algorithm: AlgorithmConfig) -> Iterator[Problem]:
+    """Pairs of which the lower must lie below the upper."""
+    correction, covariance = algorithm.off_policy_correction, algorithm.clip_cov
+    pairs = [("off_policy_correction.geo_mask", correction.geo_mask_low, correction.geo_mask_high)]
+    pairs.append(("off_policy_correction.product_mask", correction.product_mask_low, correction.product_mask_high))
+    for name in ("outlier_token_is_threshold", "token_mask_is_threshold"):
+        low, high = getattr(correction, f"{name}_low"), getattr(correction, f"{name}_high")
+        if low is not None and high is not None:
+            pairs.append((f"off_policy_correction.{name}", low, high))
+    for key, low, high in pairs:
+        if low >= high:
+            yield Problem(f"{_A}{key}_low", low, f"must lie below {key.rpartition('.')[2]}_high={high}")
+    if covariance.clip_cov_lb >= covariance.clip_cov_ub:
+        fix = f"must lie below clip_cov_ub={covariance.clip_cov_ub}"
+        yield Problem(f"{_A}clip_cov.clip_cov_lb", covariance.clip_cov_lb, fix)
+
+
+def _optimizers(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
+    for role in active_roles(cfg):
+        if role == "ref":
+            continue
+        section = f"trainer.{role}.optimizer_config"
+        optimizer = getattr(cfg.trainer, role).optimizer_config
+        betas = optimizer.adam_betas
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            yield Problem(f"{section}.adam_betas", betas, "must be two numbers, each at least 0 and below 1")
+        if optimizer.min_lr > optimizer.lr:
+            yield Problem(f"{section}.min_lr", optimizer.min_lr, f"must be at most lr={optimizer.lr}")
+        decay, warmup = optimizer.num_decay_steps, optimizer.num_warmup_steps
+        if decay is not None and decay <= warmup:
+            yield Problem(f"{section}.num_decay_steps", decay, f"must exceed num_warmup_steps={warmup}")
+
+
+def _checkpoints(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
+    trainer = cfg.trainer
+    if trainer.resume_mode == "from_path":
+        if not trainer.resume_path:
+            yield Problem("trainer.resume_path", None, "resume_mode=from_path needs the folder of a checkpoint")
+    elif trainer.resume_path:
+        fix = f"has no effect with resume_mode={trainer.resume_mode}: set resume_mode=from_path, or leave it out"
+        yield Problem("trainer.resume_path", trainer.resume_path, fix)
+    for name in ("project_name", "run_name"):
+        value: str = getattr(trainer, name)
+        if not value or value in (".", "..") or os.sep in value:
+            yield Problem(f"trainer.{name}", value, "names a folder of the logs: use letters, digits, '-' and '_'")

@@ -1,0 +1,84 @@
+"""Inference engines: how many, how they are built, and how they get new weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from skyrl_megatron import device
+from skyrl_megatron.config.schema.base import BaseConfig, Bounds, Count, NonNegativeInt, OneOf, Positive
+
+
+@dataclass
+class InferenceEngineConfig(BaseConfig):
+    """vLLM engines. Each takes tp·pp·dp GPUs."""
+
+    model_dtype: Annotated[str, OneOf("bfloat16", "float16", "float32", "auto")] = "bfloat16"
+    """Type of the engine's weights. On CPU: float32."""
+    run_engines_locally: bool = True
+    """Start engines in this cluster. False: use those at `remote_urls` or `external_server_urls`."""
+    num_engines: Count = 1
+    """Engines."""
+    backend: Annotated[str, OneOf("vllm")] = "vllm"
+    """The inference library."""
+    weight_sync_backend: Annotated[str, OneOf(device.NCCL, device.GLOO)] = device.NCCL
+    """Collectives that carry new weights. On CPU: gloo. With `colocate_all`: none, weights stay on the GPU (CUDA IPC);
+    gloo if the policy is on several nodes or `data_parallel_size` is not 1."""
+    weight_transfer_threshold_cuda_ipc_GB: Positive = 1.0
+    """No effect: weights travel in buckets of 16 MiB."""
+    tensor_parallel_size: Count = 1
+    """tp of each engine."""
+    pipeline_parallel_size: Count = 1
+    """pp of each engine."""
+    expert_parallel_size: Count = 1
+    """ep of each engine: 1, or data_parallel_size · tensor_parallel_size."""
+    data_parallel_size: Count = 1
+    """dp inside each engine."""
+    async_engine: bool = True
+    """No effect: engines are always asynchronous."""
+    vllm_v1_disable_multiproc: bool = True
+    """No effect: `trainer.deterministic` makes sampling reproducible."""
+    enable_prefix_caching: bool = True
+    """Keep the KV cache of common prefixes; it is reset at each weight sync."""
+    enable_chunked_prefill: bool = True
+    """Mix prefill of long prompts with decoding."""
+    max_num_batched_tokens: Count = 8192
+    """Tokens that an engine processes in one step."""
+    enforce_eager: bool = True
+    """No CUDA graphs: slower, and closer to the trainer's numbers."""
+    fully_sharded_loras: bool = False
+    """Shard both LoRA matrices over tp in the engine."""
+    enable_ray_prometheus_stats: bool = False
+    """Publish engine metrics through Ray's Prometheus exporter."""
+    gpu_memory_utilization: Annotated[float, Bounds(0, 1, open_low=True)] = 0.8
+    """Share of GPU memory that an engine may take."""
+    max_num_seqs: Count = 1024
+    """Sequences that an engine decodes at the same time."""
+    remote_urls: list[str] = field(default_factory=list)
+    """`host:port` of engines started elsewhere."""
+    enable_http_endpoint: bool = False
+    """Serve an OpenAI-compatible endpoint over all engines. Set `trainer.algorithm.temperature` when sampling
+    there."""
+    http_endpoint_host: str = "127.0.0.1"
+    """Address that the endpoint binds to."""
+    http_endpoint_port: Annotated[int, Bounds(0, 65535)] = 8000
+    """Port of the endpoint; 0 takes a free one."""
+    served_model_name: str | None = None
+    """Model name that requests to the endpoint give. None: the model's path."""
+    distributed_executor_backend: Annotated[str, OneOf("ray", "mp", "uni")] = "ray"
+    """How an engine starts its ranks: Ray actors, processes of one node, or inside the engine's own process."""
+    engine_init_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of vLLM's engine, applied last."""
+    override_existing_update_group: Annotated[str, OneOf("auto", "enable", "disable")] = "auto"
+    """No effect: an update group left by an earlier run is always replaced."""
+    external_proxy_url: str | None = None
+    """URL that requests for samples go to, when a router stands before engines started elsewhere."""
+    external_server_urls: list[str] | None = None
+    """URLs of engines started elsewhere, for control: pause, weight updates, versions."""
+    enable_return_routed_experts: bool = False
+    """Engines return the experts that each token was routed to, for `moe_enable_routing_replay`."""
+    http_token_path: str | None = None
+    """File that holds the endpoint's bearer token (mode 0600). None: a new one in the run's log folder."""
+    weight_sync_probe_interval: NonNegativeInt | None = None
+    """Every so many weight syncs trainer and engines score the same tokens and must agree; 0: after the first sync
+    only. None: 1 on CPU, 20 on CUDA."""

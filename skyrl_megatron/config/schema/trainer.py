@@ -1,0 +1,130 @@
+"""The training loop: batch sizes, intervals, paths, and the roles it drives."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from skyrl_megatron.config.schema.algorithm import AlgorithmConfig
+from skyrl_megatron.config.schema.base import BaseConfig, Bounds, Count, EverySteps, NonNegativeInt, OneOf, Positive
+from skyrl_megatron.config.schema.roles import CriticConfig, PlacementConfig, PolicyConfig, RefConfig
+
+
+@dataclass
+class FullyAsyncConfig(BaseConfig):
+    """Rollouts that run on while the policy trains."""
+
+    max_staleness_steps: NonNegativeInt = 4
+    """Training steps by which a response may lag: started at step i, trained on at step j ≤ i + this."""
+    num_parallel_generation_workers: Count = 768
+    """Prompts generated at the same time: at least `policy_mini_batch_size`, at most
+    `policy_mini_batch_size · (max_staleness_steps + 1)`."""
+
+
+@dataclass
+class TrainerConfig(BaseConfig):
+    """One run.
+
+    Sizes count prompts: each step takes `train_batch_size` prompts, samples `n_samples_per_prompt` responses of each,
+    and makes `train_batch_size / policy_mini_batch_size` optimizer steps per epoch over them.
+    """
+
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    """Devices of each role."""
+    sequence_parallel_backend: str = "ulysses"
+    """Sequence parallelism of FSDP backends. No effect here."""
+    strategy: Annotated[str, OneOf("megatron", "fsdp", "fsdp2")] = "megatron"
+    """`fsdp` and `fsdp2` run Megatron's equivalent: data parallelism alone with a distributed optimizer."""
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    """The policy."""
+    ref: RefConfig = field(default_factory=RefConfig)
+    """The reference."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """The critic."""
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    """The objective."""
+    fully_async: FullyAsyncConfig = field(default_factory=FullyAsyncConfig)
+    """Asynchronous rollouts."""
+    gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass, as `transformer_config_kwargs.recompute_*` say; false: never."""
+    gradient_checkpointing_use_reentrant: bool = False
+    """Variant of torch's checkpointing. No effect here: Megatron has its own."""
+    seed: NonNegativeInt = 42
+    """Seed of data order, sampling, dropout and random weights."""
+    resume_mode: Annotated[str | None, OneOf("none", "latest", "from_path")] = "latest"
+    """Start anew (`none` or null), from the newest complete checkpoint in `ckpt_path`, or from `resume_path`."""
+    resume_path: str | None = None
+    """A `global_step_N` folder, for `resume_mode=from_path`."""
+    log_path: str = "/tmp/skyrl-logs"
+    """Logs go to `log_path/project_name/run_name/`. On several nodes: a shared file system."""
+    ckpt_path: str = field(default_factory=lambda: os.path.expanduser("~/ckpts/"))
+    """Folder, or `s3://`/`gs://` address, of the checkpoints."""
+    max_ckpts_to_keep: Annotated[int, Bounds(1, also=(-1,))] = -1
+    """Older checkpoints than the last so many are removed; -1 keeps all."""
+    ckpt_interval: EverySteps = 10
+    """Checkpoint every so many steps; -1 or 0: at the end only."""
+    hf_save_interval: EverySteps = -1
+    """Export the policy as a Hugging Face folder every so many steps; -1 or 0: never."""
+    export_path: str = field(default_factory=lambda: os.path.expanduser("~/exports/"))
+    """Folder of Hugging Face exports and dumps."""
+    bf16: bool = True
+    """Parameters and activations in bfloat16, with fp32 master weights; false: all in fp32. On CPU: false."""
+    epochs: Count = 1
+    """Passes over the training prompts."""
+    update_epochs_per_batch: Count = 1
+    """Passes of optimizer steps over the responses of one step."""
+    train_batch_size: Count = 1024
+    """Prompts per step."""
+    policy_mini_batch_size: Count = 256
+    """Prompts per optimizer step of the policy; divides `train_batch_size`."""
+    critic_mini_batch_size: Count = 256
+    """Prompts per optimizer step of the critic; divides `train_batch_size`."""
+    micro_train_batch_size_per_gpu: Count = 1
+    """Sequences per forward-backward pass on one data-parallel rank, unless `max_tokens_per_microbatch` is set."""
+    micro_forward_batch_size_per_gpu: Count = 1
+    """Sequences per forward-only pass on one data-parallel rank, unless `max_tokens_per_microbatch` is set."""
+    update_ref_every_epoch: bool = False
+    """Replace the reference by the policy after each epoch."""
+    use_sample_packing: bool = True
+    """Lay sequences end to end instead of padding them. `remove_microbatch_padding` is another name for it."""
+    eval_batch_size: Count = 1024
+    """Prompts generated at the same time in evaluation."""
+    eval_before_train: bool = True
+    """Evaluate before the first step."""
+    eval_interval: EverySteps = 5
+    """Evaluate every so many steps; -1 or 0: never."""
+    max_prompt_length: Count = 512
+    """Tokens; longer prompts are dropped and counted."""
+    flash_attn: bool = True
+    """Fused attention kernels. On CPU: false."""
+    disable_fast_tokenizer: bool = False
+    """Use the slow tokenizer of transformers."""
+    project_name: str = "skyrl"
+    """Project, for trackers and the log folder."""
+    run_name: str = "test_run"
+    """Run, for trackers and the log folder."""
+    logger: Annotated[str, OneOf("wandb", "mlflow", "swanlab", "tensorboard", "console")] = "wandb"
+    """Tracker beside `metrics.jsonl`, TensorBoard and console, which every run writes."""
+    dump_data_batch: bool = False
+    """Write the tensors of each training batch to `export_path`."""
+    dump_eval_results: bool = True
+    """Write prompts, responses and scores of each evaluation to `export_path`."""
+    rope_scaling: dict[str, Any] | None = None
+    """Rotary scaling, in the form of a Hugging Face configuration. None: the model's own."""
+    rope_theta: Positive | None = None
+    """Base of the rotary frequencies. None: the model's own."""
+    max_training_steps: Count | None = None
+    """Finish the run after so many steps. None: after `epochs`."""
+    max_tokens_per_microbatch: Annotated[int, Bounds(1, also=(-1,))] = -1
+    """Tokens of packed sequences per micro-batch, never exceeded; -1: the `micro_*_batch_size_per_gpu` count."""
+    logprobs_chunk_size: Count | None = 1024
+    """Tokens whose logits are turned into log-probabilities at a time, which bounds memory. None: all at once."""
+    fused_lm_head_logprob: bool = False
+    """Compute log-probabilities from hidden states chunk by chunk, so that the full logits never exist."""
+    deterministic: bool | None = None
+    """Same configuration, seed and layout: the same run, bit for bit, at some cost in speed. None: true on CPU."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with a Hugging Face model or tokenizer."""
+    phase_timeout_s: Positive = 1800.0
+    """Seconds that a phase (generate, train, sync, …) may take before the run fails, naming rank and phase."""

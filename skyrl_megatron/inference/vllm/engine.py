@@ -1,0 +1,345 @@
+"""One real vLLM engine behind :class:`~skyrl_megatron.inference.protocol.InferenceEngine`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import tempfile
+import uuid
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from skyrl_megatron import device
+from skyrl_megatron.errors import EngineError, EngineGoneError, SkyRLMegatronError, WeightSyncError
+from skyrl_megatron.inference.protocol import Announced, Generation, PauseMode, SampleRequest
+from skyrl_megatron.inference.vllm import processes
+from skyrl_megatron.inference.vllm.asgi import call_app
+from skyrl_megatron.inference.vllm.log import child_output, last_errors
+from skyrl_megatron.inference.vllm.requests import generation_of, refusals, sampling_parameters
+from skyrl_megatron.inference.vllm.settings import INITIAL_VERSION, EngineSettings, cpu_bytes_needed, hf_config
+from skyrl_megatron.weight_sync.metadata import plain_announcement
+
+__all__ = ["EngineSettings", "VLLMEngine"]
+
+WITHDRAW_S = 10.0
+"""How long an engine has to take back the requests of a batch that failed."""
+
+
+class VLLMEngine:
+    """AsyncLLM with sampled-token log-probs after temperature, and weights updated by our transfer backend.
+
+    The engine's cores and workers are child processes of this one, and write what they print to ``log_file``.
+    """
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self.settings = settings
+        self.log_file = (
+            settings.log_file or Path(tempfile.gettempdir()) / f"skyrl-megatron-engine-{uuid.uuid4().hex}.log"
+        )
+        self._llm: Any = None
+        self._processes: list[psutil.Process] = []
+        self._announced: list[list[list[Any]]] | None = None
+        self._openai: Any = None
+        self._paused, self._pausing = False, asyncio.Lock()
+
+    # ------------------------------------------------------------------ start and end
+    async def start(self) -> None:
+        """Start vLLM's processes and load the model. Raises EngineError naming what is missing, or with the last error
+        lines of the processes."""
+        settings = self.settings
+        hf = hf_config(settings.model)
+        _require_memory(settings)
+        if not device.has_cuda():
+            processes.start_server()  # it imports vLLM while this process does
+        from skyrl_megatron.inference.vllm import compat
+
+        os.environ.update(compat.worker_environment())
+        platform = compat.platform_arguments(hf)
+        arguments = {
+            "worker_extension_cls": compat.WORKER_EXTENSION,
+            "weight_transfer_config": {"backend": compat.BACKEND},
+        } | (settings.arguments() | platform | dict(settings.extra))
+
+        def launch() -> Any:
+            with child_output(self.log_file):
+                before = set(psutil.Process().children(recursive=True))
+                try:
+                    args = compat.AsyncEngineArgs(**arguments)
+                    loggers = compat.ray_stat_loggers() if settings.ray_prometheus_stats else None
+                    return compat.AsyncLLM.from_engine_args(args, stat_loggers=loggers)
+                finally:
+                    started = [p for p in psutil.Process().children(recursive=True) if p not in before]
+                    self._processes = sorted(started, key=lambda process: process.create_time())
+
+        try:
+            self._llm = await asyncio.wait_for(asyncio.to_thread(launch), settings.start_timeout_s)
+            await self._llm.update_weight_version(INITIAL_VERSION)
+            if settings.logprobs_at_temperature:
+                await self._llm.collective_rpc("skyrl_logprobs_at_temperature")
+            if arguments["enforce_eager"] and not device.has_cuda():
+                await self._llm.collective_rpc("skyrl_compile_nothing")
+        except Exception as error:
+            if isinstance(error, TimeoutError):
+                error = TimeoutError(f"not ready after start_timeout_s={settings.start_timeout_s:g}")
+            said = self._last_words(error)
+            await self.kill()
+            raise EngineError(f"vLLM did not start on {settings.model}: {said}") from error
+
+    async def shutdown(self) -> None:
+        """See the protocol."""
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            await asyncio.to_thread(llm.shutdown)
+        await self.kill()
+
+    async def kill(self) -> None:
+        """See the protocol. A stopped process (SIGSTOP) is killed too."""
+        for process in self._processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        await asyncio.to_thread(psutil.wait_procs, self._processes, 10)
+        self._processes = []
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            await asyncio.to_thread(llm.shutdown, 0.0)
+        if self.settings.log_file is None:
+            self.log_file.unlink(missing_ok=True)
+
+    def process_ids(self) -> list[int]:
+        """The engine's processes, cores before their workers."""
+        return [process.pid for process in self._processes]
+
+    async def health(self) -> None:
+        """See the protocol: asks the core, and through it every worker."""
+        with self._alive():
+            await self._llm.check_health()
+            await self._llm.collective_rpc("skyrl_ping")
+
+    # ------------------------------------------------------------------ sampling
+    async def generate(
+        self, request_id: str, prompt_token_ids: Sequence[int], sampling: Mapping[str, Any]
+    ) -> Generation:
+        """See the protocol. Without stop strings nothing is turned into text."""
+        return generation_of(
+            await self._finished(request_id, prompt_token_ids, sampling_parameters(request_id, sampling))
+        )
+
+    async def generate_batch(self, requests: Sequence[SampleRequest]) -> list[Generation]:
+        """See the protocol. The scheduler is paused while the requests are admitted."""
+        from skyrl_megatron.inference.vllm import compat
+
+        prepared = [(r, sampling_parameters(r.request_id, r.sampling)) for r in requests]
+        admitted: list[Any] = []
+        with self._alive():
+            try:
+                async with self._pausing:
+                    if not self._paused:
+                        await compat.pause(self._llm, "keep")
+                    for request, parameters in prepared:
+                        prompt = compat.tokens_input(list(request.prompt_token_ids))
+                        with refusals(request.request_id):
+                            admitted.append(await self._llm.add_request(request.request_id, prompt, parameters))
+                    if not self._paused:
+                        await self._llm.resume_generation()
+                return [generation_of(await queue.get()) for queue in admitted]
+            except BaseException:
+                with contextlib.suppress(Exception):  # a dying engine does not answer
+                    async with asyncio.timeout(WITHDRAW_S):
+                        await self._llm.abort([request.request_id for request, _ in prepared[: len(admitted)]])
+                        if not self._paused:
+                            await self._llm.resume_generation()
+                raise
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """See the protocol."""
+        request_id = f"score-{uuid.uuid4().hex}"
+        parameters = sampling_parameters(request_id, {"max_tokens": 1, "prompt_logprobs": 0, "logprobs": None})
+        final = await self._finished(request_id, token_ids, parameters)
+        scored = zip(token_ids[1:], final.prompt_logprobs[1:], strict=True)
+        return [position[token].logprob for token, position in scored]
+
+    async def _finished(self, request_id: str, token_ids: Sequence[int], parameters: Any) -> Any:
+        """vLLM's output of one request."""
+        from skyrl_megatron.inference.vllm import compat
+
+        output = None
+        with self._alive(), refusals(request_id):
+            async for latest in self._llm.generate(compat.tokens_input(list(token_ids)), parameters, request_id):
+                output = latest
+        if output is None:
+            raise EngineGoneError(f"request {request_id}: the engine returned nothing")
+        return output
+
+    async def abort(self, request_id: str) -> None:
+        """See the protocol."""
+        with self._alive():
+            await self._llm.abort(request_id)
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """See the protocol. Keeps the KV cache of frozen requests."""
+        from skyrl_megatron.inference.vllm import compat
+
+        with self._alive():
+            async with self._pausing:
+                self._paused = True
+                await compat.pause(self._llm, mode)
+
+    async def resume(self) -> None:
+        """See the protocol."""
+        with self._alive():
+            async with self._pausing:
+                await self._llm.resume_generation()
+                self._paused = False
+
+    async def reset_prefix_cache(self) -> None:
+        """See the protocol."""
+        with self._alive():
+            await self._llm.reset_prefix_cache()
+
+    async def sleep(self, level: int = 1) -> None:
+        """See the protocol. Without GPUs there is nothing to free."""
+        if self.settings.sleep_mode:
+            with self._alive():
+                await self._llm.sleep(level, mode="keep")
+
+    async def wake(self, tags: Sequence[str] | None = None) -> None:
+        """See the protocol."""
+        if self.settings.sleep_mode:
+            with self._alive():
+                await self._llm.wake_up(None if tags is None else list(tags))
+
+    async def openai(self, path: str, body: bytes) -> AsyncIterator[tuple[int, str] | bytes]:
+        """See the protocol."""
+        from skyrl_megatron.inference.vllm import compat
+
+        with self._alive():
+            if self._openai is None:
+                name = self.settings.served_model_name or self.settings.model
+                self._openai = await compat.openai_app(self._llm, self.settings.model, name)
+            async for piece in call_app(self._openai, path, body):
+                yield piece
+
+    # ------------------------------------------------------------------ weights
+    async def worker_count(self) -> int:
+        """See the protocol."""
+        return self.settings.workers
+
+    async def connect_weights(
+        self, senders: Sequence[tuple[str, int]], rank_offset: int, world_size: int, **options: Any
+    ) -> None:
+        """See the protocol."""
+        from skyrl_megatron.inference.vllm import compat
+
+        self._announced = None
+        info = {"senders": [list(s) for s in senders], "rank_offset": rank_offset, "world_size": world_size} | options
+        with self._alive("connect"):
+            await self._llm.init_weight_transfer_engine(compat.WeightTransferInitRequest(init_info=info))
+
+    async def start_update(self) -> None:
+        """See the protocol."""
+        with self._alive("start"):
+            await self._llm.start_weight_update()
+
+    async def receive_weights(self, announced: Announced) -> list[list[list[int]]]:
+        """See the protocol. What was announced before is not sent to the workers again."""
+        from skyrl_megatron.inference.vllm import compat
+
+        plain = plain_announcement(announced)
+        info = {"senders": None if plain == self._announced else plain}
+        with self._alive("receive"):
+            self._announced = None
+            await self._llm.update_weights(compat.WeightTransferUpdateRequest(update_info=info))
+            self._announced = plain
+        return await self.weight_checksums()
+
+    async def finish_update(self, version: str) -> None:
+        """See the protocol."""
+        with self._alive("finish"):
+            await self._llm.finish_weight_update(version)
+            await self._llm.reset_prefix_cache()
+
+    async def abort_update(self) -> None:
+        """See the protocol."""
+        with self._alive("abort"):
+            await self._llm.collective_rpc("skyrl_abort_update")
+
+    async def update_weights(self, announced: Announced, version: str) -> None:
+        """Start, receive and finish in one."""
+        await self.start_update()
+        await self.receive_weights(announced)
+        await self.finish_update(version)
+
+    async def weight_checksums(self) -> list[list[list[int]]]:
+        """Of the last update, per worker, per sender, per bucket."""
+        with self._alive():
+            checksums: list[list[list[int]]] = await self._llm.collective_rpc("skyrl_checksums")
+        return checksums
+
+    async def version(self) -> str:
+        """See the protocol."""
+        with self._alive():
+            return str(await self._llm.get_weight_version())
+
+    async def set_version(self, version: str) -> None:
+        """See the protocol."""
+        with self._alive():
+            await self._llm.update_weight_version(version)
+
+    # ------------------------------------------------------------------ errors
+    @contextlib.contextmanager
+    def _alive(self, phase: str | None = None) -> Iterator[None]:
+        """Turn vLLM's errors into ours: of an engine that lost a process EngineGoneError, with what its processes said
+        last; any other in a ``phase`` of a weight update WeightSyncError.
+
+        A worker's death reaches the calls under way in whatever state it met them: as EngineDeadError, or as a bare
+        Exception with vLLM's text, which is also what an error inside a living worker looks like.
+        """
+        if self._llm is None:
+            raise EngineGoneError(f"the engine on {self.settings.model} is not running")
+        try:
+            yield
+        except SkyRLMegatronError:
+            raise
+        except Exception as error:
+            if self._is_down(error):
+                said = self._last_words(error)
+                raise EngineGoneError(f"the engine on {self.settings.model} died: {said}") from error
+            if phase is not None:
+                raise WeightSyncError(f"{phase}: {error}") from error
+            raise
+
+    def _is_down(self, error: Exception) -> bool:
+        from skyrl_megatron.inference.vllm import compat
+
+        killed = self._llm is None
+        return killed or isinstance(error, compat.EngineDeadError) or any(map(_has_ended, self._processes))
+
+    def _last_words(self, error: BaseException) -> str:
+        lines = last_errors(self.log_file)
+        return "\n  ".join(lines) if lines else f"{type(error).__name__}: {error}"
+
+
+def _require_memory(settings: EngineSettings) -> None:
+    """Refuse to start an engine that the machine has no room for: vLLM would be killed halfway."""
+    if device.has_cuda():
+        return
+    if settings.kv_cache_bytes is None:
+        raise EngineError("an engine on CPU needs an explicit KV cache size: set kv_cache_bytes")
+    available, needed = psutil.virtual_memory().available, cpu_bytes_needed(settings)
+    if available < needed:
+        raise EngineError(
+            f"memory: {available / 2**30:.1f} GiB available, the engine on {settings.model} needs about "
+            f"{needed / 2**30:.1f} GiB (KV cache {settings.kv_cache_bytes / 2**30:.1f} GiB per worker): lower "
+            "generator.inference_engine.engine_init_kwargs.kv_cache_memory_bytes, or end other processes"
+        )
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

@@ -1,0 +1,160 @@
+"""vLLM's processes on CPU, forked from one that has imported everything.
+
+vLLM starts an engine as a core process, which starts workers, and each of them imports torch and vLLM anew: 15 s of a
+core a process. Here a server process imports once, while its parent does so too, and every core and worker of all
+engines that the parent starts is forked from it. A process that it forks has the environment and the output of the
+one that asked for it, and ends when that one does, whatever ended it.
+
+On GPUs vLLM keeps its own way: CUDA and NCCL set themselves up in ways that a fork may not survive. Imports no vLLM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import select
+import signal
+import threading
+from collections.abc import Iterator
+from importlib.util import find_spec
+from multiprocessing import context, forkserver, popen_forkserver, reduction, spawn, util
+from pathlib import Path
+from typing import Any
+
+IMPORTED = [
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.model_executor.models.registry",
+    "skyrl_megatron.inference.vllm.compat",
+]
+_LIBRARIES = (
+    ("vllm", "libs/libtcmalloc*.so*"),
+    ("torch", "../torch.libs/libgomp*.so*"),
+    ("torch", "lib/libgomp*.so*"),
+)
+"""Shared libraries that vLLM's CPU processes want loaded before all others: package, pattern."""
+
+
+_server = forkserver.ForkServer()  # CPython's own is one for all of a process, with one list of what it imports
+_server.set_forkserver_preload(IMPORTED)
+
+
+def start_server() -> None:
+    """Start the server unless it runs. Returns at once; it imports while this process goes on."""
+    with _environment(LD_PRELOAD=_libraries(), OMP_NUM_THREADS=omp_threads()):
+        _server.ensure_running()
+
+
+def omp_threads() -> str:
+    """``OMP_NUM_THREADS`` of engine processes: OpenMP reads it when it is loaded, and never again."""
+    return os.environ.get("OMP_NUM_THREADS", "1")
+
+
+class _Popen(popen_forkserver.Popen):
+    """A request to our server."""
+
+    def _launch(self, process: context.ForkServerProcess) -> None:
+        """As CPython's ``popen_forkserver.Popen``: preparation and process, pickled, to a process newly forked."""
+        pickled = io.BytesIO()
+        context.set_spawning_popen(self)
+        try:
+            reduction.dump(spawn.get_preparation_data(process.name), pickled)
+            reduction.dump(process, pickled)
+        finally:
+            context.set_spawning_popen(None)
+        self.sentinel, writer = _server.connect_to_new_process(self._fds)
+        self.finalizer = util.Finalize(self, util.close_fds, (os.dup(writer), self.sentinel))
+        with open(writer, "wb") as file:
+            file.write(pickled.getbuffer())
+        self.pid = forkserver.read_signed(self.sentinel)
+
+
+class EngineProcess(context.ForkServerProcess):
+    """A process that the server forks, as if it had been spawned by the one that starts it."""
+
+    _Popen = _Popen  # type: ignore[assignment]
+
+    def start(self) -> None:
+        """See ``multiprocessing.Process``."""
+        start_server()
+        self._server_address = _server._forkserver_address
+        self._environment = dict(os.environ)
+        self._output = _Output()
+        self._starter = os.getpid()
+        super().start()
+        del self._output
+
+    def run(self) -> None:
+        """See ``multiprocessing.Process``."""
+        threading.Thread(target=_end_with, args=(self._starter,), name="end with the starter", daemon=True).start()
+        for name in os.environ.keys() - self._environment.keys():
+            del os.environ[name]
+        os.environ.update({n: value for n, value in self._environment.items() if os.environ.get(n) != value})
+        self._output.take()
+        # workers, which this process starts, come from the same server
+        _server._forkserver_address = self._server_address
+        _server._forkserver_alive_fd = forkserver._forkserver._forkserver_alive_fd  # type: ignore[attr-defined]
+        _server.ensure_running = lambda: None
+        super().run()
+
+
+class EngineContext(context.ForkServerContext):
+    """What ``vllm.utils.system_utils.get_mp_context`` returns on CPU."""
+
+    Process = EngineProcess  # type: ignore[assignment]
+
+
+class _Output:
+    """Standard output and error of this process, on their way to another."""
+
+    def __init__(self, descriptors: Any = None) -> None:
+        self._descriptors = descriptors
+
+    def __reduce__(self) -> Any:
+        return _Output, ([reduction.DupFd(1), reduction.DupFd(2)],)
+
+    def take(self) -> None:
+        """Make them this process's own."""
+        for number, descriptor in zip((1, 2), self._descriptors, strict=True):
+            received = descriptor.detach()
+            os.dup2(received, number)
+            os.close(received)
+
+
+def _end_with(process: int) -> None:
+    """Wait for the end of ``process``; then end this one."""
+    with contextlib.suppress(ProcessLookupError):
+        waiting = select.poll()
+        waiting.register(os.pidfd_open(process), select.POLLIN)
+        waiting.poll()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _libraries() -> str:
+    """``LD_PRELOAD`` with vLLM's libraries, as far as they are there, before what is in it already."""
+    already = os.environ.get("LD_PRELOAD", "")
+    found: dict[str, str] = {}
+    for package, pattern in _LIBRARIES:
+        spec = find_spec(package)
+        for folder in (spec.submodule_search_locations if spec else None) or ():
+            for path in sorted(Path(folder).glob(pattern)):
+                found.setdefault(path.name.split(".")[0].split("-")[0], str(path.resolve()))
+    return ":".join([*(path for name, path in found.items() if name not in already), *filter(None, [already])])
+
+
+@contextlib.contextmanager
+def _environment(**changes: str) -> Iterator[None]:
+    """Programs started within the block get these variables."""
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,259 @@
+"""An engine started elsewhere: a vLLM server, asked over HTTP for tokens and, by its RL endpoints, for updates."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import uuid
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any
+
+import httpx
+
+from skyrl_megatron.errors import EngineError, EngineGoneError, RequestError, WeightSyncError
+from skyrl_megatron.inference.protocol import Announced, Generation, PauseMode, SampleRequest
+from skyrl_megatron.inference.vllm.settings import INITIAL_VERSION
+from skyrl_megatron.weight_sync.metadata import plain_announcement
+
+TOKENS = "/inference/v1/generate"
+NEEDED = {
+    "VLLM_SERVER_DEV_MODE=1": "the RL endpoints (pause, weight updates, versions)",
+    "--enable-scale-out": f"{TOKENS} (tokens in, tokens out)",
+    "--logprobs-mode processed_logprobs": "log-probs at the sampling temperature",
+    "--worker-extension-cls skyrl_megatron.inference.vllm.compat.WorkerExtension": "checksums of received weights",
+    '--weight-transfer-config \'{"backend":"skyrl_megatron"}\'': "weight updates from this trainer",
+}
+"""What a server has to be started with, and what for."""
+
+
+class RemoteEngine:
+    """The methods of ``InferenceEngine`` against a server. Start and end of the server are somebody else's.
+
+    ``url``: of the server, for control. ``proxy_url``: where requests for samples go instead, as to a router in front
+    of several servers. The environment's ``VLLM_API_KEY`` is sent as bearer token.
+    """
+
+    def __init__(self, url: str, *, proxy_url: str | None = None, timeout_s: float = 3600.0) -> None:
+        self.url, self.proxy_url = _base(url), _base(proxy_url or url)
+        key = os.environ.get("VLLM_API_KEY")
+        self._http = httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx.Timeout(timeout_s, connect=10),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
+        )
+        self._announced: list[list[list[Any]]] | None = None
+        self._model = ""
+
+    # ------------------------------------------------------------------ start and end
+    async def start(self) -> None:
+        """Check that the server is there and was started with what is needed. Raises EngineError naming the flag."""
+        try:
+            models = (await self._http.get(f"{self.proxy_url}/v1/models", timeout=10)).json()
+            self._model = models["data"][0]["id"]
+        except (httpx.HTTPError, ValueError, LookupError) as error:
+            raise EngineError(f"no vLLM server at {self.proxy_url} ({error!r}): start it, or fix the URL") from error
+        await self._require("VLLM_SERVER_DEV_MODE=1", "GET", f"{self.url}/weight_info")
+        extension = "--worker-extension-cls skyrl_megatron.inference.vllm.compat.WorkerExtension"
+        await self._require(extension, "POST", f"{self.url}/collective_rpc", {"method": "skyrl_ping"})
+        greedy = {"token_ids": [1], "sampling_params": {"max_tokens": 1, "temperature": 0.5, "logprobs": 0, "seed": 0}}
+        sampled = await self._require("--enable-scale-out", "POST", f"{self.proxy_url}{TOKENS}", greedy)
+        entry = sampled["choices"][0]["logprobs"]["content"][0]
+        [unscaled] = await self.score([1, entry["token_id"]])
+        if abs(unscaled - entry["logprob"]) < 1e-6 and unscaled < -1e-3:
+            raise EngineError(self._missing("--logprobs-mode processed_logprobs"))
+        await self.set_version(INITIAL_VERSION)
+
+    async def shutdown(self) -> None:
+        """Close the connections; the server runs on."""
+        await self._http.aclose()
+
+    async def kill(self) -> None:
+        """Nothing: the server is somebody else's."""
+
+    async def health(self) -> None:
+        """See the protocol."""
+        await self._control("/collective_rpc", {"method": "skyrl_ping"})
+
+    # ------------------------------------------------------------------ sampling
+    async def generate(
+        self, request_id: str, prompt_token_ids: Sequence[int], sampling: Mapping[str, Any]
+    ) -> Generation:
+        """See the protocol."""
+        parameters = {**sampling, "logprobs": None if sampling.get("logprobs", 0) is None else 0}
+        choice = (await self._tokens(request_id, prompt_token_ids, parameters))["choices"][0]
+        content = (choice.get("logprobs") or {}).get("content") or []
+        return Generation(
+            token_ids=choice["token_ids"],
+            logprobs=[entry["logprob"] for entry in content],
+            finish_reason=choice["finish_reason"],
+            versions=[(span["version"], span["start"], span["end"]) for span in choice.get("weight_versions") or []],
+        )
+
+    async def generate_batch(self, requests: Sequence[SampleRequest]) -> list[Generation]:
+        """Sample all requests, which arrive as the network brings them: not bitwise repeatable."""
+        return list(
+            await asyncio.gather(*(self.generate(r.request_id, r.prompt_token_ids, r.sampling) for r in requests))
+        )
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """See the protocol."""
+        parameters = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 0}
+        answer = await self._tokens(f"score-{uuid.uuid4().hex}", token_ids, parameters)
+        scored = zip(token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
+        return [position[str(token)]["logprob"] for token, position in scored]
+
+    async def abort(self, request_id: str) -> None:
+        """See the protocol."""
+        await self._post(f"{self.proxy_url}/inference/v1/abort_requests", {"request_ids": [request_id]})
+
+    async def openai(self, path: str, body: bytes) -> AsyncIterator[tuple[int, str] | bytes]:
+        """See the protocol."""
+        headers = {"content-type": "application/json"}
+        with self._reachable():
+            async with self._http.stream("POST", self.proxy_url + path, content=body, headers=headers) as response:
+                yield response.status_code, response.headers.get("content-type", "application/json")
+                async for piece in response.aiter_bytes():
+                    yield piece
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """See the protocol."""
+        await self._control(f"/pause?mode={mode}&clear_cache=false")
+
+    async def resume(self) -> None:
+        """See the protocol."""
+        await self._control("/resume")
+
+    async def reset_prefix_cache(self) -> None:
+        """See the protocol."""
+        await self._control("/reset_prefix_cache")
+
+    async def sleep(self, level: int = 1) -> None:
+        """Nothing: a server elsewhere shares no GPU with the trainer."""
+
+    async def wake(self, tags: Sequence[str] | None = None) -> None:
+        """Nothing, see :meth:`sleep`."""
+
+    # ------------------------------------------------------------------ weights
+    async def worker_count(self) -> int:
+        """See the protocol."""
+        return int((await self._get("/get_world_size"))["world_size"])
+
+    async def connect_weights(
+        self, senders: Sequence[tuple[str, int]], rank_offset: int, world_size: int, **options: Any
+    ) -> None:
+        """See the protocol."""
+        self._announced = None
+        info = {"senders": [list(s) for s in senders], "rank_offset": rank_offset, "world_size": world_size} | options
+        with _sync_errors("connect"):
+            await self._control("/init_weight_transfer_engine", {"init_info": info})
+
+    async def start_update(self) -> None:
+        """See the protocol."""
+        with _sync_errors("start"):
+            await self._control("/start_weight_update")
+
+    async def receive_weights(self, announced: Announced) -> list[list[list[int]]]:
+        """See the protocol."""
+        plain = plain_announcement(announced)
+        info = {"senders": None if plain == self._announced else plain}
+        self._announced = None
+        with _sync_errors("receive"):
+            await self._control("/update_weights", {"update_info": info})
+        self._announced = plain
+        answer = await self._control("/collective_rpc", {"method": "skyrl_checksums"})
+        checksums: list[list[list[int]]] = answer["results"]
+        return checksums
+
+    async def finish_update(self, version: str) -> None:
+        """See the protocol."""
+        with _sync_errors("finish"):
+            await self._control("/finish_weight_update", {"weight_version": version})
+            await self._control("/reset_prefix_cache")
+
+    async def abort_update(self) -> None:
+        """See the protocol."""
+        with _sync_errors("abort"):
+            await self._control("/collective_rpc", {"method": "skyrl_abort_update"})
+
+    async def version(self) -> str:
+        """See the protocol."""
+        return str((await self._get("/weight_info"))["weight_version"])
+
+    async def set_version(self, version: str) -> None:
+        """See the protocol."""
+        await self._control("/update_weight_version", {"new_version": version})
+
+    # ------------------------------------------------------------------ HTTP
+    async def _tokens(self, request_id: str, token_ids: Sequence[int], parameters: Mapping[str, Any]) -> Any:
+        body = {"request_id": request_id, "token_ids": list(token_ids), "sampling_params": dict(parameters)}
+        response = await self._send(self.proxy_url + TOKENS, body)
+        if response.status_code >= 500:  # what vLLM answers once its engine is dead, and a proxy once vLLM is
+            raise EngineGoneError(_refusal(response))
+        return _content(response)
+
+    async def _control(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        return await self._post(self.url + path, body)
+
+    async def _get(self, path: str) -> Any:
+        with self._reachable():
+            response = await self._http.get(self.url + path)
+        return _content(response)
+
+    async def _post(self, url: str, body: Mapping[str, Any] | None) -> Any:
+        return _content(await self._send(url, body))
+
+    async def _send(self, url: str, body: Mapping[str, Any] | None) -> httpx.Response:
+        with self._reachable():
+            return await self._http.post(url, json=body)
+
+    @contextlib.contextmanager
+    def _reachable(self) -> Iterator[None]:
+        try:
+            yield
+        except httpx.TransportError as error:
+            raise EngineGoneError(f"the server at {self.url} does not answer: {error!r}") from error
+
+    async def _require(self, flag: str, method: str, url: str, body: Mapping[str, Any] | None = None) -> Any:
+        with self._reachable():
+            response = await self._http.request(method, url, json=body, timeout=60)
+        if response.status_code >= 300:
+            raise EngineError(f"{self._missing(flag)}: {response.status_code} {_message(response)}")
+        return _content(response)
+
+    def _missing(self, flag: str) -> str:
+        return f"the server at {self.url} offers no {NEEDED[flag]}: start it with {flag}"
+
+
+def _base(url: str) -> str:
+    return (url if "://" in url else f"http://{url}").rstrip("/")
+
+
+def _content(response: httpx.Response) -> Any:
+    if response.status_code == 400:
+        raise RequestError(f"{response.url}: {_message(response)}")
+    if response.status_code >= 300:
+        raise EngineError(_refusal(response))
+    return response.json() if response.content else None
+
+
+def _refusal(response: httpx.Response) -> str:
+    return f"{response.url}: {response.status_code} {_message(response)}"
+
+
+def _message(response: httpx.Response) -> str:
+    try:
+        body = response.json()
+        return str(body.get("error", {}).get("message") or body.get("detail") or body)
+    except (ValueError, AttributeError):
+        return response.text[:300]
+
+
+@contextlib.contextmanager
+def _sync_errors(phase: str) -> Iterator[None]:
+    try:
+        yield
+    except EngineGoneError:
+        raise
+    except EngineError as error:
+        raise WeightSyncError(f"{phase}: {error}") from error

@@ -1,0 +1,53 @@
+"""Requests and answers in vLLM's terms and in ours."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from skyrl_megatron.errors import RequestError
+from skyrl_megatron.inference.protocol import Generation
+from skyrl_megatron.inference.sampling import unknown_key
+
+
+def sampling_parameters(request_id: str, sampling: Mapping[str, Any]) -> Any:
+    """vLLM's sampling parameters; the sampled token's log-prob alone. Raises RequestError."""
+    from skyrl_megatron.inference.vllm import compat
+
+    keys = dict(sampling)
+    known = compat.sampling_keys()
+    for key in keys:
+        if key not in known:
+            raise RequestError(f"request {request_id}: {unknown_key(key, known)}")
+    keys["logprobs"] = None if keys.get("logprobs", 0) is None else 0
+    keys.setdefault("detokenize", bool(keys.get("stop")))
+    with refusals(request_id):
+        return compat.SamplingParams(**keys, output_kind=compat.RequestOutputKind.FINAL_ONLY, skip_clone=True)
+
+
+def generation_of(final: Any) -> Generation:
+    """vLLM's last output of a request, or the error that it ended with, which is raised."""
+    if isinstance(final, BaseException):
+        raise final
+    sample = final.outputs[0]
+    ids = list(sample.token_ids)
+    logprobs = sample.logprobs
+    return Generation(
+        token_ids=ids,
+        logprobs=[] if logprobs is None else [at[token].logprob for token, at in zip(ids, logprobs, strict=True)],
+        finish_reason=sample.finish_reason or "abort",
+        versions=[(span.version, span.start, span.end) for span in sample.weight_versions or []],
+        routed_experts=sample.routed_experts,
+    )
+
+
+@contextlib.contextmanager
+def refusals(request_id: str) -> Iterator[None]:
+    """vLLM's objections to a request, as RequestError."""
+    from skyrl_megatron.inference.vllm import compat
+
+    try:
+        yield
+    except (ValueError, TypeError, compat.VLLMClientError) as error:
+        raise RequestError(f"request {request_id}: {error}") from error

@@ -1,0 +1,286 @@
+"""Megatron-Core without CUDA: every place where it insists on a GPU, redirected to the CPU.
+
+:func:`install` is called by ``parallel_state.initialize``; with a CUDA device it does nothing.
+:func:`installed` is a context manager that takes everything back. The redirects are plain replacements of
+module attributes, not a ``TorchFunctionMode``: a mode costs a microsecond per operation and is not entered in the
+backward pass, where Megatron's own autograd functions allocate too.
+
+What is redirected, and for which file below ``megatron/core/``:
+
+- tensors made with ``device="cuda"`` or ``torch.cuda.current_device()``: tensor_parallel/{layers,mappings}.py,
+  pipeline_parallel/{schedules,p2p_communication}.py, optimizer/{optimizer,clip_grads,grad_scaler}.py,
+  distributed/param_and_grad_buffer.py, transformer/utils.py
+- ``pin_memory=True``, ``Tensor.pin_memory``: models/common/embeddings/rope_utils.py, optimizer/cpu_offloading
+- ``Tensor.cuda``, ``Tensor.to("cuda")``: models/common/language_module/language_module.py, optimizer/*.py
+- streams and events: transformer/moe/token_dispatcher.py, distributed/*.py, pipeline_parallel/*.py
+- random state: tensor_parallel/random.py
+- ``Tensor.type() == "torch.cuda.FloatTensor"``: optimizer/{clip_grads,optimizer,distrib_optimizer}.py
+- products of linear layers, by a faster library: tensor_parallel/layers.py
+- split sizes left on the device: transformer/moe/token_dispatcher.py
+- gathering and scattering unequal shares, which gloo cannot: tensor_parallel/mappings.py (etp > 1 with ep > 1)
+- ``torch.compile`` of small functions: fusions/*.py, activations.py, transformer/moe/router.py (needs no C++ compiler)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._dynamo.trace_rules import get_torch_obj_rule_map
+from torch.jit._builtins import _find_builtin, _register_builtin
+from torch.utils._device import _device_constructors
+
+from skyrl_megatron import device
+from skyrl_megatron.runtime.cpu.linear import linear
+
+CPU = torch.device("cpu")
+# Functions that Megatron calls with a device or with pin_memory.
+_MAKERS = (
+    *("empty", "zeros", "ones", "full", "tensor", "as_tensor", "arange", "linspace", "rand", "randn", "randint"),
+    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "empty_strided"),
+)
+_NEW = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
+
+_saved: list[tuple[Any, str, Any]] = []
+_MISSING = object()
+
+
+def install() -> None:
+    """Redirect Megatron to the CPU, for as long as the process lives. No-op with CUDA, and when already done."""
+    if device.has_cuda() or _saved:
+        return
+    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    layers = importlib.import_module("megatron.core.tensor_parallel.layers")
+    mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
+    # torch.device("meta") as a context, and torch.compile, look functions up by identity: in tables of the originals.
+    _device_constructors()
+    get_torch_obj_rule_map()
+    for name in _MAKERS:
+        _replace(torch, name, _on_cpu(getattr(torch, name)))
+    for name in _NEW:
+        _replace(Tensor, name, _on_cpu(getattr(Tensor, name)))
+    _replace(Tensor, "to", _to_cpu(Tensor.to))
+    _replace(Tensor, "type", _type_as_on_cuda(Tensor.type))
+    _replace(Tensor, "cuda", lambda self, *args, **kwargs: self)
+    _replace(Tensor, "pin_memory", lambda self, *args, **kwargs: self)
+    _replace(Tensor, "record_stream", lambda self, stream: None)
+    for name, replacement in _CUDA.items():
+        _replace(torch.cuda, name, replacement)
+    _replace(torch.cuda.random, "get_rng_state", _get_rng_state)
+    _replace(random, "_get_cuda_rng_state", _get_rng_state)
+    _replace(random, "_set_cuda_rng_state", _set_rng_state)
+    _replace(dispatcher, "maybe_move_tensor_to_cpu", _split_sizes)
+    for name in ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight"):
+        _replace(layers, name, linear)
+    _replace(mappings, "_gather_along_first_dim", _gather_shares(mappings._gather_along_first_dim))
+    _replace(mappings, "_reduce_scatter_along_first_dim", _sum_shares(mappings._reduce_scatter_along_first_dim))
+    logging.getLogger(random.__name__).addFilter(_expected_rng_change)
+    torch.compiler.set_stance("force_eager")
+
+
+def uninstall() -> None:
+    """Take every redirect back, newest first."""
+    if not _saved:
+        return
+    while _saved:
+        owner, name, original = _saved.pop()
+        if original is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
+    logging.getLogger("megatron.core.tensor_parallel.random").removeFilter(_expected_rng_change)
+    torch.compiler.set_stance("default")
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """:func:`install` for the body only; leaves an installation that was there before in place."""
+    before = bool(_saved)
+    install()
+    try:
+        yield
+    finally:
+        if not before:
+            uninstall()
+
+
+def _replace(owner: Any, name: str, replacement: Any) -> None:
+    _saved.append((owner, name, vars(owner).get(name, _MISSING)))
+    setattr(owner, name, replacement)
+
+
+def _is_cuda(value: object) -> bool:
+    if isinstance(value, torch.device):
+        return value.type == "cuda"
+    return isinstance(value, str) and value.startswith("cuda")
+
+
+def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``make`` with a CUDA device turned into the CPU, and memory never pinned."""
+
+    @functools.wraps(make)
+    def make_on_cpu(*args: Any, **kwargs: Any) -> Tensor:
+        if kwargs:
+            kwargs.pop("pin_memory", None)
+            if _is_cuda(kwargs.get("device")):
+                kwargs["device"] = CPU
+        return make(*args, **kwargs)
+
+    builtin = _find_builtin(make)
+    if builtin is not None:  # torch.jit.script finds torch.zeros and the like by identity
+        _register_builtin(make_on_cpu, builtin)
+    return make_on_cpu
+
+
+def _to_cpu(to: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(to)
+    def to_on_cpu(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args and _is_cuda(args[0]):
+            args = (CPU, *args[1:])
+        if kwargs and _is_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
+        return to(self, *args, **kwargs)
+
+    return to_on_cpu
+
+
+def _type_as_on_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
+    """``Tensor.type()`` that names the CUDA type when Megatron asks; everybody else hears the truth."""
+
+    @functools.wraps(type_of)
+    def type_for_caller(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = type_of(self, *args, **kwargs)
+        asks_for_name = isinstance(answer, str) and not args and not kwargs
+        if asks_for_name and sys._getframe(1).f_globals.get("__name__", "").startswith("megatron.core."):
+            return answer.replace("torch.", "torch.cuda.")
+        return answer
+
+    return type_for_caller
+
+
+class Event:
+    """A point in a stream that has always been reached."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def record(self, stream: object = None) -> None: ...
+
+    def wait(self, stream: object = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: object) -> float:
+        return 0.0
+
+
+class Stream:
+    """The one queue of the CPU: all streams are equal, and a context manager that changes nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return event or Event()
+
+    def wait_event(self, event: object) -> None: ...
+
+    def wait_stream(self, stream: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+def _get_rng_state(device: object = None, clone: bool = False, graph_safe: bool = False) -> Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state: Tensor, device: object = -1, graph_safe: bool = False) -> None:
+    torch.set_rng_state(new_state)
+
+
+def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """What ``maybe_move_tensor_to_cpu`` returns on CUDA: gloo, too, wants numbers as split sizes, not a tensor."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
+
+
+def _gather_shares(gather: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Unequal shares are gathered padded to the longest, and cut to size."""
+
+    def gather_shares(
+        mine: Tensor, group: dist.ProcessGroup, output_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(mine, group, output_split_sizes, use_global_buffer)
+        sizes = [int(size) for size in output_split_sizes]
+        padded = mine.new_zeros(max(sizes), *mine.shape[1:])
+        padded[: len(mine)] = mine
+        shares = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(shares, padded, group=group)
+        return torch.cat([share[:size] for share, size in zip(shares, sizes, strict=True)])
+
+    return gather_shares
+
+
+def _sum_shares(reduce_scatter: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Unequal shares are summed whole, and this rank's cut out."""
+
+    def sum_shares(
+        whole: Tensor, group: dist.ProcessGroup, input_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return reduce_scatter(whole, group, input_split_sizes, use_global_buffer)
+        total = whole.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total.split([int(size) for size in input_split_sizes])[group.rank()].clone()
+
+    return sum_shares
+
+
+def _expected_rng_change(record: logging.LogRecord) -> bool:
+    """Drops the complaint that CPU random state changed inside a CUDA one: here they are the same generator."""
+    return "CPU RNG state changed" not in record.getMessage()
+
+
+def _nothing(*args: object, **kwargs: object) -> None: ...
+
+
+_CUDA: dict[str, Any] = {
+    "current_device": lambda: CPU,
+    "set_device": _nothing,
+    "synchronize": _nothing,
+    "current_stream": lambda device=None: Stream(),
+    "default_stream": lambda device=None: Stream(),
+    "set_stream": _nothing,
+    "stream": lambda stream: stream if stream is not None else contextlib.nullcontext(),
+    "Stream": Stream,
+    "Event": Event,
+    "get_rng_state": _get_rng_state,
+    "set_rng_state": _set_rng_state,
+    "manual_seed": torch.manual_seed,
+    "is_current_stream_capturing": lambda: False,
+    "memory_allocated": lambda device=None: 0,
+}

@@ -1,0 +1,108 @@
+"""What a HF folder says about a model, read once: its config, the plan of its tensors, Megatron's settings for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bridges.errors import BridgeError
+from bridges.family import MegatronModelConfig
+from bridges.hf_io import read_json
+from bridges.plan import Plan
+from skyrl_megatron.config.rules.layout import ModelShape
+from skyrl_megatron.errors import ModelLoadError
+
+
+@dataclass(frozen=True, slots=True)
+class HfModel:
+    """A model as its ``config.json`` describes it."""
+
+    path: Path | None
+    """The folder; None when only a config was given."""
+    config: Mapping[str, Any]
+    """``config.json``, changes applied."""
+    plan: Plan
+    """Every tensor by its HF and its Megatron name."""
+    megatron: MegatronModelConfig
+    """Settings of a Megatron model that computes the same."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding, padding for tp not counted."""
+        return self.plan.shape.dims["V"]
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output layer is the embedding."""
+        return "untied" not in self.plan.shape.flags
+
+    @property
+    def layout_shape(self) -> ModelShape:
+        """The sizes that a layout must divide."""
+        dims, moe = self.plan.shape.dims, self.plan.shape.moe
+        return ModelShape(
+            num_layers=len(moe),
+            num_attention_heads=dims["A"],
+            num_query_groups=dims.get("G", dims["A"]),
+            ffn_hidden_size=0 if all(moe) else dims["F"],
+            num_experts=dims.get("E", 0),
+            moe_ffn_hidden_size=dims.get("M", 0),
+            shared_expert_size=dims.get("S", 0),
+            latent_rows=tuple(dims[row] for row in "RB" if dims.get(row)) if self.plan.shape.mla else (),
+        )
+
+
+def read_hf_model(
+    source: str | Path | Mapping[str, Any],
+    *,
+    changes: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> HfModel:
+    """Read ``config.json`` of a folder (or take it as a dict) and translate it for Megatron.
+
+    ``changes``: keys of the config to replace first (``model_config_kwargs``). No code of the folder is ever run; a
+    config that names some is refused unless ``trust_remote_code``, because tokenizers and engines would run it.
+    Raises ModelLoadError naming file and fix: folder or file missing or broken, an unsupported ``model_type`` (with
+    the nearest one), an option that Megatron cannot express.
+    """
+    path = None if isinstance(source, Mapping) else Path(source).expanduser()
+    where = "config.json" if path is None else str(path / "config.json")
+    try:
+        config = dict(source) if isinstance(source, Mapping) else read_json(Path(source).expanduser() / "config.json")
+        if config.get("auto_map") and not trust_remote_code:
+            raise ModelLoadError(
+                f"{where}: auto_map names code to be run from the folder ({_first_value(config['auto_map'])}); set "
+                "trainer.trust_remote_code=true if you trust it, or take auto_map out of the file"
+            )
+        config |= dict(changes or {})
+        plan = Plan.of(config)
+        return HfModel(path, config, plan, plan.family.megatron_config(config))
+    except BridgeError as error:
+        raise ModelLoadError(str(error) if str(error).startswith(where) else f"{where}: {error}") from error
+
+
+def with_rotary(
+    config: Mapping[str, Any], rope_scaling: Mapping[str, Any] | None, rope_theta: float | None
+) -> dict[str, Any]:
+    """``changes`` for :func:`read_hf_model` that replace rotary settings (``trainer.rope_scaling``, ``rope_theta``).
+
+    Both spellings of transformers are understood: ``rope_parameters``, and ``rope_scaling`` beside ``rope_theta``.
+    ``rope_scaling`` replaces what the config says; keys as in HF (``rope_type``, ``factor``, …).
+    """
+    if not rope_scaling and rope_theta is None:
+        return {}
+    old = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = rope_theta or (rope_scaling or {}).get("rope_theta") or old.get("rope_theta") or config.get("rope_theta")
+    new = dict(rope_scaling) if rope_scaling else old
+    if "partial_rotary_factor" in old:
+        new.setdefault("partial_rotary_factor", old["partial_rotary_factor"])
+    if theta is not None:
+        new["rope_theta"] = theta
+    changes = {"rope_parameters": new, "rope_scaling": None}
+    return changes if theta is None else changes | {"rope_theta": theta}
+
+
+def _first_value(value: object) -> object:
+    return next(iter(value.values()), value) if isinstance(value, Mapping) else value

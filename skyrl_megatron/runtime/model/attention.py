@@ -1,0 +1,255 @@
+"""Core attention of the layer spec without Transformer Engine: SDPA over packed sequences, with context parallelism.
+
+Megatron's ``DotProductAttention`` refuses context parallelism and packed sequences. Here each micro-batch is planned
+once per shape: sequences (under context parallelism: the two chunks of each) of similar length become one padded SDPA
+call, which is exact because causal queries never see the padding behind them. Keys and values are gathered over cp.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from torch import Tensor
+from torch.nn import functional as F
+
+from skyrl_megatron.runtime.model.context_parallel import gather_tokens
+from skyrl_megatron.runtime.model.rotary import rotate
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer import TransformerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Consecutive queries of one sequence held by this rank, and the keys that they can see."""
+
+    query_start: int  # in the rank's local tokens
+    queries: int
+    key_start: int  # in the packed global order
+    keys: int  # up to the last query's own position
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Pieces of similar size, run as one batch of n."""
+
+    query_index: Tensor  # [n · q] int64 into the local tokens
+    key_index: Tensor  # [n · k] int64 into the global tokens
+    shape: tuple[int, int, int]  # n, q, k
+    mask: Tensor | None  # [n, 1, q, k] bool, True = attend; None: plain causal with q == k
+    kept: Tensor  # rows of the flattened [n · q] result that are real
+    contiguous: bool  # query_index is a run without padding: a view will do
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """Groups in order, and where each local token's result stands in their concatenated results."""
+
+    groups: tuple[_Group, ...]
+    order: Tensor | None  # None: already in order
+
+
+_SIMILAR = 0.75  # pieces shorter than this share of a group's longest start a group of their own
+
+
+@lru_cache(maxsize=512)
+def attention_plan(
+    lengths: tuple[int, ...], cp: int, rank: int, window: int | None, device: torch.device
+) -> AttentionPlan:
+    """How the queries of cp ``rank`` attend in a pack of sequences of these padded ``lengths``.
+
+    ``window``: keys a query sees, itself included; None for all before it.
+    """
+    pieces, key_start, query_start = [], 0, 0
+    for length in lengths:
+        chunk = length // (2 * cp) if cp > 1 else length
+        for index in (rank, 2 * cp - 1 - rank) if cp > 1 else (0,):
+            pieces.append(_Piece(query_start, chunk, key_start, (index + 1) * chunk))
+            query_start += chunk
+        key_start += length
+    order = sorted(range(len(pieces)), key=lambda i: (-pieces[i].keys, -pieces[i].queries))
+    groups, members = [], []
+    for i in order:
+        if members and not _similar(pieces[members[0]], pieces[i]):
+            groups.append(_group([pieces[m] for m in sorted(members)], cp, window, device))
+            members = []
+        members.append(i)
+    groups.append(_group([pieces[m] for m in sorted(members)], cp, window, device))
+    results = torch.cat([group.query_index[group.kept] for group in groups])
+    in_order = bool((results[1:] > results[:-1]).all())
+    return AttentionPlan(tuple(groups), None if in_order else torch.argsort(results))
+
+
+def _similar(longest: _Piece, other: _Piece) -> bool:
+    return other.keys >= _SIMILAR * longest.keys and other.queries >= _SIMILAR * longest.queries
+
+
+def _group(pieces: list[_Piece], cp: int, window: int | None, device: torch.device) -> _Group:
+    q, k = max(p.queries for p in pieces), max(p.keys for p in pieces)
+    step_q, step_k = torch.arange(q), torch.arange(k)
+    queries = torch.tensor([p.queries for p in pieces])[:, None]
+    keys = torch.tensor([p.keys for p in pieces])[:, None]
+    query_start = torch.tensor([p.query_start for p in pieces])[:, None]
+    key_start = torch.tensor([p.key_start for p in pieces])[:, None]
+    query_index = (query_start + torch.minimum(step_q, queries - 1)).flatten()
+    key_index = (key_start + torch.minimum(step_k, keys - 1)).flatten()
+    mask = None
+    if cp > 1 or window is not None:
+        position = (keys - queries)[..., None] + step_q[None, :, None]  # of each query in its sequence
+        mask = step_k[None, None, :] <= position
+        if window is not None:
+            mask &= step_k[None, None, :] > position - window
+        mask = mask[:, None].to(device)
+    kept = (step_q[None, :] < queries).flatten().nonzero().squeeze(1)
+    contiguous = len(kept) == len(query_index) and bool((query_index.diff() == 1).all())
+    return _Group(
+        query_index.to(device),
+        key_index.to(device),
+        (len(pieces), q, k),
+        mask,
+        kept.to(device),
+        contiguous and (cp == 1),
+    )
+
+
+class PackedAttention(torch.nn.Module):
+    """Scaled dot-product attention for packed (``thd``) and padded (``sbhd``) inputs, causal.
+
+    Takes Megatron's arguments of a core attention; ``k_channels``/``v_channels`` come from multi-latent attention.
+    Sliding windows (``config.window_size``) and learnable sinks (``config.softmax_type``: one logit per head that
+    takes part in the softmax and is dropped) as in transformer/dot_product_attention.py.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **channels: Any,
+    ) -> None:
+        super().__init__()
+        assert pg_collection is not None
+        self.config, self.groups = config, pg_collection
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        head_dim = channels.get("k_channels") or config.kv_channels
+        self.own_rotary = config.multi_latent_attention  # applied before, to a part of each head
+        self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(head_dim)
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if windowed else None
+        self.softmax_offset = None
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // pg_collection.tp.size()
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            self.softmax_offset.tensor_model_parallel = True
+            self.softmax_offset.partition_dim = 0
+            self.softmax_offset.partition_stride = 1
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """Packed: query [p, heads, d], key and value [p, kv heads, d] → [p, heads · d].
+
+        Padded: the same with [S, b, …] in front. p and S are this rank's tokens.
+        """
+        if packed_seq_params is None:
+            out = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), self._window_mask(query))
+            return out.permute(2, 0, 1, 3).flatten(2)
+        lengths: tuple[int, ...] = packed_seq_params.padded_lengths
+        if (table := getattr(packed_seq_params, "rotary", None)) is not None and not self.own_rotary:
+            query, key = (rotate(x, table, interleaved=self.config.rotary_interleaved) for x in (query, key))
+        cp = self.groups.cp
+        if query.is_cuda and cp.size() == 1 and self.softmax_offset is None and query.dtype != torch.float32:
+            return self._varlen(query, key, value, packed_seq_params)
+        plan = attention_plan(lengths, cp.size(), cp.rank(), self.window, query.device)
+        key = gather_tokens(key, lengths, cp, shared_loss=False)
+        value = gather_tokens(value, lengths, cp, shared_loss=False)
+        results = [self._group(query, key, value, group) for group in plan.groups]
+        out = results[0] if len(results) == 1 else torch.cat(results)
+        return out if plan.order is None else out.index_select(0, plan.order)
+
+    def _group(self, query: Tensor, key: Tensor, value: Tensor, group: _Group) -> Tensor:
+        """One batch of pieces → [real queries, heads · d]."""
+        n, q, k = group.shape
+        if group.contiguous and n * q == len(query):
+            rows = [x.view(n, -1, *x.shape[1:]) for x in (query, key, value)]
+        else:
+            rows = [query.index_select(0, group.query_index).view(n, q, *query.shape[1:])]
+            rows += [x.index_select(0, group.key_index).view(n, k, *x.shape[1:]) for x in (key, value)]
+        out = self._attend(*(x.transpose(1, 2) for x in rows), group.mask)
+        out = out.transpose(1, 2).flatten(2).flatten(0, 1)
+        return out if len(group.kept) == n * q else out.index_select(0, group.kept)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """[n, heads, q, d] × [n, kv heads, k, d] → [n, heads, q, d]. ``mask`` None: plain causal."""
+        repeats = query.shape[1] // key.shape[1]
+        if repeats > 1:
+            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+        dropout = self.dropout if self.training else 0.0
+        if self.softmax_offset is None:
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=self.scale
+            )
+        if mask is None:
+            mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+        scores = (query @ key.transpose(-1, -2) * self.scale).masked_fill(~mask, -torch.inf)
+        sink = self.softmax_offset.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+        weights = torch.cat([scores, sink], -1).softmax(-1, dtype=torch.float32)[..., :-1].to(value.dtype)
+        return F.dropout(weights, dropout) @ value
+
+    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams) -> Tensor:
+        """Flash attention over variable lengths in one kernel (CUDA, half precision, no context parallelism)."""
+        from torch.nn.attention.varlen import varlen_attn
+
+        longest = int(params.max_seqlen_q or 0)
+        out = varlen_attn(
+            query.contiguous(),
+            key.contiguous(),
+            value.contiguous(),
+            params.cu_seqlens_q,
+            params.cu_seqlens_kv,
+            longest,
+            longest,
+            scale=self.scale,
+            window_size=(-1 if self.window is None else self.window - 1, 0),
+            enable_gqa=key.shape[1] != query.shape[1],
+        )
+        return out.flatten(1)
+
+    def _window_mask(self, query: Tensor) -> Tensor | None:
+        """The sliding window of padded inputs [S, b, …] → [S, S] bool; None without one."""
+        if self.window is None:
+            return None
+        position = torch.arange(query.shape[0], device=query.device)
+        distance = position[:, None] - position[None, :]
+        return (distance >= 0) & (distance < self.window)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """Sinks are split over tp by head; a plain module would be taken as replicated."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(
+            state,
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.groups.tp,
+            dp_cp_group=self.groups.dp_cp,
+        )

@@ -1,0 +1,176 @@
+"""Building a rank's part of a model: HF config + layout → Megatron's model chunks. Sole importer of ``GPTModel``."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from bridges.shard import padded_rows
+from skyrl_megatron import device as devices
+from skyrl_megatron.config.rules.layout import PREFIX, ParallelConfig, layout_problems, stage_layers
+from skyrl_megatron.errors import ConfigError
+from skyrl_megatron.runtime.hf.model import HfModel, read_hf_model
+from skyrl_megatron.runtime.model.layer_spec import block_spec
+from skyrl_megatron.runtime.model.rotary import PackedRotary
+from skyrl_megatron.runtime.model.router import TokenWeightedRouter
+from skyrl_megatron.runtime.model.transformer_config import has_transformer_engine, transformer_config
+from skyrl_megatron.runtime.model.value_head import ValueHead
+from skyrl_megatron.runtime.parallel_state import ProcessGroups
+
+Head = Literal["lm", "value"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChunks:
+    """This rank's part of a model."""
+
+    chunks: list[GPTModel]
+    """One per virtual pipeline stage (one without virtual pipelining), first to last."""
+    config: TransformerConfig
+    hf: HfModel
+    parallel: ParallelConfig
+    head: Head
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries of the vocabulary; logits have ``padded_vocab_size`` / tp columns."""
+        return self.hf.vocab_size
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """The vocabulary padded to a multiple of tp."""
+        return padded_rows(self.hf.vocab_size, self.parallel.tp)
+
+    def layers(self, pp_rank: int, chunk: int) -> range:
+        """Global numbers (from 0) of the layers in a chunk of a stage."""
+        return stage_layers(self.parallel, self.config.num_layers, pp_rank, chunk)
+
+
+def build_model(
+    source: str | Path | Mapping[str, Any] | HfModel,
+    groups: ProcessGroups,
+    *,
+    dtype: torch.dtype | None = None,
+    head: Head = "lm",
+    transformer_config_kwargs: Mapping[str, Any] | None = None,
+    model_config_kwargs: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    device: torch.device | None = None,
+    prefix: str = PREFIX,
+) -> ModelChunks:
+    """Build this rank's chunks of the model in a HF folder (or of a config); weights are left unset: ``load_hf``.
+
+    ``dtype``: of the parameters, default ``device.default_dtype()``. ``head``: logits, or the critic's values.
+    ``transformer_config_kwargs``: fields of Megatron's ``TransformerConfig``, applied last. ``model_config_kwargs``:
+    changes to ``config.json``. ``device``: where the parameters go; ``torch.device("meta")`` allocates nothing.
+    Layers are Transformer Engine's where it is installed and there is a GPU, else those of ``layer_spec.py``.
+
+    Raises ModelLoadError for a bad folder or unsupported model, ConfigError for a layout that does not fit the model
+    or a field that Megatron does not know.
+    """
+    model = (
+        source
+        if isinstance(source, HfModel)
+        else read_hf_model(source, changes=model_config_kwargs, trust_remote_code=trust_remote_code)
+    )
+    parallel = groups.parallel
+    problems = layout_problems(parallel, model.layout_shape, prefix)
+    if problems:
+        raise ConfigError(problems)
+    on_meta = device is not None and device.type == "meta"
+    use_te = has_transformer_engine() and not on_meta and not _needs_our_layers(model)
+    config = transformer_config(
+        model,
+        parallel,
+        dtype=dtype or devices.default_dtype(),
+        overrides=transformer_config_kwargs,
+        use_te=use_te,
+        on_meta=on_meta,
+        prefix=prefix,
+    )
+    _forget_attention_backend()
+    with torch.device("meta") if on_meta else contextlib.nullcontext(), _quiet_deprecation():
+        chunks = [_chunk(model, config, groups, stage, head, use_te) for stage in range(parallel.vpp)]
+    if not on_meta:
+        target = device or devices.device()
+        chunks = [chunk.to(target) for chunk in chunks]
+    return ModelChunks(chunks, config, model, parallel, head)
+
+
+def _chunk(
+    model: HfModel, config: TransformerConfig, groups: ProcessGroups, vpp_stage: int, head: Head, use_te: bool
+) -> GPTModel:
+    parallel = groups.parallel
+    first = groups.is_first_stage and vpp_stage == 0
+    last = groups.is_last_stage and vpp_stage == parallel.vpp - 1
+    layers = stage_layers(parallel, config.num_layers, groups.pp.rank(), vpp_stage)
+    stage = vpp_stage if parallel.vpp > 1 else None
+    arguments = dict(model.megatron.model)
+    arguments["vocab_size"] = padded_rows(model.vocab_size, parallel.tp)
+    if head == "value":
+        arguments["share_embeddings_and_output_weights"] = False
+    chunk = GPTModel(
+        config=config,
+        transformer_layer_spec=(
+            _te_block_spec(config, groups, stage) if use_te else block_spec(config, model, layers, groups)
+        ),
+        pre_process=first,
+        post_process=last,
+        vp_stage=stage,
+        pg_collection=groups.collection,
+        **arguments,
+    )
+    if not use_te and hasattr(chunk, "rotary_pos_emb"):
+        chunk.rotary_pos_emb = PackedRotary(chunk.rotary_pos_emb)
+    if last and head == "value":
+        chunk.output_layer = ValueHead(config, groups)
+    return chunk
+
+
+def _needs_our_layers(model: HfModel) -> bool:
+    """Whether the model computes what Megatron's Transformer Engine layers do not: norms of q and k over all heads,
+    another epsilon inside MLA, experts with biases."""
+    megatron = model.megatron
+    other_epsilon = megatron.mla_norm_epsilon not in (None, megatron.transformer["layernorm_epsilon"])
+    return megatron.full_width_qk_norm or other_epsilon or bool(megatron.transformer.get("add_bias_linear"))
+
+
+def _te_block_spec(config: TransformerConfig, groups: ProcessGroups, stage: int | None) -> TransformerBlockSubmodules:
+    """Transformer Engine's layers, with our router in the expert layers."""
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage, pp_rank=groups.pp.rank())
+    for layer in spec.layer_specs or ():
+        keywords = getattr(layer.submodules.mlp, "keywords", {})  # functools.partial(MoELayer or MLP, submodules=…)
+        if hasattr(keywords.get("submodules"), "router"):
+            keywords["submodules"] = dataclasses.replace(keywords["submodules"], router=TokenWeightedRouter)
+    return spec
+
+
+def _forget_attention_backend() -> None:
+    """Megatron (models/common/language_module) notes the attention backend in the environment and refuses a model
+    with another one in the same process: a critic beside a policy, say. Each model sets it anew."""
+    for kind in ("FLASH", "FUSED", "UNFUSED"):
+        os.environ.pop(f"NVTE_{kind}_ATTN", None)
+
+
+@contextlib.contextmanager
+def _quiet_deprecation() -> Iterator[None]:
+    """Megatron 0.19 announces GPTModel's successor every time one is built."""
+    logger = logging.getLogger(GPTModel.__module__)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

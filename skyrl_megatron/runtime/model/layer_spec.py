@@ -1,0 +1,127 @@
+"""What a transformer layer is made of where Transformer Engine is not: Megatron's modules, our norm, core attention
+and experts."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from bridges.family import MegatronModelConfig
+from skyrl_megatron.runtime.hf.model import HfModel
+from skyrl_megatron.runtime.model.attention import PackedAttention
+from skyrl_megatron.runtime.model.experts import GroupedExperts
+from skyrl_megatron.runtime.model.latent_attention import LatentAttention
+from skyrl_megatron.runtime.model.norm import FullWidthNorm, RMSNorm
+from skyrl_megatron.runtime.model.router import TokenWeightedRouter
+from skyrl_megatron.runtime.parallel_state import ProcessGroups
+
+# Checkpoint keys are those of Transformer Engine, whose matrices hold the norm before them.
+_NORM_BEFORE_QKV = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+_NORMS_IN_MLA = {
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+}
+_NORM_BEFORE_DENSE = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+
+
+def block_spec(
+    config: TransformerConfig, model: HfModel, layers: range, groups: ProcessGroups
+) -> TransformerBlockSubmodules:
+    """The layers of one model chunk."""
+    moe = model.plan.shape.moe  # for each layer of the model, whether it holds experts
+    specs = {flag: layer_spec(config, model.megatron, flag, groups) for flag in {moe[layer] for layer in layers}}
+    return TransformerBlockSubmodules(layer_specs=[specs[moe[layer]] for layer in layers], layer_norm=RMSNorm)
+
+
+def layer_spec(config: TransformerConfig, model: MegatronModelConfig, moe: bool, groups: ProcessGroups) -> ModuleSpec:
+    """One layer with a dense or expert MLP."""
+    latent = model.multi_latent_attention
+    keys = _NORMS_IN_MLA if latent else _NORM_BEFORE_QKV
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=_latent_attention(model) if latent else _grouped_query_attention(config, model, groups),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=_experts(config) if moe else _dense(),
+            mlp_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map=keys if moe else keys | _NORM_BEFORE_DENSE,
+        ),
+    )
+
+
+def _grouped_query_attention(
+    config: TransformerConfig, model: MegatronModelConfig, groups: ProcessGroups
+) -> ModuleSpec:
+    q_norm = k_norm = RMSNorm if config.qk_layernorm else IdentityOp
+    if model.full_width_qk_norm:
+        q_norm = partial(FullWidthNorm, heads=config.num_attention_heads, groups=groups)
+        k_norm = partial(FullWidthNorm, heads=config.num_query_groups, groups=groups)
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=PackedAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=q_norm,
+            k_layernorm=k_norm,
+        ),
+    )
+
+
+def _latent_attention(model: MegatronModelConfig) -> ModuleSpec:
+    def norm(config: TransformerConfig, hidden_size: int, eps: float) -> RMSNorm:
+        return RMSNorm(config, hidden_size, eps if model.mla_norm_epsilon is None else model.mla_norm_epsilon)
+
+    return ModuleSpec(
+        module=LatentAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=MLASelfAttentionSubmodules(
+            linear_q_proj=ColumnParallelLinear,
+            linear_q_down_proj=ColumnParallelLinear,
+            linear_q_up_proj=ColumnParallelLinear,
+            linear_kv_down_proj=ColumnParallelLinear,
+            linear_kv_up_proj=ColumnParallelLinear,
+            core_attention=PackedAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=norm,
+            kv_layernorm=norm,
+        ),
+    )
+
+
+def _linears() -> MLPSubmodules:
+    return MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+
+
+def _dense() -> Any:
+    return partial(MLP.as_mlp_submodule, submodules=_linears())
+
+
+def _experts(config: TransformerConfig) -> Any:
+    grouped = GroupedExperts if config.moe_grouped_gemm else LocalSpecProvider().grouped_mlp_modules(False)
+    return partial(
+        MoELayer,
+        submodules=MoESubmodules(
+            experts=grouped,
+            shared_experts=partial(SharedExpertMLP, submodules=_linears()),
+            router=TokenWeightedRouter,
+        ),
+    )

@@ -1,0 +1,76 @@
+"""The parameters and buffers of this rank's chunks by their canonical global names, one entry per expert."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bridges.names import canonical
+from bridges.rules import Entry
+from skyrl_megatron.runtime.model.build import ModelChunks
+from skyrl_megatron.runtime.parallel_state import ProcessGroups
+
+_STACKED = "mlp.experts.linear_fc"
+_OUTPUT = "output_layer.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class LocalWeight:
+    """A parameter or buffer, or one expert's slice of it, as this rank holds it."""
+
+    name: str
+    """Canonical global name, e.g. ``decoder.layers.3.mlp.experts.7.linear_fc1.weight``."""
+    tensor: Tensor
+    """This rank's share; a view of the module's tensor."""
+    entry: Entry
+    """The row of the family's table: HF names, global shape, how it is split."""
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether this is the last stage's second copy of tied embeddings."""
+        return self.name != self.entry.name
+
+
+def local_weights(
+    model: ModelChunks, groups: ProcessGroups, of: Callable[[Tensor], Tensor] = lambda parameter: parameter.data
+) -> Iterator[LocalWeight]:
+    """Every weight that this rank holds, chunk by chunk, in module order.
+
+    ``of`` picks what is listed of each parameter: its data, its gradient. Buffers are listed as they are.
+    The last stage's copy of tied embeddings comes with the embedding's entry and its own name. A critic's value head
+    is no row of any table and is left out. Raises KeyError for a parameter that the table does not know.
+    """
+    first_expert = _first_expert(model, groups)
+    entries = model.hf.plan.by_name
+    for index, chunk in enumerate(model.chunks):
+        layer_offset = model.layers(groups.pp.rank(), index).start
+        for name, tensor in _tensors(chunk, of):
+            if name == _OUTPUT and model.head == "value":
+                continue
+            if name == _OUTPUT and model.hf.tied:
+                yield LocalWeight(_OUTPUT, tensor, entries["embedding.word_embeddings.weight"])
+                continue
+            if _STACKED in name and not name[-1].isdigit():
+                for number, expert in enumerate(tensor):
+                    full = canonical(f"{name}{number}", layer_offset=layer_offset, expert_offset=first_expert)
+                    yield LocalWeight(full, expert, entries[full])
+                continue
+            full = canonical(name, layer_offset=layer_offset, expert_offset=first_expert)
+            yield LocalWeight(full, tensor, entries[full])
+
+
+def _tensors(chunk: torch.nn.Module, of: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, and the buffers that are weights: others are derived."""
+    for name, parameter in chunk.named_parameters():
+        yield name, of(parameter)
+    for name, buffer in chunk.named_buffers():
+        if name.endswith(".expert_bias"):
+            yield name, buffer
+
+
+def _first_expert(model: ModelChunks, groups: ProcessGroups) -> int:
+    experts = model.config.num_moe_experts or 0
+    return groups.ep.rank() * (experts // groups.ep.size())

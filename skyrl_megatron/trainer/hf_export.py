@@ -1,0 +1,27 @@
+"""When the policy is exported as a Hugging Face folder, and where to: ``runtime/hf/export.py`` writes it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from skyrl_megatron.errors import CheckpointError
+
+
+def export_due(step: int, interval: int, *, is_last: bool) -> bool:
+    """Every ``interval`` steps (``trainer.hf_save_interval``) and at the end; never when it is 0 or -1."""
+    return interval > 0 and (is_last or step % interval == 0)
+
+
+def prepare_export(export_path: str | Path, step: int, role: str = "policy") -> Path:
+    """``export_path/global_step_<step>/<role>``, made free of what an earlier run exported there. Called on one rank.
+
+    Raises CheckpointError when the old export cannot be removed.
+    """
+    target = Path(export_path).expanduser() / f"global_step_{step}" / role
+    try:
+        if target.exists():
+            shutil.rmtree(target)
+    except OSError as error:
+        raise CheckpointError(f"{target} cannot be replaced ({error.strerror}); check trainer.export_path") from error
+    return target

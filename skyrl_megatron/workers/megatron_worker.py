@@ -1,0 +1,238 @@
+"""The Ray actor of one rank: a process with torch.distributed and one :class:`MegatronEngine`, for any role."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from skyrl_megatron.workers.ports import free_port
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from skyrl_megatron.algorithms.registry import RegistryVersion
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.runtime.engine import Role
+    from skyrl_megatron.runtime.flops import ModelFlops
+    from skyrl_megatron.weight_sync.bucket import TensorMeta
+    from skyrl_megatron.workers.dispatch import RankPlace
+
+type Arrays = dict[str, Any]
+
+
+@ray.remote
+class RankWorker:
+    """One rank of a role's model. Every method but :meth:`address` is called on all ranks of the role at once.
+
+    Megatron is imported by the methods, so that a driver that only handles actors does not pay for it.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+
+    def address(self) -> tuple[str, int]:
+        """Where rank 0 of the process group will listen."""
+        return ray.util.get_node_ip_address(), free_port()
+
+    def build(
+        self,
+        cfg: SkyRLTrainConfig,
+        role: Role,
+        address: tuple[str, int],
+        total_steps: int | None = None,
+        log_folder: str | None = None,
+    ) -> RankPlace:
+        """Join the process group, build the model and load its weights. Output goes to ``log_folder``, if given."""
+        if log_folder is not None:
+            _redirect_output(Path(log_folder) / f"{role}_rank{self.rank}.log")
+        import torch
+        import torch.distributed as dist
+
+        from skyrl_megatron import device
+        from skyrl_megatron.runtime.engine import MegatronEngine
+        from skyrl_megatron.workers.dispatch import RankPlace
+
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        os.environ |= {"RANK": str(self.rank), "WORLD_SIZE": str(self.world_size), "LOCAL_RANK": "0"}
+        device.set_local_device(0)  # Ray shows each actor its own device only
+        timeout = datetime.timedelta(seconds=cfg.trainer.phase_timeout_s)
+        store = dist.TCPStore(*address, self.world_size, self.rank == 0, timeout)
+        dist.init_process_group(
+            device.collective_backend(), store=store, rank=self.rank, world_size=self.world_size, timeout=timeout
+        )
+        self.cfg, self.role = cfg, role
+        self.engine = MegatronEngine(cfg, role, total_steps=total_steps)
+        return RankPlace(
+            self.engine.dp_rank,
+            self.engine.dp_size,
+            self.engine.is_collection_rank,
+            os.getpid(),
+            ray.util.get_node_ip_address(),
+        )
+
+    # ------------------------------------------------------------------ computing
+    def flops(self) -> ModelFlops:
+        """What sequences cost: the measure that batches are balanced by."""
+        return self.engine.flops
+
+    def compute_logprobs(self, chunk: Arrays) -> np.ndarray | None:
+        """[rows, T] float32, nats: of this replica's rows, on the rank that collects. An array: Megatron changes how
+        tensors are pickled, and a driver that reads one imports all of Megatron first."""
+        from skyrl_megatron.workers.dispatch import from_arrays
+
+        logprobs = self.engine.compute_logprobs(from_arrays(chunk))
+        return logprobs.numpy() if self.engine.is_collection_rank else None
+
+    def train_mini_batch(
+        self, registry: RegistryVersion, algorithm: Mapping[str, Any], chunk: Arrays
+    ) -> dict[str, float]:
+        """One optimizer step on a mini-batch; the same metrics on every rank, but for the speed of its own.
+
+        ``algorithm``: fields of ``trainer.algorithm`` that differ for this step.
+        """
+        from skyrl_megatron.algorithms.registry import ensure_registry_version
+        from skyrl_megatron.workers.dispatch import from_arrays
+
+        ensure_registry_version(registry)
+        with _changed(self.cfg.trainer.algorithm, algorithm):
+            metrics = self.engine.forward_backward(from_arrays(chunk))
+        return metrics | self.optim_step()
+
+    def optim_step(self) -> dict[str, float]:
+        """Step on the gradients added since the last one."""
+        result = self.engine.optim_step()
+        return {"grad_norm": result.grad_norm, "lr": result.learning_rate, "skipped": float(result.skipped)}
+
+    def restart_schedule(self, lr: float | None, total_steps: int | None) -> None:
+        """Begin the learning-rate schedule anew: as configured, or constant at ``lr``."""
+        from skyrl_megatron.runtime.optimizer import build_lr_schedule
+
+        settings = self.engine.settings.optimizer_config
+        if lr is not None:
+            settings = dataclasses.replace(settings, lr=lr, scheduler="constant")
+        for group in self.engine.optimizer.param_groups:
+            group["max_lr"] = settings.lr  # a group's own peak goes before the schedule's
+        self.engine.lr_schedule = build_lr_schedule(self.engine.optimizer, settings, total_steps)
+
+    def memory_bytes(self) -> int:
+        """Peak of this process so far."""
+        from skyrl_megatron import device
+
+        return device.peak_memory_bytes()
+
+    # ------------------------------------------------------------------ weights for the engines
+    def weight_metadata(self) -> list[TensorMeta]:
+        """What this rank sends to the engines, in order."""
+        from skyrl_megatron.weight_sync.megatron_source import MegatronSource
+        from skyrl_megatron.weight_sync.sender import WeightSender
+        from skyrl_megatron.workers.weights import transport_of
+
+        source = MegatronSource(self.engine.model, self.engine.groups)
+        self.sender = WeightSender(source, transport=transport_of(self.cfg))
+        return list(self.sender.metadata())
+
+    def listen_for_engines(self) -> tuple[str, int]:
+        """Take an address for this rank's group of engine workers."""
+        self._address = self.sender.listen(ray.util.get_node_ip_address())
+        return self._address
+
+    def connect_engines(self, receivers: int, timeout_s: float) -> None:
+        """Open the group at that address and wait for the engines' workers."""
+        self.sender.connect(*self._address, receivers, timeout_s)
+
+    def send_weights(self) -> list[int]:
+        """Send this rank's tensors; returns the checksum of each bucket."""
+        return self.sender.send()
+
+    def score(self, token_ids: Sequence[int], nudge: float) -> list[float] | None:
+        """See ``runtime/scoring.py``."""
+        from skyrl_megatron.runtime.scoring import score_tokens
+
+        return score_tokens(self.engine, token_ids, nudge=nudge)
+
+    def make_room(self) -> None:
+        """Free GPU memory for engines on the same GPU, until the next training pass."""
+        self.engine.offload()
+
+    # ------------------------------------------------------------------ checkpoints
+    def save_checkpoint(self, folder: str, step: int, background: bool) -> None:
+        """Write this rank's share into ``folder``; with ``background``, return once it has been copied."""
+        from skyrl_megatron.runtime.checkpoint.rank_writer import RankWriter
+
+        if not hasattr(self, "writer"):
+            self.writer = RankWriter()
+        self.writer.write(folder, self.role, step, self._state(), background=background)
+
+    def wait_checkpoint(self, timeout_s: float) -> None:
+        """Until the background write has ended."""
+        if hasattr(self, "writer"):
+            self.writer.wait(timeout_s)
+
+    def load_checkpoint(self, folder: str) -> int:
+        """Fill weights, moments, schedule and random states; returns the step they are of."""
+        from skyrl_megatron.runtime.checkpoint.rank_reader import read_rank
+
+        return read_rank(folder, self.role, self._state(), seed=self.cfg.trainer.seed)
+
+    def export_hf(self, folder: str) -> None:
+        """Write the model as a HF folder."""
+        from skyrl_megatron.runtime.hf.export import save_hf
+
+        save_hf(self.engine.model, self.engine.groups, folder)
+
+    def state_hashes(self) -> dict[str, str]:
+        """SHA-256 of every saved block of this rank (weights, moments) and of its random states."""
+        import hashlib
+
+        import torch
+
+        from skyrl_megatron.runtime.checkpoint import rng
+        from skyrl_megatron.runtime.checkpoint.local_state import blocks_to_save
+
+        state = self._state()
+        hashes: dict[str, Any] = {}
+        for block in blocks_to_save(state.model_chunks, state.optimizer, state.groups):
+            data: np.ndarray = block.data.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
+            hashes.setdefault(block.key, hashlib.sha256()).update(data.tobytes())
+        return {name: digest.hexdigest() for name, digest in hashes.items()} | {
+            "rng": hashlib.sha256(rng.capture()).hexdigest()
+        }
+
+    def _state(self) -> Any:
+        from skyrl_megatron.runtime.checkpoint.rank_writer import RankState
+
+        engine = self.engine
+        optimizer, schedule = getattr(engine, "optimizer", None), getattr(engine, "lr_schedule", None)
+        return RankState(list(engine.chunks), engine.groups, optimizer, schedule)
+
+
+@contextlib.contextmanager
+def _changed(section: Any, fields: Mapping[str, Any]) -> Iterator[None]:
+    """``section`` with other values for the time of the block."""
+    before = {name: getattr(section, name) for name in fields}
+    for name, value in fields.items():
+        setattr(section, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(section, name, value)
+
+
+def _redirect_output(path: Path) -> None:
+    """Everything that this process prints from now on, libraries included, into a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)

@@ -1,0 +1,129 @@
+"""One role of a run (policy, reference, critic): its rank actors behind calls that take and give whole batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from skyrl_megatron.algorithms.registry import registry_version
+from skyrl_megatron.config.rules.role_layout import role_world_size
+from skyrl_megatron.workers.actor_group import ActorGroup
+from skyrl_megatron.workers.dispatch import RankPlace, StagedBatch, stage
+from skyrl_megatron.workers.megatron_worker import RankWorker
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.types import TrainingBatch
+    from skyrl_megatron.workers.placement import Place
+
+ADDRESS_TIMEOUT_S = 120.0
+SUMMED = ("tokens_per_second_per_rank", "flops_per_second_per_rank", "mfu")
+"""Metrics of a rank's own speed, averaged over replicas; those that name a peak are the largest."""
+
+
+class Role:
+    """The ranks of ``role``, started on ``place``. :meth:`build` must come first; :meth:`start` of it only begins."""
+
+    def __init__(self, cfg: SkyRLTrainConfig, role: str, place: Place) -> None:
+        self.cfg, self.name = cfg, role
+        world = role_world_size(cfg.trainer.placement, role)
+        actors = [RankWorker.options(**place.options(rank)).remote(rank, world) for rank in range(world)]
+        self.group = ActorGroup(role, actors, cfg.trainer.phase_timeout_s)
+        self.places: list[RankPlace] = []
+        self._building: Any = None
+
+    # ------------------------------------------------------------------ start
+    def start_building(self, total_steps: int | None = None, log_folder: str | None = None) -> None:
+        """Begin to load the model; :meth:`finish_building` waits for it."""
+        address = ray.get(self.group.actors[0].address.remote(), timeout=ADDRESS_TIMEOUT_S)
+        arguments = (self.cfg, self.name, address, total_steps, log_folder)
+        self._building = self.group.start("build", *arguments, phase="build")
+
+    def finish_building(self) -> None:
+        """Wait until all ranks hold their part of the model. Raises what they raised."""
+        self.places = self._building.results()
+        self.group.names = [
+            f"{self.name} rank {rank} (pid {place.pid} on {place.node})" for rank, place in enumerate(self.places)
+        ]
+        self.flops = self.group.call("flops")[0]
+
+    @property
+    def dp_size(self) -> int:
+        """Number of data-parallel replicas."""
+        return self.places[0].dp_size
+
+    # ------------------------------------------------------------------ computing
+    def stage(self, batch: TrainingBatch) -> StagedBatch:
+        """Cut for the replicas and put into the object store once, for one or more calls."""
+        return stage(batch, self.dp_size, self.flops)
+
+    def compute_logprobs(self, batch: TrainingBatch, phase: str = "") -> Tensor:
+        """[B, T] float32, nats: log-probs of the response tokens under this role's weights."""
+        return self.start_logprobs(batch, phase)()
+
+    def start_logprobs(self, batch: TrainingBatch, phase: str = "") -> Callable[[], Tensor]:
+        """Begin to compute log-probs, so that roles on devices of their own work at the same time; call the result."""
+        staged = self.stage(batch)
+        each = staged.arguments(self.places)
+        pending = self.group.start("compute_logprobs", phase=phase or f"{self.name} log-probs", each=each)
+        return lambda: staged.collect(self.places, pending.results())
+
+    def train_mini_batch(self, staged: StagedBatch, **algorithm: Any) -> dict[str, float]:
+        """One optimizer step on the rows of ``staged``; metrics of the whole mini-batch.
+
+        ``algorithm``: fields of ``trainer.algorithm`` that differ for this step.
+        """
+        arguments = (registry_version(), algorithm)
+        results = self.group.call(
+            "train_mini_batch", *arguments, phase=f"train {self.name}", each=staged.arguments(self.places)
+        )
+        return self._merged(results)
+
+    def restart_schedule(self, *, lr: float | None = None, total_steps: int | None = None) -> None:
+        """Begin the learning-rate schedule anew: as configured for ``total_steps``, or constant at ``lr``."""
+        self.group.call("restart_schedule", lr, total_steps)
+
+    def _merged(self, results: list[dict[str, float]]) -> dict[str, float]:
+        """Metrics are equal on all ranks but for those of a rank's own speed and memory."""
+        collected = [result for place, result in zip(self.places, results, strict=True) if place.collects]
+        merged = dict(collected[0])
+        for name in merged:
+            if name in SUMMED:
+                merged[name] = sum(result[name] for result in collected) / len(collected)
+            elif name.startswith("peak_"):
+                merged[name] = max(result[name] for result in results)
+        return merged
+
+    # ------------------------------------------------------------------ state
+    def save_checkpoint(self, folder: str, step: int, *, background: bool) -> None:
+        """Every rank writes its share into ``folder``, or copies it and writes behind the training."""
+        self.group.call("save_checkpoint", folder, step, background, phase="save checkpoint")
+
+    def wait_checkpoint(self) -> None:
+        """Until background writes have ended; raises CheckpointError when one failed."""
+        self.group.call("wait_checkpoint", self.group.timeout_s, phase="save checkpoint")
+
+    def load_checkpoint(self, folder: str) -> int:
+        """Fill weights, moments, schedule and random states; returns the step they are of."""
+        return int(self.group.call("load_checkpoint", folder, phase="load checkpoint")[0])
+
+    def export_hf(self, folder: str) -> None:
+        """Write the weights as a HF folder."""
+        self.group.call("export_hf", folder, phase="export")
+
+    def state_hashes(self) -> list[dict[str, str]]:
+        """SHA-256 of weights, moments and random states, by rank."""
+        hashes: list[dict[str, str]] = self.group.call("state_hashes")
+        return hashes
+
+    def memory_bytes(self) -> int:
+        """Largest peak of a rank so far."""
+        return int(max(self.group.call("memory_bytes")))
+
+    def stop(self) -> None:
+        """End the ranks."""
+        self.group.kill()
