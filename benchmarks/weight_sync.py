@@ -161,7 +161,7 @@ async def measure(folder: Path, rank: Rank, rounds: int, bucket_bytes: int) -> d
     from skyrl_megatron.inference.vllm.engine import VLLMEngine
     from skyrl_megatron.inference.vllm.settings import EngineSettings
     from skyrl_megatron.workers import weight_synchronizer
-    from skyrl_megatron.workers.weight_synchronizer import WeightPublisher
+    from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
     settings = EngineSettings(
         str(folder),
@@ -177,7 +177,7 @@ async def measure(folder: Path, rank: Rank, rounds: int, bucket_bytes: int) -> d
     await pool.start()
     rank.ask("load", str(folder))
     config = json.loads((folder / "config.json").read_text())
-    publisher = WeightPublisher(pool, [rank], hf_config=config, dtype="bfloat16", bucket_bytes=bucket_bytes)
+    publisher = WeightSynchronizer(pool, [rank], hf_config=config, dtype="bfloat16", bucket_bytes=bucket_bytes)
     engine = pool.slots[0].engine._llm
     await engine.collective_rpc("bench_hold", args=(str(folder),))
     found: dict[str, list[float]] = defaultdict(list)

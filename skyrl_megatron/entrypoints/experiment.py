@@ -15,7 +15,7 @@ from skyrl_megatron.rollout.generator import SkyRLGymGenerator
 from skyrl_megatron.trainer import RayPPOTrainer
 from skyrl_megatron.trainer.tracking import Tracking
 from skyrl_megatron.workers.engines import Engines
-from skyrl_megatron.workers.placement import Placement, place
+from skyrl_megatron.workers.placement import Placement, create_placement
 from skyrl_megatron.workers.ray_setup import initialize_ray
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class BasePPOExp:
 
     def start_engines(self) -> Engines:
         """Reserve the places of the run and put the engines on theirs."""
-        self.colocate_pg = place(self.cfg)
+        self.colocate_pg = create_placement(self.cfg)
         self.engines = self.get_inference_client()
         return self.engines
 

@@ -101,9 +101,9 @@ class _Step:
         from skyrl_megatron.inference.pool import EnginePool
         from skyrl_megatron.inference.vllm.engine import EngineSettings
         from skyrl_megatron.workers.engine_actor import RayEngine
-        from skyrl_megatron.workers.placement import Place, reserve
-        from skyrl_megatron.workers.weights import weight_publisher
-        from skyrl_megatron.workers.worker_group import Role
+        from skyrl_megatron.workers.placement import BundleAllocation, reserve
+        from skyrl_megatron.workers.weights import weight_synchronizer
+        from skyrl_megatron.workers.worker_group import WorkerGroup
 
         self.seed = seed
         self.tokenizer = AutoTokenizer.from_pretrained(model)
@@ -127,8 +127,8 @@ class _Step:
         self.pool = EnginePool([lambda: RayEngine(settings)], wait_s=CALL_TIMEOUT_S)
         self.client, self.runner = InferenceClient(self.pool), asyncio.Runner()
         group = reserve("the policy", [{"CPU": 1.0}] * RANKS)
-        self.policy = Role(self.cfg, "policy", Place(group, tuple(range(RANKS))))
-        self.weights = weight_publisher(self.cfg, self.policy, self.pool, dtype=settings.dtype)
+        self.policy = WorkerGroup(self.cfg, "policy", BundleAllocation(group, tuple(range(RANKS))))
+        self.weights = weight_synchronizer(self.cfg, self.policy, self.pool, dtype=settings.dtype)
 
     def start(self) -> None:
         self.policy.start_building()
@@ -191,7 +191,7 @@ class _Step:
     def train(self, batch: Any) -> dict[str, float]:
         """One optimizer step with the trainer's own log-probs as the old ones."""
         batch.old_logprobs = self.policy.compute_logprobs(batch)
-        return self.policy.train_mini_batch(self.policy.stage(batch))
+        return self.policy.train_mini_batch(self.policy.dispatch(batch))
 
     def sync(self, version: str) -> tuple[float, float]:
         """(megabytes, seconds). Raises WeightSyncError when what arrived is not what was sent."""

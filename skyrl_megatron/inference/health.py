@@ -64,7 +64,7 @@ class HealthMonitor:
                 return
             watched = [slot for slot in self.pool.slots if slot.state is not EngineState.DROPPED]
             await asyncio.gather(*(self._probe(slot) for slot in watched))
-            gone = [slot for slot in watched if slot.state is EngineState.GONE]
+            gone = [slot for slot in watched if slot.state is EngineState.DEAD]
             await asyncio.gather(*(self._mend(slot) for slot in gone))
             if self.bring_up_to_date is not None:
                 for slot in self.pool.alive():
@@ -72,31 +72,31 @@ class HealthMonitor:
                         await self._update(slot, self.bring_up_to_date)
 
     async def _probe(self, slot: EngineSlot) -> None:
-        if slot.state is EngineState.GONE:
+        if slot.state is EngineState.DEAD:
             return
         try:
             version = await slot.probe(self.timeout_s)
         except EngineGoneError as error:
             await self._found(slot, str(error))
         else:
-            if version != slot.version or slot.state is EngineState.HELD:
+            if version != slot.version or slot.state is EngineState.PAUSED:
                 self.pool.serve(slot, version)  # if it was only suspected; it stays held with other weights
 
     async def _found(self, slot: EngineSlot, why: str) -> None:
         lost = len(slot.in_flight)
-        await self.pool.give_up(slot, why)
+        await self.pool.mark_dead(slot, why)
         log.warning("%s %s; its %d requests go to other engines", slot.name, why, lost)
 
     async def _mend(self, slot: EngineSlot) -> None:
         if slot.restarts >= self.max_restarts:
-            await self.pool.give_up(slot, f"{slot.why}, after {slot.restarts} restarts", EngineState.DROPPED)
+            await self.pool.mark_dead(slot, f"{slot.why}, after {slot.restarts} restarts", EngineState.DROPPED)
             log.error("%s is dropped: %s", slot.name, slot.why)
             return
         try:
             await self.pool.restart(slot)
             log.warning("%s was restarted (%d of %d)", slot.name, slot.restarts, self.max_restarts)
         except EngineError as error:
-            slot.why, slot.state = str(error), EngineState.GONE
+            slot.why, slot.state = str(error), EngineState.DEAD
             log.warning("%s could not be restarted: %s", slot.name, error)
 
     async def _update(self, slot: EngineSlot, bring_up_to_date: Callable[[EngineSlot], Awaitable[None]]) -> None:

@@ -26,9 +26,9 @@ class EngineState(enum.Enum):
     """Not started, or being started."""
     SERVING = "serving"
     """Runs on the published weights."""
-    HELD = "held"
+    PAUSED = "paused"
     """Alive, and generates nothing: an update is under way, or its weights are not the published ones."""
-    GONE = "gone"
+    DEAD = "dead"
     """Dead or hung; waits for a restart."""
     DROPPED = "dropped"
     """Given up for the rest of the run."""
@@ -124,14 +124,14 @@ class EnginePool:
 
     async def restart(self, slot: EngineSlot) -> None:
         """Replace a slot's engine by a fresh one, which is held until its weights are the published ones."""
-        await self.give_up(slot, slot.why or "restarted")
+        await self.mark_dead(slot, slot.why or "restarted")
         slot.restarts += 1
         slot.engine = slot.make()
         await slot.engine.start()
         slot.version = INITIAL_VERSION
         self.serve(slot, INITIAL_VERSION)
 
-    async def give_up(self, slot: EngineSlot, why: str, state: EngineState = EngineState.GONE) -> None:
+    async def mark_dead(self, slot: EngineSlot, why: str, state: EngineState = EngineState.DEAD) -> None:
         """Kill an engine; its requests fail with EngineGoneError, and their callers go to another."""
         slot.why, slot.state = why, state
         for task in list(slot.in_flight):
@@ -143,13 +143,13 @@ class EnginePool:
     def serve(self, slot: EngineSlot, version: str) -> None:
         """An engine runs on verified weights: it serves if they are the published ones, else it is held."""
         slot.version, slot.why = version, ""
-        slot.state = EngineState.SERVING if version == self.published else EngineState.HELD
+        slot.state = EngineState.SERVING if version == self.published else EngineState.PAUSED
         self._notify()
 
     def hold(self, slot: EngineSlot) -> None:
         """Send nothing more to an engine."""
         if slot.state is EngineState.SERVING:
-            slot.state = EngineState.HELD
+            slot.state = EngineState.PAUSED
 
     async def sleep(self, timeout_s: float) -> None:
         """Free the GPU memory of all engines; requests wait for the next version, whose update wakes them. An engine
@@ -160,7 +160,7 @@ class EnginePool:
                 async with asyncio.timeout(timeout_s):
                     await slot.engine.sleep(2)
             except Exception as error:  # an engine that is going down says anything
-                await self.give_up(slot, f"did not go to sleep: {error!r}")
+                await self.mark_dead(slot, f"did not go to sleep: {error!r}")
 
         self.asleep = True
         slots = self.alive()
@@ -173,20 +173,20 @@ class EnginePool:
         self.published, self.asleep = version, False
         self.published_before.add(version)
         for slot in self.slots:
-            if slot.state in (EngineState.SERVING, EngineState.HELD):
+            if slot.state in (EngineState.SERVING, EngineState.PAUSED):
                 self.serve(slot, slot.version)
 
     def alive(self) -> list[EngineSlot]:
         """Engines that answer: serving or held."""
-        return [slot for slot in self.slots if slot.state in (EngineState.SERVING, EngineState.HELD)]
+        return [slot for slot in self.slots if slot.state in (EngineState.SERVING, EngineState.PAUSED)]
 
     def lost(self) -> list[EngineSlot]:
         """Engines that wait for a restart."""
-        return [slot for slot in self.slots if slot.state is EngineState.GONE]
+        return [slot for slot in self.slots if slot.state is EngineState.DEAD]
 
     async def drop(self, slot: EngineSlot, why: str) -> None:
         """Do without an engine for the rest of the run."""
-        await self.give_up(slot, why, EngineState.DROPPED)
+        await self.mark_dead(slot, why, EngineState.DROPPED)
 
     def accepts(self, generation: Generation) -> bool:
         """True when every token was sampled from published weights."""

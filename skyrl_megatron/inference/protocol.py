@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 PauseMode = Literal["keep", "wait", "abort"]
 """What becomes of requests in flight: frozen until resume, finished first, or ended with what they have."""
-Announced = Sequence[Sequence[Any]]
+WeightMetadata = Sequence[Sequence[Any]]
 """What each trainer rank sends: ``TensorMeta`` objects, or tuples of their fields."""
 
 
@@ -90,7 +90,7 @@ class InferenceEngine(Protocol):
     async def start_update(self) -> None:
         """Get ready for new weights. The engine must be paused, and serves nothing until :meth:`finish_update`."""
 
-    async def receive_weights(self, announced: Announced) -> list[list[list[int]]]:
+    async def receive_weights(self, announced: WeightMetadata) -> list[list[list[int]]]:
         """Receive and load what the senders announced; checksums per worker, per sender, per bucket."""
 
     async def finish_update(self, version: str) -> None:

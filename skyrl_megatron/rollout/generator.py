@@ -93,7 +93,7 @@ class SkyRLGymGenerator(GeneratorInterface):
         registry.require(input_batch["env_classes"])
         ids = input_batch.get("trajectory_ids") or [TrajectoryID(uuid4().hex, 0) for _ in input_batch["prompts"]]
         if (self.generator_cfg.batched or self.seed is not None) and not self._own_loop:
-            outcomes = await self._in_step(input_batch, ids)
+            outcomes = await self._generate_batched(input_batch, ids)
         else:
             outcomes = await self._each_by_itself(input_batch, ids, disable_tqdm)
         _check_failures(outcomes, input_batch["env_classes"])
@@ -178,7 +178,7 @@ class SkyRLGymGenerator(GeneratorInterface):
                 raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    async def _in_step(self, batch: GeneratorInput, ids: Sequence[TrajectoryID]) -> list[Outcome]:
+    async def _generate_batched(self, batch: GeneratorInput, ids: Sequence[TrajectoryID]) -> list[Outcome]:
         extras = batch.get("env_extras") or [{} for _ in ids]
         sampling, metadata = batch.get("sampling_params"), batch.get("batch_metadata")
         limits = self._limits()

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from skyrl_megatron import device
 
 
-def raise_together(error: Exception | None) -> None:
+def raise_on_all_ranks(error: Exception | None) -> None:
     """Raise on every rank when any rank has an ``error``; collective over all ranks.
 
     The message is that of the lowest rank with an error, preceded by its number unless all ranks have one. Without an

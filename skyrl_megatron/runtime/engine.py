@@ -29,7 +29,7 @@ from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.algorithms.reduction import StepTotals
 from skyrl_megatron.config.rules.role_layout import parallel_config
 from skyrl_megatron.runtime import loss_scale, parallel_state
-from skyrl_megatron.runtime.agreement import raise_together
+from skyrl_megatron.runtime.agreement import raise_on_all_ranks
 from skyrl_megatron.runtime.cpu import megatron_patches
 from skyrl_megatron.runtime.engine_settings import ddp_config, hf_model, parameter_dtype, transformer_kwargs
 from skyrl_megatron.runtime.flops import model_flops, peak_flops
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.types import TrainingBatch
 
-Role = Literal["policy", "ref", "critic"]
+RoleName = Literal["policy", "ref", "critic"]
 
 
 class MegatronEngine:
@@ -61,7 +61,7 @@ class MegatronEngine:
     folder.
     """
 
-    def __init__(self, cfg: SkyRLTrainConfig, role: Role = "policy", *, total_steps: int | None = None) -> None:
+    def __init__(self, cfg: SkyRLTrainConfig, role: RoleName = "policy", *, total_steps: int | None = None) -> None:
         megatron_patches.install()
         self.cfg, self.role = cfg, role
         self.settings = getattr(cfg.trainer, role)
@@ -188,7 +188,7 @@ class MegatronEngine:
         started = time.perf_counter()
         objective = PolicyObjective(self.cfg.trainer.algorithm)
         with self._all_or_none():
-            raise_together(self._problem(batch, objective))
+            raise_on_all_ranks(self._problem(batch, objective))
             totals = self.step_totals(batch, objective)
             if totals.tokens == 0:
                 raise ValueError("no trainable token in the mini-batch: the loss mask is 0 everywhere")
@@ -203,7 +203,7 @@ class MegatronEngine:
             micro_batches = self._micro_batches(batch, self.cfg.trainer.micro_train_batch_size_per_gpu)
             with self._mode(training=True), self._local_gradients(accumulate), self._profile("forward_backward"):
                 results = run_schedule(step, micro_batches, self.chunks, self.groups, forward_only=False)
-            raise_together(step.failure)
+            raise_on_all_ranks(step.failure)
             self._accumulated = combined
         metrics = self._reduce(merge_metrics(*results))
         per_layer = self.megatron.moe_per_layer_logging

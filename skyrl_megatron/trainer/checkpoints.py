@@ -12,7 +12,7 @@ from skyrl_megatron.runtime.checkpoint.store import DATA, TRAINER_STATE, Checkpo
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.workers.worker_group import Role
+    from skyrl_megatron.workers.worker_group import WorkerGroup
 
 
 class RunCheckpoints:
@@ -21,7 +21,7 @@ class RunCheckpoints:
     With ``megatron_config.async_dist_ckpt_save`` a save returns once all ranks have copied their state.
     """
 
-    def __init__(self, cfg: SkyRLTrainConfig, roles: Mapping[str, Role]) -> None:
+    def __init__(self, cfg: SkyRLTrainConfig, roles: Mapping[str, WorkerGroup]) -> None:
         self.cfg, self.roles = cfg, dict(roles)
         self.store = CheckpointStore(cfg.trainer.ckpt_path, keep=cfg.trainer.max_ckpts_to_keep)
         self.asynchronous = cfg.trainer.policy.megatron_config.async_dist_ckpt_save

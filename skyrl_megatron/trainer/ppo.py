@@ -36,8 +36,8 @@ from skyrl_megatron.trainer.phases import Phases
 from skyrl_megatron.trainer.report import write_report
 from skyrl_megatron.trainer.stop import StopRequested, StopSignal
 from skyrl_megatron.types import TrainingBatch
-from skyrl_megatron.workers.weights import weight_publisher
-from skyrl_megatron.workers.worker_group import Role
+from skyrl_megatron.workers.weights import weight_synchronizer
+from skyrl_megatron.workers.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -79,7 +79,7 @@ class RayPPOTrainer:
         self.phases, self.metrics = Phases(), {}
         self.finite = True
         self.stop, self.loop = StopSignal(), LoopThread()
-        self.roles: dict[str, Role] = {}
+        self.roles: dict[str, WorkerGroup] = {}
 
     # ------------------------------------------------------------------ the loop
     def train(self) -> None:
@@ -109,7 +109,7 @@ class RayPPOTrainer:
             notify(self.callbacks, "on_step_start", self)
             with self.phases("step"):
                 batch = self.collect_experience()
-                self.take_ranks()
+                self.begin_training()
                 with self.phases("fwd_logprobs_values_reward"):
                     batch = self.fwd_logprobs_values_reward(batch)
                 if self.kl_controller is not None:
@@ -156,7 +156,7 @@ class RayPPOTrainer:
                 self.start_engines()
                 self.loop.run(self.inference_engine_client.pool.sleep(self.cfg.trainer.phase_timeout_s))
             for name in active_roles(self.cfg):
-                self.roles[name] = Role(self.cfg, name, self.placement[name])
+                self.roles[name] = WorkerGroup(self.cfg, name, self.placement[name])
                 self.roles[name].start_building(self.updates if name != "ref" else None, logs)
             if not shared_gpus:
                 self.start_engines()
@@ -188,7 +188,7 @@ class RayPPOTrainer:
     def init_weight_sync_state(self) -> None:
         """What gives the engines the policy's weights; ranks and engines are connected by the first sync."""
         engines = self.inference_engine_client
-        self.weights = weight_publisher(self.cfg, self.policy, engines.pool, dtype=engines.dtype)
+        self.weights = weight_synchronizer(self.cfg, self.policy, engines.pool, dtype=engines.dtype)
         self.loop.run(engines.watch(self.weights.bring_up_to_date))
 
     def before_training(self) -> None:
@@ -305,17 +305,17 @@ class RayPPOTrainer:
         if not self.cfg.trainer.policy.megatron_config.moe_aux_loss_coeff:  # which counts every token that is routed
             parts = [experience.counted_rows(part) for part in parts]
         with self.phases("policy_train"):
-            staged = [self.policy.stage(part) for part in parts]
+            sharded = [self.policy.dispatch(part) for part in parts]
             results = [
                 self.policy.train_mini_batch(part)
                 for _ in range(self.cfg.trainer.update_epochs_per_batch)
-                for part in staged
+                for part in sharded
             ]
         self.finite = not any(result["skipped"] for result in results)
         self.metrics |= experience.policy_metrics(results)
         self.metrics["trainer/tokens"] = float(batch.lengths.sum())
 
-    def take_ranks(self) -> None:
+    def begin_training(self) -> None:
         """The ranks are the trainer's until the next sync: engines that are restarted get no weights before."""
         self.loop.run(self.weights.withdraw())
 

@@ -58,9 +58,9 @@ class WarmedUpTrainer(RayPPOTrainer):
         score, fine = 0.0, False
         for step in range(1, plan.max_steps + 1):
             self.stop.check()
-            self.take_ranks()
-            staged = self.policy.stage(self.answers(rng, plan.rows))
-            result = self.policy.train_mini_batch(staged, policy_loss_type="cross_entropy", use_kl_loss=False)
+            self.begin_training()
+            sharded = self.policy.dispatch(self.answers(rng, plan.rows))
+            result = self.policy.train_mini_batch(sharded, policy_loss_type="cross_entropy", use_kl_loss=False)
             if not fine and result["policy_loss"] <= plan.promising:
                 fine = True
                 self.policy.restart_schedule(lr=plan.fine_lr)

@@ -24,12 +24,12 @@ _FUSED = re.compile(r"^(?P<layer>.*\.experts)\.(?P<projection>gate_up_proj|down_
 Shape = tuple[int, ...]
 
 
-def plain_announcement(announced: Sequence[Sequence[Any]]) -> list[list[list[Any]]]:
+def plain_metadata(announced: Sequence[Sequence[Any]]) -> list[list[list[Any]]]:
     """Announcements of all senders as lists of plain fields, as they go to workers. ``TensorMeta`` or tuples."""
     return [[list(astuple(m) if is_dataclass(m) and not isinstance(m, type) else m) for m in s] for s in announced]
 
 
-def check_complete(announced: Sequence[Sequence[TensorMeta]], hf_config: Mapping[str, Any]) -> None:
+def check_metadata(announced: Sequence[Sequence[TensorMeta]], hf_config: Mapping[str, Any]) -> None:
     """Raise WeightSyncError unless the senders announce exactly the tensors of the model that ``hf_config`` (a HF
     ``config.json``) describes, in one of the namings that the engine loads.
 

@@ -53,7 +53,7 @@ class PendingCall:
         if failures:
             self._fail(failures)
         if waiting:
-            self._give_up(sorted(waiting.values()))
+            self._fail_stuck(sorted(waiting.values()))
         return ray.get(self.references)
 
     def _fail(self, failures: dict[int, Exception]) -> None:
@@ -73,7 +73,7 @@ class PendingCall:
             raise DistributedError(f"{where}: {cause}") from error
         raise error
 
-    def _give_up(self, stuck: list[int]) -> None:
+    def _fail_stuck(self, stuck: list[int]) -> None:
         self.end()
         names = ", ".join(self.names[number] for number in stuck)
         raise DistributedError(

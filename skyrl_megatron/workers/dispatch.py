@@ -18,7 +18,7 @@ from skyrl_megatron.types import TrainingBatch
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlace:
+class RankInfo:
     """Where a rank stands in its role's layout, and where it runs."""
 
     dp_rank: int
@@ -30,7 +30,7 @@ class RankPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class StagedBatch:
+class ShardedBatch:
     """Chunks in the object store, one a replica, whichever number of ranks reads it; may be used several times."""
 
     rows: list[np.ndarray]
@@ -39,11 +39,11 @@ class StagedBatch:
     """Reference to each chunk."""
     size: int
 
-    def arguments(self, places: Sequence[RankPlace]) -> list[tuple[Any]]:
+    def arguments(self, places: Sequence[RankInfo]) -> list[tuple[Any]]:
         """The chunk of each rank."""
         return [(self.chunks[place.dp_rank],) for place in places]
 
-    def collect(self, places: Sequence[RankPlace], results: Sequence[np.ndarray | None]) -> Tensor:
+    def collect(self, places: Sequence[RankInfo], results: Sequence[np.ndarray | None]) -> Tensor:
         """[B, …] in the order of the batch, from the ranks that collect."""
         out: np.ndarray | None = None
         for place, result in zip(places, results, strict=True):
@@ -57,7 +57,7 @@ class StagedBatch:
         return torch.from_numpy(out)
 
 
-def stage(batch: TrainingBatch, dp_size: int, flops: ModelFlops) -> StagedBatch:
+def dispatch(batch: TrainingBatch, dp_size: int, flops: ModelFlops) -> ShardedBatch:
     """Cut ``batch`` over ``dp_size`` replicas, balanced by FLOPs, and put each chunk into the object store once.
 
     A batch of fewer rows than replicas is filled up with blank rows, which weigh nothing.
@@ -67,7 +67,7 @@ def stage(batch: TrainingBatch, dp_size: int, flops: ModelFlops) -> StagedBatch:
         batch = _filled(batch, dp_size)
     rows = split_for_dp(batch.lengths, dp_size, flops)
     chunks = [ray.put(to_arrays(batch if dp_size == 1 else batch.select(own))) for own in rows]
-    return StagedBatch([own[own < size] for own in rows] if size < dp_size else rows, chunks, size)
+    return ShardedBatch([own[own < size] for own in rows] if size < dp_size else rows, chunks, size)
 
 
 def _filled(batch: TrainingBatch, rows: int) -> TrainingBatch:

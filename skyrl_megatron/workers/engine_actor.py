@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from skyrl_megatron.errors import EngineGoneError, SkyRLMegatronError
-from skyrl_megatron.inference.protocol import Announced, Generation, PauseMode, SampleRequest
+from skyrl_megatron.inference.protocol import Generation, PauseMode, SampleRequest, WeightMetadata
 from skyrl_megatron.inference.vllm.engine import EngineSettings, VLLMEngine
 
 
@@ -73,7 +73,7 @@ class EngineActor:
     async def start_update(self) -> None:
         await self.engine.start_update()
 
-    async def receive_weights(self, announced: Announced) -> list[list[list[int]]]:
+    async def receive_weights(self, announced: WeightMetadata) -> list[list[list[int]]]:
         return await self.engine.receive_weights(announced)
 
     async def finish_update(self, version: str) -> None:
@@ -82,7 +82,7 @@ class EngineActor:
     async def abort_update(self) -> None:
         await self.engine.abort_update()
 
-    async def update_weights(self, announced: Announced, version: str) -> None:
+    async def update_weights(self, announced: WeightMetadata, version: str) -> None:
         await self.engine.update_weights(announced, version)
 
     async def weight_checksums(self) -> list[list[list[int]]]:

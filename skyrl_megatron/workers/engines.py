@@ -21,7 +21,7 @@ from skyrl_megatron.workers.engine_actor import RayEngine
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.inference.http_server import HttpServer
-    from skyrl_megatron.workers.placement import Place
+    from skyrl_megatron.workers.placement import BundleAllocation
 
 STOP_TIMEOUT_S = 60.0
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class Engines:
     ``place``: where engines are started; None when ``run_engines_locally`` is off.
     """
 
-    def __init__(self, cfg: SkyRLTrainConfig, place: Place | None) -> None:
+    def __init__(self, cfg: SkyRLTrainConfig, place: BundleAllocation | None) -> None:
         self.cfg, self.settings = cfg, engine_settings(cfg)
         made = _started(cfg, place) if place is not None else _elsewhere(cfg)
         self.pool = EnginePool(made, wait_s=cfg.trainer.phase_timeout_s)
@@ -96,7 +96,7 @@ class Engines:
         log.warning("OpenAI-compatible endpoint at %s/v1, bearer token in %s", self._endpoint.url, path)
 
 
-def _started(cfg: SkyRLTrainConfig, place: Place) -> list[Callable[[], InferenceEngine]]:
+def _started(cfg: SkyRLTrainConfig, place: BundleAllocation) -> list[Callable[[], InferenceEngine]]:
     logs, made = run_folder(cfg) / "workers", []
     for number in range(cfg.generator.inference_engine.num_engines):
         settings = engine_settings(cfg, log_file=logs / f"engine_{number}.log")

@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
     from skyrl_megatron.algorithms.registry import RegistryVersion
     from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.runtime.engine import Role
+    from skyrl_megatron.runtime.engine import RoleName
     from skyrl_megatron.runtime.flops import ModelFlops
     from skyrl_megatron.weight_sync.bucket import TensorMeta
-    from skyrl_megatron.workers.dispatch import RankPlace
+    from skyrl_megatron.workers.dispatch import RankInfo
 
 type Arrays = dict[str, Any]
 
 
 @ray.remote
-class RankWorker:
+class MegatronWorker:
     """One rank of a role's model. Every method but :meth:`address` is called on all ranks of the role at once.
 
     Megatron is imported by the methods, so that a driver that only handles actors does not pay for it.
@@ -45,11 +45,11 @@ class RankWorker:
     def build(
         self,
         cfg: SkyRLTrainConfig,
-        role: Role,
+        role: RoleName,
         address: tuple[str, int],
         total_steps: int | None = None,
         log_folder: str | None = None,
-    ) -> RankPlace:
+    ) -> RankInfo:
         """Join the process group, build the model and load its weights. Output goes to ``log_folder``, if given."""
         if log_folder is not None:
             _redirect_output(Path(log_folder) / f"{role}_rank{self.rank}.log")
@@ -58,7 +58,7 @@ class RankWorker:
 
         from skyrl_megatron import device
         from skyrl_megatron.runtime.engine import MegatronEngine
-        from skyrl_megatron.workers.dispatch import RankPlace
+        from skyrl_megatron.workers.dispatch import RankInfo
 
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         os.environ |= {"RANK": str(self.rank), "WORLD_SIZE": str(self.world_size), "LOCAL_RANK": "0"}
@@ -70,7 +70,7 @@ class RankWorker:
         )
         self.cfg, self.role = cfg, role
         self.engine = MegatronEngine(cfg, role, total_steps=total_steps)
-        return RankPlace(
+        return RankInfo(
             self.engine.dp_rank,
             self.engine.dp_size,
             self.engine.is_collection_rank,
@@ -158,7 +158,7 @@ class RankWorker:
 
         return score_tokens(self.engine, token_ids, nudge=nudge)
 
-    def make_room(self) -> None:
+    def offload(self) -> None:
         """Free GPU memory for engines on the same GPU, until the next training pass."""
         self.engine.offload()
 

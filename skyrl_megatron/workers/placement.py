@@ -30,7 +30,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BundleAllocation:
     """Bundles that somebody's actors take, one an actor, and the share of each bundle that an actor asks for.
 
     ``gpus``: of engines on GPUs that others use too: where the bundles lie, in order. A bundle has one of them, and an
@@ -71,9 +71,9 @@ class Place:
 class Placement:
     """Places of all roles (``policy``, ``ref``, ``critic``, ``engines``)."""
 
-    places: dict[str, Place] = field(default_factory=dict)
+    places: dict[str, BundleAllocation] = field(default_factory=dict)
 
-    def __getitem__(self, who: str) -> Place:
+    def __getitem__(self, who: str) -> BundleAllocation:
         return self.places[who]
 
     def remove(self) -> None:
@@ -83,7 +83,7 @@ class Placement:
         self.places.clear()
 
 
-def place(cfg: SkyRLTrainConfig, timeout_s: float = READY_TIMEOUT_S) -> Placement:
+def create_placement(cfg: SkyRLTrainConfig, timeout_s: float = READY_TIMEOUT_S) -> Placement:
     """Reserve devices for every role and the engines of ``cfg``.
 
     ``colocate_all``: one group that all share; ``colocate_policy_ref``: policy and reference share. Raises LaunchError
@@ -101,14 +101,14 @@ def place(cfg: SkyRLTrainConfig, timeout_s: float = READY_TIMEOUT_S) -> Placemen
         order, share = _by_node(shared), 1.0 / len(together)
         for who in sorted(together):
             step = engine_ranks(cfg) if who == "engines" else 1
-            placement.places[who] = Place(shared, order[::step], share)
+            placement.places[who] = BundleAllocation(shared, order[::step], share)
         if "engines" in together and device.has_cuda():
             placement.places["engines"] = replace(placement["engines"], gpus=_gpus(shared, order, share))
         for who, count in sizes.items():
             if who not in together:
                 per_actor = engine_ranks(cfg) if who == "engines" else 1
                 group = reserve(who, [_bundle(per_actor)] * count, timeout_s)
-                placement.places[who] = Place(group, _by_node(group))
+                placement.places[who] = BundleAllocation(group, _by_node(group))
     except BaseException:
         placement.remove()
         raise

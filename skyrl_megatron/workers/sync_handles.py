@@ -30,7 +30,7 @@ class TrainerRank(Protocol):
 
         ``nudge``: relative change of every embedding first (``runtime/scoring.py``)."""
 
-    async def make_room(self) -> None:
+    async def offload(self) -> None:
         """Free the GPU memory that engines on the same GPUs need, until the next training pass. Called only if they
         share them."""
 
@@ -60,7 +60,7 @@ class Pool(Protocol):
     async def sleep(self, timeout_s: float) -> None: ...
     async def restart(self, slot: Any) -> None: ...
     async def drop(self, slot: Any, why: str) -> None: ...
-    async def give_up(self, slot: Any, why: str) -> None: ...
+    async def mark_dead(self, slot: Any, why: str) -> None: ...
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from typing import Any
 from skyrl_megatron.errors import EngineError, EngineGoneError, WeightSyncError
 from skyrl_megatron.weight_sync import DEFAULT_BUCKET_BYTES
 from skyrl_megatron.weight_sync.bucket import TensorMeta
-from skyrl_megatron.weight_sync.metadata import check_complete
+from skyrl_megatron.weight_sync.metadata import check_metadata
 from skyrl_megatron.weight_sync.probe import HALF_EPSILON, Limit, gap, is_due, limit_of, probe_tokens
 from skyrl_megatron.weight_sync.transport import default_transport
 from skyrl_megatron.workers.sync_handles import Pool, SyncReport, TrainerRank
@@ -48,7 +48,7 @@ class _AttemptFailed(Exception):
     """The update went wrong although every engine answers, as when bytes arrived that were not sent."""
 
 
-class WeightPublisher:
+class WeightSynchronizer:
     """Publishes versions to the engines of a pool; owns nothing but the order of things.
 
     ``hf_config``: of the model, for the check of completeness. ``dtype``: of the engines' weights. ``deadline_s``: for
@@ -123,7 +123,7 @@ class WeightPublisher:
             await self._update([slot], version, SyncReport(version, 0, 1))
             await self._each([slot], "resume", lambda engine: engine.resume())
         except (_EnginesLost, _AttemptFailed) as error:
-            await self.pool.give_up(slot, str(error))
+            await self.pool.mark_dead(slot, str(error))
             raise WeightSyncError(str(error)) from error
         self.pool.serve(slot, version)
 
@@ -132,7 +132,7 @@ class WeightPublisher:
         restarts: Counter[Any] = Counter()
         again = False
         if self.shared_gpus:
-            await self._all_ranks("make room", lambda rank: rank.make_room())
+            await self._all_ranks("make room", lambda rank: rank.offload())
         while True:
             await self._mend(restarts, failures)
             slots = self.pool.alive()
@@ -161,7 +161,7 @@ class WeightPublisher:
                 raise
             log.warning("version %s: %s", version, failures[-1])
             for slot in lost:
-                await self.pool.give_up(slot, failures[-1])
+                await self.pool.mark_dead(slot, failures[-1])
             await self._leave_update([slot for slot in slots if slot not in lost])
 
     # ------------------------------------------------------------------ one attempt
@@ -199,7 +199,7 @@ class WeightPublisher:
         self._connected = []
         announced = await self._all_ranks("announce", lambda rank: rank.weight_metadata())
         self._metadata = [[m if isinstance(m, TensorMeta) else TensorMeta(*m) for m in one] for one in announced]
-        check_complete(self._metadata, self.hf_config)
+        check_metadata(self._metadata, self.hf_config)
         sends = [bool(sender) for sender in self._metadata]
         workers = await self._each(slots, "connect", lambda engine: engine.worker_count())
         addresses = await self._all_ranks("connect", lambda rank: rank.listen_for_engines())
@@ -284,7 +284,7 @@ class WeightPublisher:
             try:
                 await self._within("abort", slot.engine.abort_update())
             except (EngineError, WeightSyncError) as error:
-                await self.pool.give_up(slot, str(error))
+                await self.pool.mark_dead(slot, str(error))
 
     # ------------------------------------------------------------------ calls
     async def _each(self, slots: list[Any], phase: str, call: Callable[[Any], Awaitable[Any]]) -> list[Any]:

@@ -10,21 +10,23 @@ import ray
 from skyrl_megatron import device
 from skyrl_megatron.config.hf_model import read_hf_config
 from skyrl_megatron.errors import DistributedError, SkyRLMegatronError
-from skyrl_megatron.workers.weight_synchronizer import WeightPublisher
+from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.inference.pool import EnginePool
-    from skyrl_megatron.workers.worker_group import Role
+    from skyrl_megatron.workers.worker_group import WorkerGroup
 
 
-def weight_publisher(cfg: SkyRLTrainConfig, policy: Role, pool: EnginePool, *, dtype: str) -> WeightPublisher:
+def weight_synchronizer(
+    cfg: SkyRLTrainConfig, policy: WorkerGroup, pool: EnginePool, *, dtype: str
+) -> WeightSynchronizer:
     """The publisher of ``policy``'s weights to ``pool``. ``dtype``: of the engines' weights.
 
     Await its ``publish(version)`` on the event loop that the engines were started on.
     """
     key = "trainer.policy.model.path"
-    return WeightPublisher(
+    return WeightSynchronizer(
         pool,
         [PolicyRank(actor, policy, rank) for rank, actor in enumerate(policy.group.actors)],
         hf_config=read_hf_config(cfg.trainer.policy.model.path or "", key) or {},
@@ -53,7 +55,7 @@ def transport_of(cfg: SkyRLTrainConfig) -> str:
 class PolicyRank:
     """One rank of the policy as the publisher calls it (``workers/sync_handles.py``)."""
 
-    def __init__(self, actor: Any, policy: Role, rank: int) -> None:
+    def __init__(self, actor: Any, policy: WorkerGroup, rank: int) -> None:
         self.actor, self.policy, self.rank = actor, policy, rank
 
     async def weight_metadata(self) -> Sequence[Any]:
@@ -75,8 +77,8 @@ class PolicyRank:
         scores: list[float] | None = await self._call("score", list(token_ids), nudge)
         return scores
 
-    async def make_room(self) -> None:
-        await self._call("make_room")
+    async def offload(self) -> None:
+        await self._call("offload")
 
     async def _call(self, method: str, *args: Any) -> Any:
         """Raises the rank's own error, or DistributedError when its process is gone."""

@@ -10,30 +10,30 @@ import ray
 from skyrl_megatron.algorithms.registry import registry_version
 from skyrl_megatron.config.rules.role_layout import role_world_size
 from skyrl_megatron.workers.actor_group import ActorGroup
-from skyrl_megatron.workers.dispatch import RankPlace, StagedBatch, stage
-from skyrl_megatron.workers.megatron_worker import RankWorker
+from skyrl_megatron.workers.dispatch import RankInfo, ShardedBatch, dispatch
+from skyrl_megatron.workers.megatron_worker import MegatronWorker
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.types import TrainingBatch
-    from skyrl_megatron.workers.placement import Place
+    from skyrl_megatron.workers.placement import BundleAllocation
 
 ADDRESS_TIMEOUT_S = 120.0
 SUMMED = ("tokens_per_second_per_rank", "flops_per_second_per_rank", "mfu")
 """Metrics of a rank's own speed, averaged over replicas; those that name a peak are the largest."""
 
 
-class Role:
+class WorkerGroup:
     """The ranks of ``role``, started on ``place``. :meth:`build` must come first; :meth:`start` of it only begins."""
 
-    def __init__(self, cfg: SkyRLTrainConfig, role: str, place: Place) -> None:
+    def __init__(self, cfg: SkyRLTrainConfig, role: str, place: BundleAllocation) -> None:
         self.cfg, self.name = cfg, role
         world = role_world_size(cfg.trainer.placement, role)
-        actors = [RankWorker.options(**place.options(rank)).remote(rank, world) for rank in range(world)]
+        actors = [MegatronWorker.options(**place.options(rank)).remote(rank, world) for rank in range(world)]
         self.group = ActorGroup(role, actors, cfg.trainer.phase_timeout_s)
-        self.places: list[RankPlace] = []
+        self.places: list[RankInfo] = []
         self._building: Any = None
 
     # ------------------------------------------------------------------ start
@@ -57,9 +57,9 @@ class Role:
         return self.places[0].dp_size
 
     # ------------------------------------------------------------------ computing
-    def stage(self, batch: TrainingBatch) -> StagedBatch:
+    def dispatch(self, batch: TrainingBatch) -> ShardedBatch:
         """Cut for the replicas and put into the object store once, for one or more calls."""
-        return stage(batch, self.dp_size, self.flops)
+        return dispatch(batch, self.dp_size, self.flops)
 
     def compute_logprobs(self, batch: TrainingBatch, phase: str = "") -> Tensor:
         """[B, T] float32, nats: log-probs of the response tokens under this role's weights."""
@@ -67,19 +67,19 @@ class Role:
 
     def start_logprobs(self, batch: TrainingBatch, phase: str = "") -> Callable[[], Tensor]:
         """Begin to compute log-probs, so that roles on devices of their own work at the same time; call the result."""
-        staged = self.stage(batch)
-        each = staged.arguments(self.places)
+        sharded = self.dispatch(batch)
+        each = sharded.arguments(self.places)
         pending = self.group.start("compute_logprobs", phase=phase or f"{self.name} log-probs", each=each)
-        return lambda: staged.collect(self.places, pending.results())
+        return lambda: sharded.collect(self.places, pending.results())
 
-    def train_mini_batch(self, staged: StagedBatch, **algorithm: Any) -> dict[str, float]:
-        """One optimizer step on the rows of ``staged``; metrics of the whole mini-batch.
+    def train_mini_batch(self, sharded: ShardedBatch, **algorithm: Any) -> dict[str, float]:
+        """One optimizer step on the rows of ``sharded``; metrics of the whole mini-batch.
 
         ``algorithm``: fields of ``trainer.algorithm`` that differ for this step.
         """
         arguments = (registry_version(), algorithm)
         results = self.group.call(
-            "train_mini_batch", *arguments, phase=f"train {self.name}", each=staged.arguments(self.places)
+            "train_mini_batch", *arguments, phase=f"train {self.name}", each=sharded.arguments(self.places)
         )
         return self._merged(results)
 

@@ -80,7 +80,7 @@ def test_a_server_is_sampled_from_and_updated(loop, tmp_path):
     from skyrl_megatron.inference.client import InferenceClient
     from skyrl_megatron.inference.pool import EnginePool
     from skyrl_megatron.inference.vllm.remote import RemoteEngine
-    from skyrl_megatron.workers.weight_synchronizer import WeightPublisher
+    from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
     models = [write_tiny_model("qwen3_moe", tmp_path / str(seed), seed) for seed in (0, 1)]
     trainer = TrainerProcess()
@@ -98,7 +98,7 @@ def test_a_server_is_sampled_from_and_updated(loop, tmp_path):
         options = dict(hf_config=config, dtype="float32", bucket_bytes=BUCKET_BYTES, phase_s=60.0)
         for model, version in ((models[0], None), (models[1], "7")):
             if version is not None:
-                report = loop(WeightPublisher(pool, [trainer], **options).publish(version))
+                report = loop(WeightSynchronizer(pool, [trainer], **options).publish(version))
                 assert not report.failures and report.gaps["engine 0"].largest <= 1e-4
             sample = loop(client.sample(TOKENS, sampling))
             expected = reference_logprobs(model, TOKENS + sample.token_ids, temperature=0.8)[len(TOKENS) - 1 :]
@@ -128,7 +128,7 @@ async def lose_a_worker(pool, client, url):
     with pytest.raises(EngineError, match=r"no engine served within 1 s: engine 0 held .*lost a request"):
         await work
     await monitor.check()
-    assert slot.state.value == "gone" and f"no vLLM server at {url}" in slot.why
+    assert slot.state.value == "dead" and f"no vLLM server at {url}" in slot.why
 
 
 @pytest.mark.parametrize(

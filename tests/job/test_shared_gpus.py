@@ -54,9 +54,9 @@ def test_places_on_shared_gpus(four_gpus):
     """Every rank has a GPU with a rank of each role; an engine has two of them, and sees all of the node."""
     import ray
 
-    from skyrl_megatron.workers.placement import place
+    from skyrl_megatron.workers.placement import create_placement
 
-    placement = place(config())
+    placement = create_placement(config())
     actor = ray.remote(Seen)
     ranks = {
         role: [actor.options(**placement[role].options(rank)).remote() for rank in range(4)]
@@ -81,7 +81,7 @@ def test_gpus_that_do_not_answer_are_given_back(four_gpus, monkeypatch):
 
     monkeypatch.setattr(placement, "READY_TIMEOUT_S", 0.001)
     with pytest.raises(LaunchError, match=r"the 4 GPUs reserved for the run do not answer: .*ray status"):
-        placement.place(config(), timeout_s=60.0)
+        placement.create_placement(config(), timeout_s=60.0)
     deadline = time.monotonic() + 30
     while ray.available_resources().get("GPU") != 4 and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -90,10 +90,10 @@ def test_gpus_that_do_not_answer_are_given_back(four_gpus, monkeypatch):
 
 def test_an_engine_on_two_nodes_is_refused():
     from skyrl_megatron.errors import LaunchError
-    from skyrl_megatron.workers.placement import Gpu, Place
+    from skyrl_megatron.workers.placement import BundleAllocation, Gpu
 
     gpus = tuple(Gpu(node, number) for node in ("one", "two") for number in ("0", "1", "2"))
-    engines = Place(None, (0, 2, 4), 0.5, gpus)
+    engines = BundleAllocation(None, (0, 2, 4), 0.5, gpus)
     assert engines.visible_gpus(0, 2) == ["0", "1", "2"]
     with pytest.raises(LaunchError, match=r"engine 1 would lie on two nodes.* of 2 GPUs"):
         engines.visible_gpus(1, 2)

@@ -131,21 +131,21 @@ def test_a_batch_goes_out_once_a_replica_and_comes_back_in_order(ray_slots, rows
     import torch
 
     from skyrl_megatron.runtime.flops import ModelFlops
-    from skyrl_megatron.workers.dispatch import RankPlace, from_arrays, stage
+    from skyrl_megatron.workers.dispatch import RankInfo, dispatch, from_arrays
 
     lengths = np.random.default_rng(rows).integers(1, 13, rows).tolist()
     batch = batch_of(lengths)
-    staged = stage(batch, dp, ModelFlops(1.0, 0.1, 0.0, 0))
-    assert len(staged.chunks) == dp
+    sharded = dispatch(batch, dp, ModelFlops(1.0, 0.1, 0.0, 0))
+    assert len(sharded.chunks) == dp
     places = [
-        RankPlace(r // ranks_per_replica, dp, r % ranks_per_replica == 0, 0, "") for r in range(dp * ranks_per_replica)
+        RankInfo(r // ranks_per_replica, dp, r % ranks_per_replica == 0, 0, "") for r in range(dp * ranks_per_replica)
     ]
     results = []
-    for place, (chunk,) in zip(places, staged.arguments(places), strict=True):
+    for place, (chunk,) in zip(places, sharded.arguments(places), strict=True):
         part = from_arrays(ray.get(chunk))
         results.append((part.sequences[:, -6:] * part.response_mask).numpy() if place.collects else None)
     expected = batch.sequences[:, -6:] * batch.response_mask
-    assert torch.equal(staged.collect(places, results), expected)
+    assert torch.equal(sharded.collect(places, results), expected)
 
 
 def test_an_impossible_placement_says_what_is_missing(ray_slots):
@@ -161,7 +161,6 @@ def test_places_of_a_run(ray_slots, tmp_path):
     import ray
 
     from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.workers.placement import place
 
     cfg = SkyRLTrainConfig.from_cli_overrides(
         {
@@ -171,7 +170,9 @@ def test_places_of_a_run(ray_slots, tmp_path):
             "trainer.placement.colocate_policy_ref": False,
         }
     )
-    placement = place(cfg)
+    from skyrl_megatron.workers.placement import create_placement
+
+    placement = create_placement(cfg)
     assert {who: len(each.bundles) for who, each in placement.places.items()} == {"policy": 2, "ref": 1, "engines": 1}
     assert len({each.group.id for each in placement.places.values()}) == 3
     placement.remove()

@@ -148,7 +148,7 @@ class Handle:
     async def score(self, token_ids, *, nudge=0.0):
         return await self("score", list(token_ids), nudge)
 
-    async def make_room(self):
+    async def offload(self):
         raise AssertionError("nobody shares a GPU")
 
     def _ask(self, *call: Any) -> Any:

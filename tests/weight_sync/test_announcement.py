@@ -23,9 +23,9 @@ def model():
 
 
 def check(config, metas):
-    from skyrl_megatron.weight_sync.metadata import check_complete
+    from skyrl_megatron.weight_sync.metadata import check_metadata
 
-    check_complete([metas], config)
+    check_metadata([metas], config)
 
 
 def test_tied_embeddings_may_travel_once_or_twice(model):
@@ -38,7 +38,7 @@ def test_tied_embeddings_may_travel_once_or_twice(model):
 
 def test_fused_experts_may_travel_in_parts_of_several_ranks(model):
     from skyrl_megatron.weight_sync.bucket import TensorMeta
-    from skyrl_megatron.weight_sync.metadata import check_complete
+    from skyrl_megatron.weight_sync.metadata import check_metadata
 
     config, metas = model
     others = [meta for name, meta in metas.items() if ".experts." not in name]
@@ -51,11 +51,11 @@ def test_fused_experts_may_travel_in_parts_of_several_ranks(model):
         ]
         for rows in ((0, 4), (4, 8))
     ]
-    check_complete([others + halves[0], halves[1]], config)
+    check_metadata([others + halves[0], halves[1]], config)
     from skyrl_megatron.errors import WeightSyncError
 
     with pytest.raises(WeightSyncError, match=r"rows 4 to 8 of model.layers.0.mlp.experts.gate_up_proj are missing"):
-        check_complete([others + halves[0]], config)
+        check_metadata([others + halves[0]], config)
 
 
 @pytest.mark.parametrize(

@@ -93,10 +93,10 @@ class Model:
         return self.fresh[content]
 
     def publisher(self, trainer, phase_s=60.0, deadline_s=200.0):
-        from skyrl_megatron.workers.weight_synchronizer import WeightPublisher
+        from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
         times = {"phase_s": phase_s, "deadline_s": deadline_s}
-        return WeightPublisher(
+        return WeightSynchronizer(
             self.pool, trainer.handles, hf_config=self.config, dtype="float32", bucket_bytes=BUCKET_BYTES, **times
         )
 
@@ -174,7 +174,7 @@ def test_a_rank_that_dies_ends_the_publication(ranks, qwen3_moe, rank):
         model.loop(trainer.handles[rank]("plant", "the trainer dies"))
         with pytest.raises(DistributedError, match="gone"):
             model.loop(publisher.publish("after"), 250)
-    assert model.pool.published == "before" and model.pool.slots[0].state.value == "held"
+    assert model.pool.published == "before" and model.pool.slots[0].state.value == "paused"
 
 
 @pytest.mark.full_matrix

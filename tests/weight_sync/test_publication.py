@@ -53,13 +53,13 @@ def trainer():
 @pytest.fixture
 def publish(pool, trainer, models, loop):
     """``publish(version, model, fault=…)`` → report."""
-    from skyrl_megatron.workers.weight_synchronizer import WeightPublisher
+    from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
     def publish(version, model, fault=None, **options):
         trainer.load(models[model], fault)
         config = json.loads((models[model] / "config.json").read_text())
         options = {"phase_s": 60.0, "deadline_s": 400.0, **options}
-        publisher = WeightPublisher(
+        publisher = WeightSynchronizer(
             pool, [trainer], hf_config=config, dtype="float32", bucket_bytes=BUCKET_BYTES, **options
         )
         return loop(publisher.publish(version), 500)
@@ -96,7 +96,7 @@ def fresh(models, loop):
 def on_shared_gpus(pool, trainer, models, monkeypatch):
     """(A publisher whose engines share GPUs with the trainer, the calls that this adds.) There is no GPU: engines and
     ranks only note what they are asked for, besides everything else that they do."""
-    from skyrl_megatron.workers.weight_synchronizer import WeightPublisher
+    from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
     calls = []
 
@@ -105,23 +105,23 @@ def on_shared_gpus(pool, trainer, models, monkeypatch):
 
         async def noted(*arguments):
             calls.append(" ".join([method, *(str(a) for a in arguments if method in ("sleep", "wake"))]))
-            if method != "make_room":
+            if method != "offload":
                 return await really(*arguments)
 
         monkeypatch.setattr(owner, method, noted)
 
-    note(trainer, "make_room")
+    note(trainer, "offload")
     for method in ("sleep", "wake", "pause", "receive_weights", "score", "resume"):
         note(pool.slots[0].engine, method)
     trainer.load(models["A"])
     config = json.loads((models["A"] / "config.json").read_text())
     options = dict(dtype="float32", bucket_bytes=BUCKET_BYTES, phase_s=60.0, deadline_s=400.0, shared_gpus=True)
-    return WeightPublisher(pool, [trainer], hf_config=config, **options), calls
+    return WeightSynchronizer(pool, [trainer], hf_config=config, **options), calls
 
 
 def check_nothing_is_served(pool, published):
     assert pool.published == published
-    assert all(slot.state.value == "held" for slot in pool.slots)
+    assert all(slot.state.value == "paused" for slot in pool.slots)
 
 
 def test_engines_equal_fresh_ones_bit_for_bit(pool, publish, loop, models, fresh):
@@ -143,7 +143,7 @@ def test_engines_on_shared_gpus_sleep_while_the_trainer_works(pool, on_shared_gp
     publisher, calls = on_shared_gpus
     client, monitor = InferenceClient(pool), HealthMonitor(pool, timeout_s=20)
     woken = [
-        "make_room",
+        "offload",
         "pause",
         "wake ['weights']",
         "receive_weights",
@@ -167,7 +167,7 @@ def test_engines_on_shared_gpus_sleep_while_the_trainer_works(pool, on_shared_gp
         return states, waits, await request
 
     states, waits, sample = loop(work())
-    assert states == ["held", "held"] and waits
+    assert states == ["paused", "paused"] and waits
     assert calls == ["sleep 2", *woken, "resume"]
     assert [(version, end - start) for version, start, end in sample.versions] == [("shared 2", 24)]
     assert sample.token_ids == fresh["A"][1]
@@ -184,7 +184,7 @@ def test_an_engine_that_does_not_sleep_gives_its_memory_back_by_force(pool, on_s
 
     engine.sleep = refuse
     loop(publisher.withdraw())
-    assert [slot.state.value for slot in pool.slots] == ["held", "gone"] and engine.process_ids() == []
+    assert [slot.state.value for slot in pool.slots] == ["paused", "dead"] and engine.process_ids() == []
     assert "did not go to sleep: RuntimeError('Memory usage increased" in pool.slots[1].why
     loop(publisher.publish("after"), 500)
     assert pool.slots[1].engine is not engine
@@ -298,7 +298,7 @@ def test_experts_that_are_not_packed_again_are_noticed(models, trainer, loop):
     from skyrl_megatron.errors import WeightSyncError
     from skyrl_megatron.inference.pool import EnginePool
     from skyrl_megatron.inference.vllm.engine import VLLMEngine
-    from skyrl_megatron.workers.weight_synchronizer import WeightPublisher
+    from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
     extension = {"worker_extension_cls": "tests.weight_sync.without_packing.WorkerExtension"}
     pool = EnginePool([lambda: VLLMEngine(tiny_settings(models["A"], extra=extension))])
@@ -306,7 +306,7 @@ def test_experts_that_are_not_packed_again_are_noticed(models, trainer, loop):
     try:
         trainer.load(models["A"])
         config = json.loads((models["A"] / "config.json").read_text())
-        publisher = WeightPublisher(pool, [trainer], hf_config=config, dtype="float32", bucket_bytes=BUCKET_BYTES)
+        publisher = WeightSynchronizer(pool, [trainer], hf_config=config, dtype="float32", bucket_bytes=BUCKET_BYTES)
         with pytest.raises(WeightSyncError, match="differ from the trainer's"):
             loop(publisher.publish("garbled"), 500)
     finally:

@@ -145,7 +145,7 @@ class TrainerProcess:
 
         return await asyncio.to_thread(reference_logprobs, self.folder, token_ids)
 
-    async def make_room(self):
+    async def offload(self):
         raise AssertionError("nobody shares a GPU")
 
     def _ask(self, method, *arguments):

@@ -15,13 +15,13 @@ import psutil
 
 from skyrl_megatron import device
 from skyrl_megatron.errors import EngineError, EngineGoneError, SkyRLMegatronError, WeightSyncError
-from skyrl_megatron.inference.protocol import Announced, Generation, PauseMode, SampleRequest
+from skyrl_megatron.inference.protocol import Generation, PauseMode, SampleRequest, WeightMetadata
 from skyrl_megatron.inference.vllm import processes
 from skyrl_megatron.inference.vllm.asgi import call_app
 from skyrl_megatron.inference.vllm.log import child_output, last_errors
 from skyrl_megatron.inference.vllm.requests import generation_of, refusals, sampling_parameters
 from skyrl_megatron.inference.vllm.settings import INITIAL_VERSION, EngineSettings, cpu_bytes_needed, hf_config
-from skyrl_megatron.weight_sync.metadata import plain_announcement
+from skyrl_megatron.weight_sync.metadata import plain_metadata
 
 __all__ = ["EngineSettings", "VLLMEngine"]
 
@@ -244,11 +244,11 @@ class VLLMEngine:
         with self._alive("start"):
             await self._llm.start_weight_update()
 
-    async def receive_weights(self, announced: Announced) -> list[list[list[int]]]:
+    async def receive_weights(self, announced: WeightMetadata) -> list[list[list[int]]]:
         """See the protocol. What was announced before is not sent to the workers again."""
         from skyrl_megatron.inference.vllm import compat
 
-        plain = plain_announcement(announced)
+        plain = plain_metadata(announced)
         info = {"senders": None if plain == self._announced else plain}
         with self._alive("receive"):
             self._announced = None
@@ -267,7 +267,7 @@ class VLLMEngine:
         with self._alive("abort"):
             await self._llm.collective_rpc("skyrl_abort_update")
 
-    async def update_weights(self, announced: Announced, version: str) -> None:
+    async def update_weights(self, announced: WeightMetadata, version: str) -> None:
         """Start, receive and finish in one."""
         await self.start_update()
         await self.receive_weights(announced)

@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 
 from skyrl_megatron.errors import EngineError, EngineGoneError, RequestError, WeightSyncError
-from skyrl_megatron.inference.protocol import Announced, Generation, PauseMode, SampleRequest
+from skyrl_megatron.inference.protocol import Generation, PauseMode, SampleRequest, WeightMetadata
 from skyrl_megatron.inference.vllm.settings import INITIAL_VERSION
-from skyrl_megatron.weight_sync.metadata import plain_announcement
+from skyrl_megatron.weight_sync.metadata import plain_metadata
 
 TOKENS = "/inference/v1/generate"
 NEEDED = {
@@ -153,9 +153,9 @@ class RemoteEngine:
         with _sync_errors("start"):
             await self._control("/start_weight_update")
 
-    async def receive_weights(self, announced: Announced) -> list[list[list[int]]]:
+    async def receive_weights(self, announced: WeightMetadata) -> list[list[list[int]]]:
         """See the protocol."""
-        plain = plain_announcement(announced)
+        plain = plain_metadata(announced)
         info = {"senders": None if plain == self._announced else plain}
         self._announced = None
         with _sync_errors("receive"):

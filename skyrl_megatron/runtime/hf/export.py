@@ -23,7 +23,7 @@ from bridges.shard import unshard
 from bridges.source import Source, open_hf
 from bridges.staging import byte_blocks, staged, write_all
 from skyrl_megatron.errors import CheckpointError
-from skyrl_megatron.runtime.agreement import raise_together
+from skyrl_megatron.runtime.agreement import raise_on_all_ranks
 from skyrl_megatron.runtime.model.build import ModelChunks
 from skyrl_megatron.runtime.model.local_weights import LocalWeight, local_weights
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
@@ -106,9 +106,9 @@ def save_hf(
                 stack.callback(writer.close)
             except (BridgeError, OSError) as error:
                 problem = str(error)
-        raise_together(_error(problem))
+        raise_on_all_ranks(_error(problem))
         places = _from_rank_0((writer.folder, writer.places) if writer else None)
-        raise_together(_error(_write_pieces(stream_hf(model, groups), *places)))
+        raise_on_all_ranks(_error(_write_pieces(stream_hf(model, groups), *places)))
         if writer is not None:
             try:
                 for name, source in carried.items():
@@ -118,7 +118,7 @@ def save_hf(
                 stack.close()
             except (BridgeError, OSError) as error:
                 problem = str(error)
-        raise_together(_error(problem))
+        raise_on_all_ranks(_error(problem))
 
 
 def _error(problem: str | None) -> CheckpointError | None:

@@ -14,7 +14,7 @@ from bridges.rules import Entry
 from bridges.shard import check_divisible, shard
 from bridges.source import Source, open_hf
 from skyrl_megatron.errors import ModelLoadError
-from skyrl_megatron.runtime.agreement import raise_together
+from skyrl_megatron.runtime.agreement import raise_on_all_ranks
 from skyrl_megatron.runtime.model.build import ModelChunks
 from skyrl_megatron.runtime.model.local_weights import local_weights
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
@@ -33,7 +33,7 @@ def load_hf(model: ModelChunks, folder: str | Path, groups: ProcessGroups) -> No
         _load(model, open_hf(Path(folder).expanduser()), groups)
     except (BridgeError, OSError) as error:
         problem = f"{folder}: {error}" if str(folder) not in str(error) else str(error)
-    raise_together(ModelLoadError(problem) if problem else None)
+    raise_on_all_ranks(ModelLoadError(problem) if problem else None)
 
 
 def _load(model: ModelChunks, source: Source, groups: ProcessGroups) -> None:
