@@ -26,8 +26,9 @@ from skyrl_megatron.algorithms.losses import BUILT_IN, PolicyLossRegistry, ppo_c
 from skyrl_megatron.algorithms.losses.builtin import BuiltinLoss
 from skyrl_megatron.algorithms.losses.custom import call_policy_loss, warn_once
 from skyrl_megatron.algorithms.metrics import Mean, Metrics
-from skyrl_megatron.algorithms.off_policy import correction_enabled, effective_mask
+from skyrl_megatron.algorithms.off_policy import effective_mask
 from skyrl_megatron.algorithms.reduction import StepTotals, micro_batch_share, row_weights, step_totals, weighted_sum
+from skyrl_megatron.config.schema.algorithm import correction_enabled
 from skyrl_megatron.errors import AlgorithmError
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from skyrl_megatron.algorithms.masked import keep_masked
 from skyrl_megatron.algorithms.metrics import Mean, Metrics, moments, token_mean
+from skyrl_megatron.config.schema.algorithm import correction_enabled, masks_enabled
 from skyrl_megatron.errors import AlgorithmError
 
 LARGEST_LOG_RATIO = 20.0
@@ -38,25 +39,6 @@ class Correction(NamedTuple):
     weight: Tensor | None
     """[B, T] or [B, 1], no gradient: factor of the loss; None for 1."""
     metrics: Metrics
-
-
-def correction_enabled(off_policy_correction: Any) -> bool:
-    """True when any part of the correction is switched on; one threshold of a pair is enough."""
-    return off_policy_correction is not None and (
-        off_policy_correction.tis_ratio_type is not None or masks_enabled(off_policy_correction)
-    )
-
-
-def masks_enabled(off_policy_correction: Any) -> bool:
-    """True when the correction can drop tokens, so that :func:`effective_mask` is more than the loss mask."""
-    cfg = off_policy_correction
-    return cfg is not None and (
-        cfg.sequence_mask_metric is not None
-        or cfg.outlier_token_is_threshold_low is not None
-        or cfg.outlier_token_is_threshold_high is not None
-        or cfg.token_mask_is_threshold_low is not None
-        or cfg.token_mask_is_threshold_high is not None
-    )
 
 
 @torch.no_grad()

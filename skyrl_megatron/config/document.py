@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 from skyrl_megatron.config import SkyRLTrainConfig
+from skyrl_megatron.config.fields import Bounds, OneOf, Section, default_of, field_types, sections_of
 from skyrl_megatron.config.parse.legacy import ALIASES, DEPRECATED
 from skyrl_megatron.config.parse.values import describe
-from skyrl_megatron.config.schema.base import BaseConfig, Bounds, OneOf, default_of, field_types, sections_of
 
 _HEAD = """\
 # Configuration
@@ -32,12 +32,12 @@ Every key can be set on the command line (`trainer.seed=1`), in a YAML file (`--
 - An unknown key, a wrong type and a value out of range are errors (exit code 2); all are listed at once. Hydra's
   `+key=value` is refused: subclass a class and use `make_config` to add keys.
 - Values that follow from others, and what changes on a machine without GPUs, are filled in by
-  `skyrl_megatron/config/resolve.py`. Every run saves the result as `config.yaml` in its log folder;
+  `skyrl_megatron/config/derive.py` and `resolve.py`. Every run saves the result as `config.yaml` in its log folder;
   `--check` prints it.
 """
 
 
-def document(root: type[BaseConfig] = SkyRLTrainConfig) -> str:
+def document(root: type[Section] = SkyRLTrainConfig) -> str:
     """The whole text of CONFIG.md."""
     parts = [_HEAD]
     for name, section in sections_of(root).items():
@@ -46,7 +46,7 @@ def document(root: type[BaseConfig] = SkyRLTrainConfig) -> str:
     return "\n".join(parts)
 
 
-def _section(cls: type[BaseConfig], base: BaseConfig | None, key: str, level: int) -> Iterator[str]:
+def _section(cls: type[Section], base: Section | None, key: str, level: int) -> Iterator[str]:
     """A table of the section's own settings (``base`` holds their defaults), then its subsections."""
     yield f"{'#' * min(level, 4)} `{key}`\n"
     yield f"{_flow(inspect.getdoc(cls) or '')} (`{cls.__name__}`)\n"

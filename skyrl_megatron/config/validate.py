@@ -7,16 +7,17 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from skyrl_megatron.config import resolve
+from skyrl_megatron.config.derive import derive
+from skyrl_megatron.config.fields import default_of, get_path, owner_of
 from skyrl_megatron.config.hardware import Hardware, local_hardware
 from skyrl_megatron.config.hf_model import read_hf_config
 from skyrl_megatron.config.parse.load import parse
+from skyrl_megatron.config.resolve import fit_to_hardware
 from skyrl_megatron.config.rules.files import file_problems
 from skyrl_megatron.config.rules.placement import placement_problems
 from skyrl_megatron.config.rules.role_layout import active_roles
 from skyrl_megatron.config.rules.rollout import rollout_problems
 from skyrl_megatron.config.rules.training import training_problems
-from skyrl_megatron.config.schema.base import default_of, get_path, owner_of
 from skyrl_megatron.config.schema.root import SkyRLTrainConfig
 from skyrl_megatron.errors import ConfigError, Problem, SkyRLMegatronWarning
 
@@ -52,8 +53,8 @@ def validate_cfg(cfg: SkyRLTrainConfig, hardware: Hardware | None = None) -> Non
 
 def find_problems(cfg: SkyRLTrainConfig, hardware: Hardware) -> list[Problem]:
     """As :func:`validate_cfg`, returning the problems."""
-    resolve.derive(cfg)
-    problems = resolve.fit_to_hardware(cfg, hardware)
+    derive(cfg)
+    problems = fit_to_hardware(cfg, hardware)
     _warn(cfg)
     configs, unreadable = _hf_configs(cfg)
     problems += unreadable

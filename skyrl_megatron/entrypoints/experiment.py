@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from skyrl_megatron.config.rules.unavailable import require_available
 from skyrl_megatron.config.run_folder import save_config
-from skyrl_megatron.entrypoints.available import require_available
 from skyrl_megatron.envs import registry
 from skyrl_megatron.rollout.generator import SkyRLGymGenerator
 from skyrl_megatron.trainer import RayPPOTrainer

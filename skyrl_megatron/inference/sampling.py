@@ -9,7 +9,7 @@ from collections.abc import Collection
 from typing import Any
 
 from skyrl_megatron.config import SkyRLTrainConfig
-from skyrl_megatron.config.resolve import uses_correction
+from skyrl_megatron.config.schema.algorithm import correction_enabled
 from skyrl_megatron.config.schema.generator import SamplingParams
 from skyrl_megatron.errors import SkyRLMegatronWarning
 
@@ -49,7 +49,7 @@ def warn_of_truncation(cfg: SkyRLTrainConfig) -> None:
     """One SkyRLMegatronWarning when a ratio of trainer and engine probabilities is asked for, and the engine samples
     from a distribution that neither of them computes."""
     changed = truncations(cfg.generator.sampling_params)
-    if changed and uses_correction(cfg.trainer.algorithm.off_policy_correction):
+    if changed and correction_enabled(cfg.trainer.algorithm.off_policy_correction):
         warnings.warn(
             f"generator.sampling_params {', '.join(changed)}: log-probs are those of softmax(logits / temperature), "
             "not of the truncated distribution that tokens are sampled from; trainer.algorithm.off_policy_correction "

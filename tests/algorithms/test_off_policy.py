@@ -106,8 +106,9 @@ def test_the_mask_is_known_before_the_step():
 
 
 def test_use_tis_of_older_scripts_is_the_token_correction():
-    from skyrl_megatron.algorithms.off_policy import correct, correction_enabled
+    from skyrl_megatron.algorithms.off_policy import correct
     from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.config.schema.algorithm import correction_enabled
 
     overrides = ["trainer.algorithm.use_tis=true", "trainer.algorithm.tis_imp_ratio_cap=1.6"]
     with pytest.warns(DeprecationWarning, match="off_policy_correction") as warned:

@@ -11,8 +11,8 @@ from pathlib import Path
 import yaml
 
 from skyrl_megatron.config import SkyRLTrainConfig
+from skyrl_megatron.config.fields import default_of, field_types, sections_of
 from skyrl_megatron.config.hardware import Hardware
-from skyrl_megatron.config.schema.base import default_of, field_types, sections_of
 from skyrl_megatron.config.validate import find_problems
 
 FOLDER = Path(__file__).parents[1] / "data" / "resolved"

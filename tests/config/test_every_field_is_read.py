@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 from skyrl_megatron.config import SkyRLTrainConfig
-from skyrl_megatron.config.schema.base import default_of, leaves, owner_of
+from skyrl_megatron.config.fields import default_of, leaves, owner_of
+from skyrl_megatron.config.rules.unavailable import NOT_AVAILABLE, require_available
 from skyrl_megatron.config.validate import WITHOUT_EFFECT
-from skyrl_megatron.entrypoints.available import NOT_AVAILABLE, require_available
 from skyrl_megatron.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-ACTING = {"resolve.py", "role_layout.py", "run_folder.py"}
+ACTING = {"derive.py", "resolve.py", "role_layout.py", "run_folder.py"}
 """Files of the configuration package that act on fields instead of checking them."""
 
-DESCRIBING = {"check_report.py", "memory_budget.py", "available.py"}
+DESCRIBING = {"check_report.py", "memory_budget.py"}
 """Files elsewhere that only tell what fields come to."""
 
 REFUSED = {"FSDPConfig", "MixedPrecisionConfig"}

@@ -13,7 +13,7 @@ import pytest
 
 from skyrl_megatron import config
 from skyrl_megatron.config import document, get_config_as_dict
-from skyrl_megatron.config.schema import base
+from skyrl_megatron.config.fields import default_of, field_types, leaves, sections_of
 
 ON_PURPOSE = {("TrainerConfig", "strategy"): "megatron"}
 """Defaults that differ from the contract."""
@@ -48,19 +48,19 @@ def test_every_recorded_field_has_its_type_and_default(data_dir):
     for class_name, fields in contract(data_dir).items():
         cls = getattr(config, class_name)
         hints = typing.get_type_hints(cls)
-        ours = list(base.field_types(cls))
+        ours = list(field_types(cls))
         assert ours[: len(fields)] == list(fields), f"{class_name}: order of fields"
         for name, field in fields.items():
             assert normal(hints[name]) == normal(eval(field["type"], names())), f"{class_name}.{name}"
             expected = ON_PURPOSE.get((class_name, name), eval(field["default"], names()))
-            default = base.default_of(cls, name)
+            default = default_of(cls, name)
             assert default == expected and type(default) is type(expected), f"{class_name}.{name}"
 
 
 def test_defaults_obey_their_own_rules():
     """Each default, given as a value, is accepted and unchanged."""
-    for cls in {owner for _, owner, _ in base.leaves(config.SkyRLTrainConfig)}:
-        values = {n: base.default_of(cls, n) for n in base.field_types(cls) if n not in base.sections_of(cls)}
+    for cls in {owner for _, owner, _ in leaves(config.SkyRLTrainConfig)}:
+        values = {n: default_of(cls, n) for n in field_types(cls) if n not in sections_of(cls)}
         made = cls.from_dict_config(values)
         assert get_config_as_dict(made).items() >= values.items(), cls
         for name, value in values.items():
@@ -68,7 +68,7 @@ def test_defaults_obey_their_own_rules():
 
 
 def test_every_field_is_explained_and_config_md_is_fresh():
-    for _, cls, name in base.leaves(config.SkyRLTrainConfig):
+    for _, cls, name in leaves(config.SkyRLTrainConfig):
         assert document.field_docstrings(cls).get(name), f"{cls.__name__}.{name} has no docstring"
     stale = "CONFIG.md is stale: run python -m skyrl_megatron.config.document"
     root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))

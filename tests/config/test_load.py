@@ -22,7 +22,7 @@ from skyrl_megatron.config import (
     make_config,
     resolve,
 )
-from skyrl_megatron.config.schema.base import Bounds, OneOf, field_types, get_path, leaves, members_of, owner_of
+from skyrl_megatron.config.fields import Bounds, OneOf, field_types, get_path, leaves, members_of, owner_of
 from skyrl_megatron.errors import ConfigError, Problem
 
 MEGATRON = "trainer.policy.megatron_config."

@@ -18,7 +18,8 @@ from torch import Tensor
 from skyrl_megatron.algorithms.checks import check_token_tensors
 from skyrl_megatron.algorithms.masked import keep_masked
 from skyrl_megatron.algorithms.metrics import Metrics
-from skyrl_megatron.algorithms.off_policy import correct, correction_enabled
+from skyrl_megatron.algorithms.off_policy import correct
+from skyrl_megatron.config.schema.algorithm import correction_enabled
 from skyrl_megatron.errors import AlgorithmError
 
 type Formula = Callable[[Tensor, Tensor, Tensor, Any, Tensor, Tensor | None], tuple[Tensor, Metrics]]

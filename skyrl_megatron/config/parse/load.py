@@ -19,16 +19,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from skyrl_megatron.config.fields import Section, default_of, field_types, leaves, members_of, sections_of
 from skyrl_megatron.config.parse import legacy
 from skyrl_megatron.config.parse.sources import Assignment, read_arguments, read_mapping
 from skyrl_megatron.config.parse.values import Mismatch, convert
-from skyrl_megatron.config.schema.base import BaseConfig, default_of, field_types, leaves, members_of, sections_of
 from skyrl_megatron.errors import ConfigError, Problem
 
 Tree = dict[str, Any]  # field name → Assignment, or a Tree for a section
 
 
-def from_cli_overrides[C: BaseConfig](cls: type[C], args: Sequence[str] | Mapping[str, Any]) -> C:
+def from_cli_overrides[C: Section](cls: type[C], args: Sequence[str] | Mapping[str, Any]) -> C:
     """See :meth:`skyrl_megatron.config.SkyRLTrainConfig.from_cli_overrides`."""
     cfg, problems = parse(cls, args)
     if problems:
@@ -36,8 +36,8 @@ def from_cli_overrides[C: BaseConfig](cls: type[C], args: Sequence[str] | Mappin
     return cfg
 
 
-def from_mapping[C: BaseConfig](cls: type[C], mapping: Mapping[str, Any]) -> C:
-    """See :meth:`skyrl_megatron.config.schema.base.BaseConfig.from_dict_config`."""
+def from_mapping[C: Section](cls: type[C], mapping: Mapping[str, Any]) -> C:
+    """See :meth:`skyrl_megatron.config.BaseConfig.from_dict_config`."""
     plain, resolved = _plain(mapping)
     cfg, problems = _Builder(cls).build(read_mapping(plain, "mapping"), interpolate=not resolved)
     if problems:
@@ -45,7 +45,7 @@ def from_mapping[C: BaseConfig](cls: type[C], mapping: Mapping[str, Any]) -> C:
     return cfg
 
 
-def parse[C: BaseConfig](cls: type[C], args: Sequence[str] | Mapping[str, Any]) -> tuple[C, list[Problem]]:
+def parse[C: Section](cls: type[C], args: Sequence[str] | Mapping[str, Any]) -> tuple[C, list[Problem]]:
     """A configuration and everything wrong with ``args``. Fields whose value is unusable have their default."""
     problems: list[Problem] = []
     if isinstance(args, Mapping):
@@ -70,7 +70,7 @@ def _plain(mapping: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
 
 
 @dataclass
-class _Builder[C: BaseConfig]:
+class _Builder[C: Section]:
     """Collects assignments into a tree shaped like ``cls``, then builds the objects from the leaves up."""
 
     cls: type[C]
@@ -91,7 +91,7 @@ class _Builder[C: BaseConfig]:
 
     def _place(self, item: Assignment) -> None:
         """Put one assignment into the tree at its key, opening mappings given for sections."""
-        cls: type[BaseConfig] = self.cls
+        cls: type[Section] = self.cls
         tree = self.tree
         names = item.key.split(".")
         for depth, name in enumerate(names):
@@ -174,7 +174,7 @@ class _Builder[C: BaseConfig]:
 
     # --- building ----------------------------------------------------------------------------------------------
 
-    def _construct(self, cls: type[BaseConfig], tree: Tree, base: BaseConfig | None, at: str) -> BaseConfig:
+    def _construct(self, cls: type[Section], tree: Tree, base: Section | None, at: str) -> Section:
         """An object of ``cls``: its parent's default ``base``, changed where the tree says so."""
         given: dict[str, Any] = {}
         for name, item in tree.items():
@@ -211,7 +211,7 @@ class _Builder[C: BaseConfig]:
             return convert(annotation, typed)
 
 
-def _differs(base: BaseConfig, name: str) -> bool:
+def _differs(base: Section, name: str) -> bool:
     return bool(getattr(base, name) != default_of(type(base), name))
 
 
@@ -232,7 +232,7 @@ def _has_interpolation(value: Any) -> bool:
     return isinstance(value, list | tuple) and any(_has_interpolation(entry) for entry in value)
 
 
-def _merged(cls: type[BaseConfig], base: BaseConfig | None, tree: Tree) -> dict[str, Any]:
+def _merged(cls: type[Section], base: Section | None, tree: Tree) -> dict[str, Any]:
     """Nested values: what was given, else the default."""
     values: dict[str, Any] = {}
     for name in field_types(cls):

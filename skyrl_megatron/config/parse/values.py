@@ -17,7 +17,7 @@ import typing
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from skyrl_megatron.config.schema.base import BaseConfig, Bounds, OneOf, members_of
+from skyrl_megatron.config.fields import Bounds, OneOf, Section, members_of
 
 _NAMES: dict[Any, str] = {Any: "any value", types.NoneType: "null", dict: "mapping", list: "list"}
 
@@ -64,7 +64,7 @@ def describe(annotation: Any) -> str:
             names.append(f"list of {describe(*typing.get_args(member))}")
         elif typing.get_origin(member) is dict:
             names.append("mapping")
-        elif isinstance(member, type) and issubclass(member, BaseConfig):
+        elif isinstance(member, type) and issubclass(member, Section):
             names.append("a section: set the fields below it")
         else:
             names.append(_NAMES.get(member, getattr(member, "__name__", str(member))))
@@ -154,8 +154,8 @@ def _convert_scalar(kind: Any, value: Any, text: str | None) -> Any:
 
 
 def _convert_dataclass(kind: Any, value: Mapping[Any, Any]) -> Any:
-    """A dataclass inside a list, or one that is no BaseConfig."""
-    if issubclass(kind, BaseConfig):
+    """A dataclass inside a list, or one that is no Section."""
+    if issubclass(kind, Section):
         return kind.from_dict_config(value)
     try:
         return kind(**value)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from skyrl_megatron.config.fields import default_of
 from skyrl_megatron.config.hf_model import model_shape
 from skyrl_megatron.config.rules.layout import ParallelConfig, layout_problems
 from skyrl_megatron.config.rules.role_layout import active_roles, engine_ranks, role_layout, role_world_size
-from skyrl_megatron.config.schema.base import default_of
 from skyrl_megatron.config.schema.megatron import MegatronConfig
 from skyrl_megatron.errors import Problem
 

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from skyrl_megatron.config.resolve import uses_correction
 from skyrl_megatron.config.rules.role_layout import active_roles, role_layout
+from skyrl_megatron.config.schema.algorithm import correction_enabled
 from skyrl_megatron.errors import Problem
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def _correction(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     if algorithm.use_tis:  # with a cap it has become off_policy_correction already
         fix = "needs a cap above 0; better: off_policy_correction.tis_ratio_type=token"
         yield Problem(f"{_A}tis_imp_ratio_cap", algorithm.tis_imp_ratio_cap, fix)
-    if uses_correction(correction) and loss in ("clip_cov", "kl_cov"):
+    if correction_enabled(correction) and loss in ("clip_cov", "kl_cov"):
         fix = f"has no off-policy correction: use another loss or switch {_A}off_policy_correction.* off"
         yield Problem(f"{_A}policy_loss_type", loss, fix)
     anchored = loss == "cispo" and algorithm.cispo.anchor == "rollout"

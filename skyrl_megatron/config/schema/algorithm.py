@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from skyrl_megatron.config.schema.base import BaseConfig, Bounds, Count, Fraction, NonNegative, OneOf, Positive
+from skyrl_megatron.config.fields import Bounds, Count, Fraction, NonNegative, OneOf, Positive
+from skyrl_megatron.config.schema.base import BaseConfig
 
 
 @dataclass
@@ -123,6 +124,22 @@ class OffPolicyCorrectionConfig(BaseConfig):
     """Drop single tokens with r below this. None: off."""
     token_mask_is_threshold_high: Positive | None = None
     """Drop single tokens with r above this. None: off."""
+
+
+def correction_enabled(correction: OffPolicyCorrectionConfig | None) -> bool:
+    """Return whether any part of the correction is switched on; one threshold of a pair is enough."""
+    return correction is not None and (correction.tis_ratio_type is not None or masks_enabled(correction))
+
+
+def masks_enabled(correction: OffPolicyCorrectionConfig | None) -> bool:
+    """Return whether the correction can drop tokens, so that the mask in effect is more than the loss mask."""
+    return correction is not None and (
+        correction.sequence_mask_metric is not None
+        or correction.outlier_token_is_threshold_low is not None
+        or correction.outlier_token_is_threshold_high is not None
+        or correction.token_mask_is_threshold_low is not None
+        or correction.token_mask_is_threshold_high is not None
+    )
 
 
 @dataclass

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
-from skyrl_megatron.config.schema.base import BaseConfig, Count, Positive
+from skyrl_megatron.config.fields import Count, Positive
+from skyrl_megatron.config.schema.base import BaseConfig
 
 
 @dataclass

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from skyrl_megatron.config.schema.base import BaseConfig, Bounds, Count, Fraction, NonNegative, OneOf, Positive
+from skyrl_megatron.config.fields import Bounds, Count, Fraction, NonNegative, OneOf, Positive
+from skyrl_megatron.config.schema.base import BaseConfig
 from skyrl_megatron.config.schema.inference import InferenceEngineConfig
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from skyrl_megatron import device
-from skyrl_megatron.config.schema.base import BaseConfig, Bounds, Count, NonNegativeInt, OneOf, Positive
+from skyrl_megatron.config.fields import Bounds, Count, NonNegativeInt, OneOf, Positive
+from skyrl_megatron.config.schema.base import BaseConfig
 
 
 @dataclass

@@ -6,7 +6,8 @@ import copy
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from skyrl_megatron.config.schema.base import BaseConfig, Count, NonNegative, OneOf
+from skyrl_megatron.config.fields import Count, NonNegative, OneOf
+from skyrl_megatron.config.schema.base import BaseConfig
 
 DEFAULT_MEGATRON_OPTIMIZER_KWARGS: dict[str, Any] = {
     "overlap_cpu_optimizer_d2h_h2d": False,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from skyrl_megatron.config.schema.base import BaseConfig, Bounds, Count, NonNegativeInt, OneOf
+from skyrl_megatron.config.fields import Bounds, Count, NonNegativeInt, OneOf
+from skyrl_megatron.config.schema.base import BaseConfig
 
 
 @dataclass

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from skyrl_megatron.config.schema.base import BaseConfig, NonNegative, NonNegativeInt, OneOf
+from skyrl_megatron.config.fields import NonNegative, NonNegativeInt, OneOf
+from skyrl_megatron.config.schema.base import BaseConfig
 
 
 @dataclass

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from skyrl_megatron.config.schema.base import BaseConfig, Count, NonNegativeInt
+from skyrl_megatron.config.fields import Count, NonNegativeInt
+from skyrl_megatron.config.schema.base import BaseConfig
 from skyrl_megatron.config.schema.megatron import MegatronConfig
 from skyrl_megatron.config.schema.model import ModelConfig
 from skyrl_megatron.config.schema.optimizer import FSDPConfig, OptimizerConfig

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
 from typing import Any, Self, cast
 
-from skyrl_megatron.config import resolve
+from skyrl_megatron.config.derive import derive
+from skyrl_megatron.config.parse import load
 from skyrl_megatron.config.schema.algorithm import AlgorithmConfig
 from skyrl_megatron.config.schema.base import BaseConfig
 from skyrl_megatron.config.schema.data import DataConfig
@@ -33,8 +34,8 @@ class SkyRLTrainConfig(BaseConfig):
     """Environments."""
 
     def __post_init__(self) -> None:
-        """Fill what follows from other fields; :func:`resolve.derive` is the list."""
-        resolve.derive(self)
+        """Fill what follows from other fields; :func:`derive` is the list."""
+        derive(self)
 
     @classmethod
     def from_cli_overrides(cls, args: Sequence[str] | Mapping[str, Any]) -> Self:
@@ -44,8 +45,6 @@ class SkyRLTrainConfig(BaseConfig):
         ``generator.*`` engine keys of older scripts are translated with one DeprecationWarning. Raises ConfigError
         with every problem found.
         """
-        from skyrl_megatron.config.parse import load
-
         return load.from_cli_overrides(cls, args)
 
 

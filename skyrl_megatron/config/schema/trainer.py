@@ -6,8 +6,9 @@ import os
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+from skyrl_megatron.config.fields import Bounds, Count, EverySteps, NonNegativeInt, OneOf, Positive
 from skyrl_megatron.config.schema.algorithm import AlgorithmConfig
-from skyrl_megatron.config.schema.base import BaseConfig, Bounds, Count, EverySteps, NonNegativeInt, OneOf, Positive
+from skyrl_megatron.config.schema.base import BaseConfig
 from skyrl_megatron.config.schema.roles import CriticConfig, PlacementConfig, PolicyConfig, RefConfig
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from skyrl_megatron.config import SkyRLTrainConfig
+from skyrl_megatron.config.fields import default_of, get_path, owner_of
 from skyrl_megatron.config.hf_model import read_hf_config
-from skyrl_megatron.config.schema.base import default_of, get_path, owner_of
 from skyrl_megatron.errors import ConfigError, Problem
 
 NOT_AVAILABLE: Mapping[str, str] = {

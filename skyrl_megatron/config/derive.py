@@ -1,0 +1,124 @@
+"""Values that follow from others: the one place where a configuration is filled in.
+
+:func:`derive` runs when a configuration is made, and again once the machine is known (:mod:`.resolve`). It touches no
+value that somebody set; what it filled in itself it fills in anew.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from typing import Any
+
+from skyrl_megatron.config.fields import Section, get_path, owner_of
+from skyrl_megatron.config.schema.algorithm import AlgorithmConfig, correction_enabled
+from skyrl_megatron.config.schema.generator import GeneratorConfig, SamplingParams
+from skyrl_megatron.config.schema.megatron import DEFAULT_TRANSFORMER_CONFIG_KWARGS
+from skyrl_megatron.config.schema.trainer import TrainerConfig
+
+_PATHS = (
+    "data.train_data",
+    "data.val_data",
+    "trainer.policy.model.path",
+    "trainer.ref.model.path",
+    "trainer.critic.model.path",
+    "trainer.ckpt_path",
+    "trainer.export_path",
+    "trainer.log_path",
+    "trainer.resume_path",
+    "generator.inference_engine.http_token_path",
+    "environment.skyrl_gym.text2sql.db_path",
+)
+
+
+def derive(cfg: Section) -> None:
+    """Fill fields that are None, or sections left untouched, from other fields. May be repeated after changes.
+
+    ``cfg``: a SkyRLTrainConfig, whose class stands above this file and calls it.
+    """
+    trainer: TrainerConfig = get_path(cfg, "trainer")
+    generator: GeneratorConfig = get_path(cfg, "generator")
+    algorithm, sampling = trainer.algorithm, generator.sampling_params
+    _translate_tis(algorithm)
+    _expand_home(cfg)
+
+    fill(cfg, "generator.max_input_length", trainer.max_prompt_length)
+    assert generator.max_input_length is not None
+    fill(cfg, "generator.rope_scaling", trainer.rope_scaling)
+    fill(cfg, "generator.rope_theta", trainer.rope_theta)
+    greedy = SamplingParams(temperature=0.0, max_generate_length=sampling.max_generate_length)
+    fill(cfg, "generator.eval_sampling_params", greedy)
+    fill(cfg, "generator.eval_sampling_params.max_generate_length", sampling.max_generate_length)
+
+    fill(cfg, "trainer.algorithm.temperature", sampling.temperature)
+    fill(cfg, "trainer.algorithm.max_seq_len", generator.max_input_length + sampling.max_generate_length)
+    if correction_enabled(algorithm.off_policy_correction) and sampling.logprobs is None:
+        sampling.logprobs = 1
+
+    fill(cfg, "trainer.ref.model.path", trainer.policy.model.path)
+    for name in ("num_nodes", "num_gpus_per_node"):
+        for role in ("ref", "critic"):
+            fill(cfg, f"trainer.placement.{role}_{name}", getattr(trainer.placement, f"policy_{name}"))
+    lora = trainer.policy.model.lora
+    if lora.sync_mode == "memory" and "trainer.policy.model.lora.sync_mode" not in _filled(cfg):
+        fill(cfg, "trainer.policy.megatron_config.lora_config.merge_lora", False)
+    merged = trainer.policy.megatron_config.lora_config.merge_lora
+    fill(cfg, "trainer.policy.model.lora.sync_mode", "merged" if merged else "memory")
+    fill(cfg, "trainer.policy.megatron_config.dist_ckpt_optim_fully_reshardable", True)
+    for megatron in (trainer.policy.megatron_config, trainer.ref.megatron_config, trainer.critic.megatron_config):
+        _fit_recompute(megatron.transformer_config_kwargs)
+    fill(cfg, "trainer.ref.megatron_config", trainer.policy.megatron_config)
+    fill(cfg, "trainer.critic.megatron_config", trainer.policy.megatron_config)
+
+
+def fill(cfg: Section, key: str, value: Any) -> None:
+    """Set a field that nobody set, or that an earlier call filled and nobody changed since."""
+    section, name = owner_of(cfg, key)
+    current = getattr(section, name)
+    filled = _filled(cfg)
+    changed = current != filled[key] if key in filled else section.is_set(name)
+    if changed and current is not None:
+        return
+    setattr(section, name, copy.deepcopy(value))
+    filled[key] = copy.deepcopy(value)
+
+
+def _filled(cfg: Section) -> dict[str, Any]:
+    """Dotted key → value, of what was filled in."""
+    filled: dict[str, Any] = cfg.__dict__.setdefault("_filled", {})
+    return filled
+
+
+def _fit_recompute(kwargs: dict[str, Any]) -> None:
+    """The defaults of full recomputation go when ``recompute_granularity=selective`` is set beside them."""
+    if kwargs.get("recompute_granularity") == "selective":
+        for name in ("recompute_method", "recompute_num_layers"):
+            if kwargs.get(name) == DEFAULT_TRANSFORMER_CONFIG_KWARGS[name]:
+                kwargs[name] = None
+
+
+def _expand_home(cfg: Section) -> None:
+    """``~`` in paths: a shell does not expand it behind ``key=``."""
+    for key in _PATHS:
+        section, name = owner_of(cfg, key)
+        value = getattr(section, name)
+        if isinstance(value, str):
+            setattr(section, name, os.path.expanduser(value))
+        elif value:
+            setattr(section, name, [os.path.expanduser(path) for path in value])
+
+
+def _translate_tis(algorithm: AlgorithmConfig) -> None:
+    """``use_tis`` and its cap, as older scripts spell token-level truncated importance sampling."""
+    if not algorithm.use_tis or algorithm.tis_imp_ratio_cap <= 0:
+        return
+    warnings.warn(
+        "trainer.algorithm.use_tis and tis_imp_ratio_cap are now trainer.algorithm.off_policy_correction."
+        "tis_ratio_type=token and token_tis_ratio_clip_high",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    algorithm.off_policy_correction.tis_ratio_type = "token"
+    algorithm.off_policy_correction.token_tis_ratio_clip_high = algorithm.tis_imp_ratio_cap
+    algorithm.use_tis, algorithm.tis_imp_ratio_cap = False, -1.0

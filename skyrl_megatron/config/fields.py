@@ -1,0 +1,170 @@
+"""What every configuration class is made of: typed fields, allowed values, and a memory of what was set.
+
+A field's type may carry a rule, ``Annotated[int, Bounds(1)]`` or ``Annotated[str, OneOf("k1", "k2")]``; the reader
+(:mod:`skyrl_megatron.config.parse.load`) checks it when a value arrives, and CONFIG.md prints it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Self
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Numbers from ``low`` to ``high`` (both ends included unless ``open_low``), or one of the values ``also``."""
+
+    low: float | None = None
+    high: float | None = None
+    open_low: bool = False
+    also: tuple[float, ...] = ()
+
+    def allows(self, value: float) -> bool:
+        """True when ``value`` lies within; NaN never does."""
+        if value in self.also:
+            return True
+        above = self.low is None or (value > self.low if self.open_low else value >= self.low)
+        return above and (self.high is None or value <= self.high)
+
+    def __str__(self) -> str:
+        low = "" if self.low is None else f"{'above' if self.open_low else 'at least'} {self.low:g}"
+        high = "" if self.high is None else f"at most {self.high:g}"
+        also = "".join(f", or {value:g}" for value in self.also)
+        return " and ".join(part for part in (low, high) if part) + also
+
+
+class OneOf:
+    """One of a few words."""
+
+    __slots__ = ("choices",)
+
+    def __init__(self, *choices: str) -> None:
+        self.choices = choices
+
+    def allows(self, value: object) -> bool:
+        """True when ``value`` is one of the words."""
+        return value in self.choices
+
+    def __str__(self) -> str:
+        return f"one of {', '.join(self.choices)}"
+
+
+Count = Annotated[int, Bounds(1)]
+NonNegativeInt = Annotated[int, Bounds(0)]
+EverySteps = Annotated[int, Bounds(1, also=(-1, 0))]
+Positive = Annotated[float, Bounds(0, open_low=True)]
+NonNegative = Annotated[float, Bounds(0)]
+Fraction = Annotated[float, Bounds(0, 1)]
+
+
+class Section:
+    """Parent of all configuration dataclasses.
+
+    Remembers which fields were named when the object was made, so that a derived value or the choice of hardware never
+    overrides what somebody asked for: see :meth:`is_set`.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Notes the names of the fields given to the constructor, which the dataclass machinery forgets."""
+        self = super().__new__(cls)
+        if dataclasses.is_dataclass(cls):
+            positional = [field.name for field in dataclasses.fields(cls)][: len(args)]
+            self.__dict__["_given"] = frozenset([*positional, *kwargs])
+        return self
+
+    def is_set(self, name: str) -> bool:
+        """True when the field was given a value on purpose: named at construction, or different from its default."""
+        return name in self.__dict__.get("_given", ()) or getattr(self, name) != default_of(type(self), name)
+
+    def is_touched(self) -> bool:
+        """True when this section, or one inside it, has a field that :meth:`is_set`."""
+        for name in field_types(type(self)):
+            value = getattr(self, name)
+            if value.is_touched() if isinstance(value, Section) else self.is_set(name):
+                return True
+        return False
+
+    @classmethod
+    def from_dict_config(cls, cfg: Mapping[str, Any]) -> Self:
+        """Build this class from a nested mapping: a plain dict or an OmegaConf ``DictConfig``.
+
+        Fields left out take their defaults; a mapping given for a dict-typed field replaces its default. Raises
+        ConfigError with every unknown key, wrong type and value out of range.
+        """
+        raise NotImplementedError
+
+
+def _once_per_class[T](function: Callable[[type], T]) -> Callable[[type], T]:
+    """``functools.cache`` with a plain signature."""
+    return functools.cache(function)
+
+
+@_once_per_class
+def field_types(cls: type) -> dict[str, Any]:
+    """Field name → type of a configuration class, in order, ``Annotated`` rules kept."""
+    try:
+        hints = typing.get_type_hints(cls, include_extras=True)
+    except NameError:  # a class made inside a function, whose own names are out of reach
+        hints = {field.name: field.type for field in dataclasses.fields(cls)}
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def default_of(cls: type, name: str) -> Any:
+    """A fresh copy of the default value of a field."""
+    field = cls.__dataclass_fields__[name]  # type: ignore[attr-defined]
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return copy.deepcopy(field.default)
+
+
+def members_of(annotation: Any) -> tuple[Any, ...]:
+    """The types that a value may have: ``Annotated`` and unions opened, ``None`` included as ``NoneType``."""
+    origin = typing.get_origin(annotation)
+    if origin is Annotated:
+        return members_of(typing.get_args(annotation)[0])
+    if origin in (typing.Union, types.UnionType):
+        return tuple(member for part in typing.get_args(annotation) for member in members_of(part))
+    return (annotation,)
+
+
+@_once_per_class
+def sections_of(cls: type) -> dict[str, type[Section]]:
+    """Field name → configuration class, for the fields of ``cls`` that hold a section.
+
+    A default of a subclass counts: ``algorithm: AlgorithmConfig = field(default_factory=MyAlgorithmConfig)`` has the
+    keys of ``MyAlgorithmConfig``.
+    """
+    found: dict[str, type[Section]] = {}
+    for name, annotation in field_types(cls).items():
+        for member in members_of(annotation):
+            if isinstance(member, type) and issubclass(member, Section):
+                default = default_of(cls, name)
+                found[name] = type(default) if isinstance(default, member) else member
+    return found
+
+
+def leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, type, str]]:
+    """All settings below a configuration class: (dotted key, class that declares it, field name)."""
+    sections = sections_of(cls)
+    for name in field_types(cls):
+        if name in sections:
+            yield from leaves(sections[name], f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", cls, name
+
+
+def get_path(cfg: Section, key: str) -> Any:
+    """The value at a dotted key below ``cfg``."""
+    return functools.reduce(getattr, key.split("."), cfg)
+
+
+def owner_of(cfg: Section, key: str) -> tuple[Section, str]:
+    """The section that holds a dotted key, and the field's name in it."""
+    path, _, name = key.rpartition(".")
+    return (get_path(cfg, path) if path else cfg), name
