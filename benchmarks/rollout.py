@@ -70,7 +70,7 @@ def ours(pipe: Any, model: Path) -> None:
 
 def offline(pipe: Any, model: Path) -> None:
     from skyrl_megatron.inference.vllm import compat
-    from skyrl_megatron.inference.vllm.settings import hf_config
+    from skyrl_megatron.inference.vllm.model_folder import hf_config
 
     os.environ.update(compat.worker_environment())
     from vllm import LLM, SamplingParams

@@ -13,12 +13,12 @@ import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from bridges.errors import BridgeError
+from bridges.json_file import read_hf_config, read_json
 from bridges.rows import Shape
 
 DTYPES = {
@@ -54,19 +54,6 @@ class TensorInfo:
     def nbytes(self) -> int:
         """Bytes of data."""
         return self.end - self.start
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises :class:`BridgeError` naming the file."""
-    try:
-        value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise BridgeError(f"{path}: {error.strerror}; is this a HF folder?") from error
-    except ValueError as error:
-        raise BridgeError(f"{path} is not valid JSON ({error}); fetch the file again") from error
-    if not isinstance(value, dict):
-        raise BridgeError(f"{path} must hold a JSON object, not a {type(value).__name__}; fetch the file again")
-    return value
 
 
 def read_header(folder: Path, file_name: str) -> dict[str, TensorInfo]:
@@ -117,7 +104,7 @@ class HfFolder:
         self.path = Path(path)
         if not self.path.is_dir():
             raise BridgeError(f"{self.path} is not a folder; give the folder that holds config.json")
-        self.config = read_json(self.path / "config.json")
+        self.config = read_hf_config(self.path)
         self.tensors: Mapping[str, TensorInfo] = self._read_tensors()
         self._maps: dict[str, mmap.mmap] = {}
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from bridges.assets import HF_SUBFOLDER
 from bridges.errors import BridgeError
-from bridges.hf_io import HfFolder, read_json
+from bridges.hf_io import HfFolder
+from bridges.json_file import read_hf_config
 from bridges.megatron_io import Checkpoint
 from bridges.names import CheckpointPlace, checkpoint_places
 from bridges.plan import Plan
@@ -64,7 +65,7 @@ class MegatronSource:
         self.path = path
         self.checkpoint = Checkpoint(path)
         self.hf_files = _hf_files(path, template)
-        self.config = read_json(self.hf_files / "config.json")
+        self.config = read_hf_config(self.hf_files)
         self.plan = Plan.of(self.config)
         self.places = self._places()
         self.carried = {key.removeprefix(CARRIED): key for key in self.checkpoint.tensors if key.startswith(CARRIED)}

@@ -13,14 +13,13 @@ from bridges.errors import BridgeError
 from bridges.plan import Plan
 from skyrl_megatron.config import SkyRLTrainConfig, get_config_as_yaml_str
 from skyrl_megatron.config.hardware import Hardware
-from skyrl_megatron.config.hf_model import read_hf_config
+from skyrl_megatron.config.hf_model import kv_bytes_per_token, read_hf_config
 from skyrl_megatron.config.rules.layout import ParallelConfig, stage_layers
 from skyrl_megatron.config.rules.placement import gpus_asked
 from skyrl_megatron.config.rules.role_layout import active_roles, engine_ranks, rank_position, role_layout
 from skyrl_megatron.config.rules.training import longest_sequence
 from skyrl_megatron.entrypoints.memory_budget import (
     active_parameters,
-    kv_bytes_per_token,
     model_parameters,
     rank_bytes,
     stage_parameters,
@@ -151,7 +150,9 @@ def _engines(cfg: SkyRLTrainConfig, plan: Plan | None) -> Iterator[str]:
             f"{engine.pipeline_parallel_size} · dp {engine.data_parallel_size}, ep {engine.expert_parallel_size})"
         )
     if plan is not None:
-        token, longest = kv_bytes_per_token(plan, engine), longest_sequence(cfg)
+        hf = plan.family.config(plan.hf_config).to_dict()  # with transformers' defaults filled in
+        tp, pp, longest = engine.tensor_parallel_size, engine.pipeline_parallel_size, longest_sequence(cfg)
+        token = kv_bytes_per_token(hf, engine.model_dtype, tp=tp, pp=pp)
         full = token * longest * engine.max_num_seqs
         yield (
             f"KV cache: {_bytes(token)} per token and rank; {_bytes(token * longest)} for a sequence of {longest} "

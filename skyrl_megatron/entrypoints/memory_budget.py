@@ -17,9 +17,7 @@ from bridges.shard import local_shape, padded_rows
 from skyrl_megatron.config.rules.layout import ParallelConfig, stage_layers
 
 if TYPE_CHECKING:
-    from skyrl_megatron.config import InferenceEngineConfig, MegatronConfig
-
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
+    from skyrl_megatron.config import MegatronConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,15 +147,3 @@ def _width_of(dtype: object) -> int:
     """Bytes of a torch dtype or its name; fp32 where none is given."""
     name = str(dtype).removeprefix("torch.")
     return {"float16": 2, "bfloat16": 2, "fp16": 2, "bf16": 2, "uint8": 1, "fp8": 1}.get(name, 4)
-
-
-def kv_bytes_per_token(plan: Plan, engine: InferenceEngineConfig) -> int:
-    """Bytes of KV cache that one token takes on each rank of an engine.
-
-    Key-value heads are spread over tp, at least one on each rank; multi-latent attention keeps one latent per token.
-    """
-    dims, width = plan.shape.dims, _BYTES[engine.model_dtype]
-    layers = -(-len(plan.shape.moe) // engine.pipeline_parallel_size)
-    if plan.shape.mla:
-        return layers * (dims["C"] + dims["P"]) * width
-    return layers * 2 * max(1, dims["G"] // engine.tensor_parallel_size) * dims["D"] * width

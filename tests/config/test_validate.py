@@ -12,7 +12,7 @@ import pytest
 
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.hardware import Hardware
-from skyrl_megatron.config.hf_model import model_shape, read_hf_config
+from skyrl_megatron.config.hf_model import model_dimensions, read_hf_config
 from skyrl_megatron.config.rules import training as rules_training
 from skyrl_megatron.config.rules.files import file_problems
 from skyrl_megatron.config.validate import WITHOUT_EFFECT, find_problems, validate_cfg
@@ -401,7 +401,7 @@ def test_experts_with_biases_cannot_be_cut(tmp_path):
 
 
 def test_sizes_of_the_families():
-    shape = model_shape(MOE)
+    shape = model_dimensions(MOE)
     assert (shape.ffn_hidden_size, shape.moe_ffn_hidden_size, shape.num_experts) == (0, 32, 8)
     deepseek = {
         "num_hidden_layers": 4,
@@ -416,17 +416,22 @@ def test_sizes_of_the_families():
         "qk_rope_head_dim": 10,
         "q_lora_rank": None,
     }
-    shape = model_shape(deepseek)
+    shape = model_dimensions(deepseek)
     assert (shape.ffn_hidden_size, shape.shared_expert_size, shape.latent_rows) == (200, 48, (40,))
     mixtral = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_local_experts": 4, "intermediate_size": 50}
-    shape = model_shape(mixtral)
+    shape = model_dimensions(mixtral)
     assert (shape.ffn_hidden_size, shape.moe_ffn_hidden_size, shape.num_query_groups) == (0, 50, 4)
-    assert model_shape({"model_type": "x"}) is None
+    assert model_dimensions({"model_type": "x"}) is None
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(None, "no config.json"), ('{"a": 1,\n]', "line 2"), ("[1]", "no mapping"), (b"\xff\xfe", "cannot be read")],
+    [
+        (None, "no config.json"),
+        ('{"a": 1,\n]', "line 2"),
+        ("[1]", "must hold a JSON object"),
+        (b"\xff\xfe", "not valid JSON"),
+    ],
 )
 def test_broken_model_folder(tmp_path, content, words):
     if isinstance(content, bytes):

@@ -80,7 +80,7 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelShape:
+class ModelDimensions:
     """The sizes of a model that a layout must divide. 0: the model has no such thing."""
 
     num_layers: int
@@ -125,20 +125,22 @@ def stage_layers(parallel: ParallelConfig, num_layers: int, pp_rank: int, vpp_st
     return range(start, start + chunks[pp_rank])
 
 
-def layout_problems(parallel: ParallelConfig, shape: ModelShape | None = None, prefix: str = PREFIX) -> list[Problem]:
+def layout_problems(
+    parallel: ParallelConfig, dims: ModelDimensions | None = None, prefix: str = PREFIX
+) -> list[Problem]:
     """Everything that makes a layout impossible, each problem with its config key, value and fix; [] if it is fine.
 
-    ``shape``: also check the model's sizes. ``prefix``: where this role's degrees stand in the configuration.
+    ``dims``: also check the model's sizes. ``prefix``: where this role's degrees stand in the configuration.
     """
     problems = list(_positive(parallel, prefix))
     if problems:  # the rules below divide by these
         return problems
     problems += _grid_problems(parallel, prefix)
     problems += _pipeline_problems(parallel, prefix)
-    if shape is not None:
-        problems += _layer_problems(parallel, shape.num_layers, prefix)
-        problems += _width_problems(parallel, shape, prefix)
-        problems += _expert_problems(parallel, shape, prefix)
+    if dims is not None:
+        problems += _layer_problems(parallel, dims.num_layers, prefix)
+        problems += _width_problems(parallel, dims, prefix)
+        problems += _expert_problems(parallel, dims, prefix)
     return problems
 
 
@@ -224,28 +226,28 @@ def _layer_problems(parallel: ParallelConfig, num_layers: int, prefix: str) -> I
             yield _problem(parallel, name, fix, prefix)
 
 
-def _width_problems(parallel: ParallelConfig, shape: ModelShape, prefix: str) -> Iterator[Problem]:
+def _width_problems(parallel: ParallelConfig, dims: ModelDimensions, prefix: str) -> Iterator[Problem]:
     sizes = [
-        ("attention heads", shape.num_attention_heads),
-        ("KV groups", shape.num_query_groups),
-        ("rows of a dense feed-forward layer", shape.ffn_hidden_size),
-        ("rows of the shared experts", shape.shared_expert_size),
-        *(("rows of a latent projection", rows) for rows in shape.latent_rows),
+        ("attention heads", dims.num_attention_heads),
+        ("KV groups", dims.num_query_groups),
+        ("rows of a dense feed-forward layer", dims.ffn_hidden_size),
+        ("rows of the shared experts", dims.shared_expert_size),
+        *(("rows of a latent projection", rows) for rows in dims.latent_rows),
     ]
     for what, size in sizes:
         if size % parallel.tp:
             yield _problem(parallel, "tp", f"the model has {size} {what}; use a divisor of {size}", prefix)
 
 
-def _expert_problems(parallel: ParallelConfig, shape: ModelShape, prefix: str) -> Iterator[Problem]:
-    if not shape.num_experts:
+def _expert_problems(parallel: ParallelConfig, dims: ModelDimensions, prefix: str) -> Iterator[Problem]:
+    if not dims.num_experts:
         for name in ("ep", "etp"):
             if getattr(parallel, name) > 1:
                 yield _problem(parallel, name, "the model has no experts; use 1", prefix)
         return
-    if shape.num_experts % parallel.ep:
-        fix = f"the model has {shape.num_experts} experts; use a divisor of {shape.num_experts}"
+    if dims.num_experts % parallel.ep:
+        fix = f"the model has {dims.num_experts} experts; use a divisor of {dims.num_experts}"
         yield _problem(parallel, "ep", fix, prefix)
-    if shape.moe_ffn_hidden_size % parallel.etp:
-        fix = f"an expert has {shape.moe_ffn_hidden_size} rows; use a divisor of {shape.moe_ffn_hidden_size}"
+    if dims.moe_ffn_hidden_size % parallel.etp:
+        fix = f"an expert has {dims.moe_ffn_hidden_size} rows; use a divisor of {dims.moe_ffn_hidden_size}"
         yield _problem(parallel, "etp", fix, prefix)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config.fields import default_of
-from skyrl_megatron.config.hf_model import model_shape
+from skyrl_megatron.config.hf_model import model_dimensions
 from skyrl_megatron.config.rules.layout import ParallelConfig, layout_problems
 from skyrl_megatron.config.rules.role_layout import active_roles, engine_ranks, role_layout, role_world_size
 from skyrl_megatron.config.schema.megatron import MegatronConfig
@@ -45,7 +45,7 @@ def placement_problems(
 
 
 def _layout(parallel: ParallelConfig, hf: Mapping[str, Any], section: str) -> Iterator[Problem]:
-    yield from layout_problems(parallel, model_shape(hf), section)
+    yield from layout_problems(parallel, model_dimensions(hf), section)
     if parallel.etp > 1 and hf.get("model_type") == "gpt_oss":
         fix = "experts with biases cannot be cut: set it to 1"
         yield Problem(f"{section}expert_tensor_parallel_size", parallel.etp, fix)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from skyrl_megatron.config.hf_model import model_shape
-from skyrl_megatron.config.rules.layout import ModelShape
+from skyrl_megatron.config.hf_model import model_dimensions
+from skyrl_megatron.config.rules.layout import ModelDimensions
 from skyrl_megatron.config.rules.training import longest_sequence
 from skyrl_megatron.errors import Problem
 
@@ -19,7 +19,7 @@ _E = "generator.inference_engine."
 def rollout_problems(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> Iterator[Problem]:
     """Everything wrong with generation. ``hf``: the policy's ``config.json``, empty where it is not at hand."""
     yield from _turns(cfg)
-    yield from _engines(cfg, model_shape(hf))
+    yield from _engines(cfg, model_dimensions(hf))
     yield from _lengths(cfg, hf)
     yield from _external(cfg)
     yield from _lora(cfg)
@@ -51,19 +51,19 @@ def _turns(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
                 yield Problem("generator.batched", True, fix)
 
 
-def _engines(cfg: SkyRLTrainConfig, shape: ModelShape | None) -> Iterator[Problem]:
+def _engines(cfg: SkyRLTrainConfig, dims: ModelDimensions | None) -> Iterator[Problem]:
     engine = cfg.generator.inference_engine
     spread = engine.data_parallel_size * engine.tensor_parallel_size
     if engine.expert_parallel_size > 1 and engine.expert_parallel_size != spread:
         fix = f"must be 1 or data_parallel_size · tensor_parallel_size = {spread}"
         yield Problem(f"{_E}expert_parallel_size", engine.expert_parallel_size, fix)
-    if shape is not None and shape.num_attention_heads % engine.tensor_parallel_size:
-        fix = f"must divide the model's {shape.num_attention_heads} attention heads"
+    if dims is not None and dims.num_attention_heads % engine.tensor_parallel_size:
+        fix = f"must divide the model's {dims.num_attention_heads} attention heads"
         yield Problem(f"{_E}tensor_parallel_size", engine.tensor_parallel_size, fix)
-    if shape is not None and engine.pipeline_parallel_size > shape.num_layers:
-        fix = f"the model has {shape.num_layers} layers only"
+    if dims is not None and engine.pipeline_parallel_size > dims.num_layers:
+        fix = f"the model has {dims.num_layers} layers only"
         yield Problem(f"{_E}pipeline_parallel_size", engine.pipeline_parallel_size, fix)
-    if shape is not None and engine.expert_parallel_size > 1 and not shape.num_experts:
+    if dims is not None and engine.expert_parallel_size > 1 and not dims.num_experts:
         fix = "the model has no experts: set it to 1"
         yield Problem(f"{_E}expert_parallel_size", engine.expert_parallel_size, fix)
 

@@ -19,8 +19,9 @@ from skyrl_megatron.inference.protocol import Generation, PauseMode, SampleReque
 from skyrl_megatron.inference.vllm import processes
 from skyrl_megatron.inference.vllm.asgi import call_app
 from skyrl_megatron.inference.vllm.log import child_output, last_errors
+from skyrl_megatron.inference.vllm.model_folder import hf_config
 from skyrl_megatron.inference.vllm.requests import generation_of, refusals, sampling_parameters
-from skyrl_megatron.inference.vllm.settings import INITIAL_VERSION, EngineSettings, cpu_bytes_needed, hf_config
+from skyrl_megatron.inference.vllm.settings import INITIAL_VERSION, EngineSettings
 from skyrl_megatron.weight_sync.metadata import plain_metadata
 
 __all__ = ["EngineSettings", "VLLMEngine"]
@@ -329,7 +330,7 @@ def _require_memory(settings: EngineSettings) -> None:
         return
     if settings.kv_cache_bytes is None:
         raise EngineError("an engine on CPU needs an explicit KV cache size: set kv_cache_bytes")
-    available, needed = psutil.virtual_memory().available, cpu_bytes_needed(settings)
+    available, needed = psutil.virtual_memory().available, settings.cpu_bytes
     if available < needed:
         raise EngineError(
             f"memory: {available / 2**30:.1f} GiB available, the engine on {settings.model} needs about "

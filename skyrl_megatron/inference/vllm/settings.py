@@ -1,8 +1,7 @@
-"""What an engine is started with: from the configuration, with explicit memory."""
+"""The arguments that an engine is started with, from the configuration."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,19 +9,19 @@ from typing import Any
 
 from skyrl_megatron import device
 from skyrl_megatron.config import SkyRLTrainConfig
-from skyrl_megatron.errors import EngineError
+from skyrl_megatron.config.hf_model import rope_parameters
 from skyrl_megatron.inference.sampling import truncations, warn_of_truncation
+from skyrl_megatron.inference.vllm.model_folder import cpu_kv_cache_bytes, cpu_weight_bytes, hf_config
 
 INITIAL_VERSION = "initial"
 """Version of the weights that an engine loads from its folder."""
 PROCESS_BYTES = 1 << 30
 """Memory of an engine process on CPU beside weights and KV cache: measured 0.9 to 1.1 GB with vLLM 0.32."""
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What an engine is started with."""
+    """The arguments of one engine."""
 
     model: str
     """HF folder."""
@@ -67,8 +66,14 @@ class EngineSettings:
         """Processes that hold weights."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
+    @property
+    def cpu_bytes(self) -> int:
+        """Memory that the engine takes on CPU: weights, KV cache, processes. Raises EngineError as hf_config does."""
+        weights = cpu_weight_bytes(self.model, self.dtype) * self.data_parallel_size
+        return weights + self.workers * ((self.kv_cache_bytes or 0) + PROCESS_BYTES) + PROCESS_BYTES
+
     def arguments(self) -> dict[str, Any]:
-        """vLLM's engine arguments, but for those that depend on the platform."""
+        """Return vLLM's engine arguments, but for those that depend on the platform."""
         arguments: dict[str, Any] = {
             "model": self.model,
             "served_model_name": self.served_model_name or self.model,
@@ -101,7 +106,7 @@ class EngineSettings:
 
 
 def engine_settings(cfg: SkyRLTrainConfig, **changes: Any) -> EngineSettings:
-    """The engines that a configuration asks for. ``changes``: fields that differ between them (``log_file``).
+    """Return the engines that a configuration asks for. ``changes``: fields that differ between them (``log_file``).
 
     Warns when log-probs are not of the distribution that is sampled from and a correction would need that. Raises
     EngineError when the model folder has no readable ``config.json``.
@@ -147,54 +152,3 @@ def engine_settings(cfg: SkyRLTrainConfig, **changes: Any) -> EngineSettings:
         "extra": extra,
     }
     return EngineSettings(**(settings | changes))
-
-
-def hf_config(model: str) -> dict[str, Any]:
-    """``config.json`` of a HF folder. Raises EngineError."""
-    try:
-        loaded: dict[str, Any] = json.loads((Path(model) / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise EngineError(
-            f"{model}: no readable config.json there ({error}); give a HF folder as the model"
-        ) from error
-    return loaded
-
-
-def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary parameters of a HF config, in the one place or the two where transformers has kept them."""
-    if config.get("rope_parameters"):
-        return dict(config["rope_parameters"])
-    scaling = dict(config.get("rope_scaling") or {"rope_type": "default"})
-    return {**scaling, "rope_theta": config.get("rope_theta", 10000.0)}
-
-
-def kv_bytes_per_token(config: Mapping[str, Any], dtype: str) -> int:
-    """Bytes of keys and values of one token in all layers."""
-    item = _ITEM_BYTES.get(dtype) or _ITEM_BYTES.get(str(config.get("dtype") or config.get("torch_dtype")), 2)
-    if config.get("kv_lora_rank"):
-        width = config["kv_lora_rank"] + config["qk_rope_head_dim"]  # the latent, once
-    else:
-        heads = config["num_attention_heads"]
-        head_dim = config.get("head_dim") or config["hidden_size"] // heads
-        width = 2 * (config.get("num_key_value_heads") or heads) * head_dim
-    return int(config["num_hidden_layers"] * width * item)
-
-
-def cpu_kv_cache_bytes(model: str, dtype: str, max_model_len: int, max_num_seqs: int) -> int:
-    """Room for ``max_num_seqs`` sequences of full length, at most a quarter of the memory available now and at least
-    two such sequences; whole MiB."""
-    import psutil
-
-    a_sequence = kv_bytes_per_token(hf_config(model), dtype) * (-(-max_model_len // 128) + 1) * 128
-    wanted = min(a_sequence * max_num_seqs, psutil.virtual_memory().available // 4)
-    return -(-max(wanted, 2 * a_sequence) // (1 << 20)) << 20
-
-
-def cpu_bytes_needed(settings: EngineSettings) -> int:
-    """Memory that an engine takes on CPU: weights, KV cache, processes."""
-    folder = Path(settings.model)
-    on_disk = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    stored = str(hf_config(settings.model).get("dtype") or hf_config(settings.model).get("torch_dtype"))
-    wider = _ITEM_BYTES.get(settings.dtype, 0) / _ITEM_BYTES.get(stored, 2) if settings.dtype != "auto" else 1
-    weights = int(on_disk * max(wider, 1)) * settings.data_parallel_size
-    return weights + settings.workers * ((settings.kv_cache_bytes or 0) + PROCESS_BYTES) + PROCESS_BYTES

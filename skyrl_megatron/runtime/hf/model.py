@@ -9,9 +9,9 @@ from typing import Any
 
 from bridges.errors import BridgeError
 from bridges.family import MegatronModelConfig
-from bridges.hf_io import read_json
+from bridges.json_file import read_hf_config
 from bridges.plan import Plan
-from skyrl_megatron.config.rules.layout import ModelShape
+from skyrl_megatron.config.rules.layout import ModelDimensions
 from skyrl_megatron.errors import ModelLoadError
 
 
@@ -39,10 +39,10 @@ class HfModel:
         return "untied" not in self.plan.shape.flags
 
     @property
-    def layout_shape(self) -> ModelShape:
+    def layout_shape(self) -> ModelDimensions:
         """The sizes that a layout must divide."""
         dims, moe = self.plan.shape.dims, self.plan.shape.moe
-        return ModelShape(
+        return ModelDimensions(
             num_layers=len(moe),
             num_attention_heads=dims["A"],
             num_query_groups=dims.get("G", dims["A"]),
@@ -70,7 +70,7 @@ def read_hf_model(
     path = None if isinstance(source, Mapping) else Path(source).expanduser()
     where = "config.json" if path is None else str(path / "config.json")
     try:
-        config = dict(source) if isinstance(source, Mapping) else read_json(Path(source).expanduser() / "config.json")
+        config = dict(source) if isinstance(source, Mapping) else read_hf_config(Path(source).expanduser())
         if config.get("auto_map") and not trust_remote_code:
             raise ModelLoadError(
                 f"{where}: auto_map names code to be run from the folder ({_first_value(config['auto_map'])}); set "
