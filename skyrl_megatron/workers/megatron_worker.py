@@ -131,12 +131,12 @@ class MegatronWorker:
     # ------------------------------------------------------------------ weights for the engines
     def weight_metadata(self) -> list[TensorMeta]:
         """What this rank sends to the engines, in order."""
+        from skyrl_megatron.config.rules.role_layout import weight_transport
         from skyrl_megatron.weight_sync.megatron_source import MegatronSource
         from skyrl_megatron.weight_sync.sender import WeightSender
-        from skyrl_megatron.workers.weights import transport_of
 
         source = MegatronSource(self.engine.model, self.engine.groups)
-        self.sender = WeightSender(source, transport=transport_of(self.cfg))
+        self.sender = WeightSender(source, transport=weight_transport(self.cfg))
         return list(self.sender.metadata())
 
     def listen_for_engines(self) -> tuple[str, int]:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from skyrl_megatron import device
 from skyrl_megatron.config.hf_model import read_hf_config
+from skyrl_megatron.config.rules.role_layout import weight_transport
 from skyrl_megatron.errors import DistributedError, SkyRLMegatronError
 from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
@@ -35,21 +35,8 @@ def weight_synchronizer(
         deadline_s=2 * cfg.trainer.phase_timeout_s,
         phase_s=cfg.trainer.phase_timeout_s,
         shared_gpus=cfg.trainer.placement.colocate_all,
-        transport=transport_of(cfg),
+        transport=weight_transport(cfg),
     )
-
-
-def transport_of(cfg: SkyRLTrainConfig) -> str:
-    """What carries the weights, for both ends.
-
-    Two processes on one GPU cannot be in one NCCL group. Where they share GPUs, the bytes stay on them, by CUDA IPC;
-    workers on another node than a sender, or in a vLLM that shows each of its data-parallel ranks only its own GPUs,
-    cannot open its memory: gloo.
-    """
-    engine, placement = cfg.generator.inference_engine, cfg.trainer.placement
-    if not placement.colocate_all:
-        return engine.weight_sync_backend
-    return "ipc" if placement.policy_num_nodes == engine.data_parallel_size == 1 else device.GLOO
 
 
 class PolicyRank:

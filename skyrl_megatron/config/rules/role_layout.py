@@ -1,10 +1,11 @@
-"""Which roles a run has, how many ranks each takes, and how those are laid out."""
+"""Which roles a run has, how many ranks each takes, how those are laid out, and what carries weights to engines."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from skyrl_megatron import device
 from skyrl_megatron.config.rules.layout import ParallelConfig
 
 if TYPE_CHECKING:
@@ -57,6 +58,19 @@ def engine_ranks(cfg: SkyRLTrainConfig) -> int:
     """Ranks of one engine."""
     engine = cfg.generator.inference_engine
     return engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size
+
+
+def weight_transport(cfg: SkyRLTrainConfig) -> str:
+    """Return the name of the transport that carries weights from the policy to the engines, for both ends.
+
+    Two processes on one GPU cannot be in one NCCL group. Where they share GPUs, the bytes stay on them, by CUDA IPC;
+    workers on another node than a sender, or in a vLLM that shows each of its data-parallel ranks only its own GPUs,
+    cannot open its memory: gloo.
+    """
+    engine, placement = cfg.generator.inference_engine, cfg.trainer.placement
+    if not placement.colocate_all:
+        return engine.weight_sync_backend
+    return "ipc" if placement.policy_num_nodes == engine.data_parallel_size == 1 else device.GLOO
 
 
 @dataclass(frozen=True, slots=True)
