@@ -18,7 +18,7 @@ from bridges.rows import ModelShape
 
 
 def read_config(hf_config: Mapping[str, Any], model_type: str) -> PreTrainedConfig:
-    """``config.json`` (a dict) as the config object of ``model_type``, defaults filled in.
+    """Return ``config.json`` (a dict) as the config object of ``model_type``, defaults filled in.
 
     ``auto_map`` (remote code) is dropped: the families here compute with Megatron, never with downloaded code.
     """
@@ -31,24 +31,24 @@ def read_config(hf_config: Mapping[str, Any], model_type: str) -> PreTrainedConf
 
 
 def refuse(model_type: str, key: str, value: object, reason: str) -> BridgeError:
-    """The error for an option that cannot be converted exactly."""
+    """Return the error for an option that cannot be converted exactly."""
     return BridgeError(f"{model_type}: {key}={value!r} in config.json is not supported: {reason}")
 
 
 def require(config: PreTrainedConfig, key: str, allowed: tuple[object, ...], reason: str) -> None:
-    """Raises :class:`BridgeError` unless ``config.key`` is one of ``allowed``; absent keys pass."""
+    """Raise :class:`BridgeError` unless ``config.key`` is one of ``allowed``; absent keys pass."""
     value = getattr(config, key, allowed[0])
     if value not in allowed:
         raise refuse(config.model_type, key, value, reason)
 
 
 def head_dim(config: PreTrainedConfig) -> int:
-    """Size of one attention head."""
+    """Return the size of one attention head."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def attention_dims(config: PreTrainedConfig) -> dict[str, int]:
-    """``V H A G D Q K`` of the legend in :mod:`bridges.rules`. Raises if the KV groups do not divide the heads."""
+    """Return ``V H A G D Q K`` of the legend in :mod:`bridges.rules`. Raises if KV groups do not divide the heads."""
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads
     size = head_dim(config)
@@ -66,7 +66,7 @@ def attention_dims(config: PreTrainedConfig) -> dict[str, int]:
 
 
 def dense_shape(config: PreTrainedConfig, *flags: str) -> ModelShape:
-    """Shape of a model without experts."""
+    """Return the shape of a model without experts."""
     dims = attention_dims(config) | {"F": config.intermediate_size}
     return ModelShape(dims, (False,) * config.num_hidden_layers, frozenset(flags) | tie_flag(config))
 
@@ -74,31 +74,31 @@ def dense_shape(config: PreTrainedConfig, *flags: str) -> ModelShape:
 def moe_shape(
     config: PreTrainedConfig, *flags: str, experts: int, size: int, moe: tuple[bool, ...], **dims: int
 ) -> ModelShape:
-    """Shape of a model with ``experts`` of feed-forward size ``size`` in the layers marked by ``moe``."""
+    """Return the shape of a model with ``experts`` of feed-forward size ``size`` in the layers marked by ``moe``."""
     sizes = attention_dims(config) | {"F": config.intermediate_size, "E": experts, "M": size} | dims
     return ModelShape(sizes, moe, frozenset(flags) | tie_flag(config))
 
 
 def sparse_steps(config: PreTrainedConfig) -> tuple[bool, ...]:
-    """For each layer of a Qwen MoE, whether it holds experts (``decoder_sparse_step``, ``mlp_only_layers``)."""
+    """Return which layers of a Qwen MoE hold experts (``decoder_sparse_step``, ``mlp_only_layers``)."""
     step, dense = config.decoder_sparse_step, set(config.mlp_only_layers or ())
     return tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(config.num_hidden_layers))
 
 
 def every_layer(config: PreTrainedConfig) -> tuple[bool, ...]:
-    """Experts in all layers."""
+    """Return that all layers hold experts."""
     layers: int = config.num_hidden_layers
     return (True,) * layers
 
 
 def dense_first(config: PreTrainedConfig) -> tuple[bool, ...]:
-    """Experts from layer ``first_k_dense_replace`` on."""
+    """Return which layers hold experts: all from ``first_k_dense_replace`` on."""
     require(config, "moe_layer_freq", (1,), "experts must follow in every layer after the dense ones")
     return tuple(layer >= config.first_k_dense_replace for layer in range(config.num_hidden_layers))
 
 
 def mla_shape(config: PreTrainedConfig) -> ModelShape:
-    """Shape of a DeepSeek model. Flags say whether queries are compressed and how their rotary rows are ordered."""
+    """Return the shape of a DeepSeek model. Flags: are queries compressed, and how are their rotary rows ordered."""
     heads, nope, rope, value = (
         config.num_attention_heads,
         config.qk_nope_head_dim,
@@ -130,12 +130,12 @@ def mla_shape(config: PreTrainedConfig) -> ModelShape:
 
 
 def tie_flag(config: PreTrainedConfig) -> frozenset[str]:
-    """``untied`` if the output layer has weights of its own."""
+    """Return ``untied`` if the output layer has weights of its own."""
     return frozenset() if config.tie_word_embeddings else frozenset({"untied"})
 
 
 def base_transformer(config: PreTrainedConfig) -> dict[str, Any]:
-    """Fields of ``TransformerConfig`` that every family sets."""
+    """Return fields of ``TransformerConfig`` that every family sets."""
     require(config, "hidden_act", ("silu",), "Megatron's gated layers are built for silu here")
     require(config, "attention_dropout", (0, 0.0), "the trainer runs without dropout")
     return {
@@ -153,7 +153,7 @@ def base_transformer(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def attention_fields(config: PreTrainedConfig, *, qkv_bias: bool = False, qk_norm: bool = False) -> dict[str, Any]:
-    """Fields of grouped-query attention, sliding window included."""
+    """Return fields of grouped-query attention, sliding window included."""
     dims = attention_dims(config)
     return {
         "num_query_groups": dims["G"],
@@ -165,7 +165,7 @@ def attention_fields(config: PreTrainedConfig, *, qkv_bias: bool = False, qk_nor
 
 
 def window_fields(config: PreTrainedConfig) -> dict[str, Any]:
-    """``window_size``: HF's window of W tokens includes the query's own, Megatron's counts those before it.
+    """Return ``window_size``: HF's window of W tokens includes the query's own, Megatron's counts those before it.
 
     Layers without a window are listed in ``window_attn_skip_freq`` (1 = windowed).
     """
@@ -183,7 +183,7 @@ def window_fields(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def model_arguments(config: PreTrainedConfig, **rotary: Any) -> dict[str, Any]:
-    """Keyword arguments of ``GPTModel``."""
+    """Return keyword arguments of ``GPTModel``."""
     return {
         "vocab_size": config.vocab_size,
         "max_sequence_length": config.max_position_embeddings,
@@ -193,7 +193,7 @@ def model_arguments(config: PreTrainedConfig, **rotary: Any) -> dict[str, Any]:
 
 
 def expert_fields(config: PreTrainedConfig, *, experts: int, size: int, moe: tuple[bool, ...]) -> dict[str, Any]:
-    """Fields of a model with experts. A list for ``moe_layer_freq`` only where layers differ (1 = experts)."""
+    """Return fields of a model with experts; ``moe_layer_freq`` is a list only where layers differ (1 = experts)."""
     return {
         "num_moe_experts": experts,
         "moe_ffn_hidden_size": size,
@@ -203,7 +203,7 @@ def expert_fields(config: PreTrainedConfig, *, experts: int, size: int, moe: tup
 
 
 def sigmoid_routing(config: PreTrainedConfig) -> dict[str, Any]:
-    """Fields of DeepSeek's routing: sigmoid scores, correction bias, experts chosen within the best groups."""
+    """Return fields of DeepSeek's routing: sigmoid scores, correction bias, experts chosen in the best groups."""
     kind = config.model_type
     require(config, "norm_topk_prob", (True,), "Megatron always normalises sigmoid scores")
     require(config, "scoring_func", ("sigmoid",), "use a model with sigmoid routing")

@@ -26,7 +26,7 @@ _DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def driver_gpu_count() -> int:
-    """GPUs of this machine that this process may use, told without loading torch and without a CUDA context.
+    """Count the GPUs of this machine that this process may use, without loading torch and without a CUDA context.
 
     Counts the device files ``/dev/nvidiaN`` (a container has only its own), else what the driver lists in
     ``/proc/driver/nvidia/gpus``, else what ``nvidia-smi -L`` says (WSL has neither file); limited by
@@ -54,14 +54,14 @@ def _listed_by(nvidia_smi: str) -> int:
 
 @functools.cache
 def has_cuda() -> bool:
-    """True when a CUDA device is usable in this process."""
+    """Return whether a CUDA device is usable in this process."""
     import torch
 
     return torch.cuda.is_available()
 
 
 def device() -> torch.device:
-    """The device of this process: the current CUDA device, else the CPU."""
+    """Return the device of this process: the current CUDA device, else the CPU."""
     import torch
 
     return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else torch.device("cpu")
@@ -78,12 +78,12 @@ def set_local_device(local_rank: int | None = None) -> torch.device:
 
 
 def collective_backend() -> str:
-    """The ``torch.distributed`` backend of trainer groups. On CUDA, CPU tensors still travel over gloo."""
+    """Return the ``torch.distributed`` backend of trainer groups. On CUDA, CPU tensors still travel over gloo."""
     return f"cpu:{GLOO},cuda:{NCCL}" if has_cuda() else GLOO
 
 
 def default_dtype() -> torch.dtype:
-    """bfloat16 on CUDA; float32 on CPU, where tests compare numbers."""
+    """Return bfloat16 on CUDA; float32 on CPU, where tests compare numbers."""
     import torch
 
     return torch.bfloat16 if has_cuda() else torch.float32
@@ -106,7 +106,7 @@ def empty_cache() -> None:
 
 
 def peak_memory_bytes() -> int:
-    """Peak bytes held by this process: device allocator on CUDA, resident set on CPU."""
+    """Return the peak bytes held by this process: device allocator on CUDA, resident set on CPU."""
     if has_cuda():
         import torch
 

@@ -46,7 +46,7 @@ class ConfigError(SkyRLMegatronError, ValueError):
         super().__init__("\n".join([f"{head} in the configuration:", *(f"  - {p}" for p in self.problems)]))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
-        """Travels between processes with its problems; an exception's own way would call with the message."""
+        """Pickle with the problems; an exception's own way would call the class with the message."""
         return type(self), (self.problems,)
 
 

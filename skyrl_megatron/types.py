@@ -76,7 +76,7 @@ class TrainingBatch:
         return self.attention_mask.sum(dim=1, dtype=torch.int64).numpy(force=True)
 
     def select(self, rows: Sequence[int] | np.ndarray) -> TrainingBatch:
-        """The given rows, in the given order."""
+        """Return the given rows, in the given order."""
         index = torch.as_tensor(np.asarray(rows, dtype=np.int64))
         picked: dict[str, Any] = {}
         for item in dataclasses.fields(self):
@@ -89,7 +89,7 @@ class TrainingBatch:
         return TrainingBatch(**picked)
 
     def to(self, device: torch.device) -> TrainingBatch:
-        """The same batch with every tensor on ``device``."""
+        """Return the same batch with every tensor on ``device``."""
         moved: dict[str, Any] = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         for name, value in moved.items():
             if isinstance(value, Tensor):
@@ -97,7 +97,7 @@ class TrainingBatch:
         return TrainingBatch(**moved)
 
     def blank_row(self) -> TrainingBatch:
-        """One row of padding alone with the widths of this batch: keeps a rank in step and weighs nothing."""
+        """Return one row of padding with the widths of this batch: it keeps a rank in step and weighs nothing."""
         blank: dict[str, Any] = {"metadata": self.metadata}
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)

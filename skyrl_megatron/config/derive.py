@@ -85,13 +85,13 @@ def fill(cfg: Section, key: str, value: Any) -> None:
 
 
 def _filled(cfg: Section) -> dict[str, Any]:
-    """Dotted key → value, of what was filled in."""
+    """Return dotted key → value of what was filled in."""
     filled: dict[str, Any] = cfg.__dict__.setdefault("_filled", {})
     return filled
 
 
 def _fit_recompute(kwargs: dict[str, Any]) -> None:
-    """The defaults of full recomputation go when ``recompute_granularity=selective`` is set beside them."""
+    """Clear the defaults of full recomputation when ``recompute_granularity=selective`` is set beside them."""
     if kwargs.get("recompute_granularity") == "selective":
         for name in ("recompute_method", "recompute_num_layers"):
             if kwargs.get(name) == DEFAULT_TRANSFORMER_CONFIG_KWARGS[name]:
@@ -99,7 +99,7 @@ def _fit_recompute(kwargs: dict[str, Any]) -> None:
 
 
 def _expand_home(cfg: Section) -> None:
-    """``~`` in paths: a shell does not expand it behind ``key=``."""
+    """Expand ``~`` in paths: a shell does not behind ``key=``."""
     for key in _PATHS:
         section, name = owner_of(cfg, key)
         value = getattr(section, name)
@@ -110,7 +110,7 @@ def _expand_home(cfg: Section) -> None:
 
 
 def _translate_tis(algorithm: AlgorithmConfig) -> None:
-    """``use_tis`` and its cap, as older scripts spell token-level truncated importance sampling."""
+    """Translate ``use_tis`` and its cap, older scripts' words for token-level truncated importance sampling."""
     if not algorithm.use_tis or algorithm.tis_imp_ratio_cap <= 0:
         return
     warnings.warn(

@@ -38,7 +38,7 @@ Every key can be set on the command line (`trainer.seed=1`), in a YAML file (`--
 
 
 def document(root: type[Section] = SkyRLTrainConfig) -> str:
-    """The whole text of CONFIG.md."""
+    """Return the whole text of CONFIG.md."""
     parts = [_HEAD]
     for name, section in sections_of(root).items():
         parts += _section(section, default_of(root, name), name, 2)
@@ -47,7 +47,7 @@ def document(root: type[Section] = SkyRLTrainConfig) -> str:
 
 
 def _section(cls: type[Section], base: Section | None, key: str, level: int) -> Iterator[str]:
-    """A table of the section's own settings (``base`` holds their defaults), then its subsections."""
+    """Yield a table of the section's own settings (``base`` holds their defaults), then its subsections."""
     yield f"{'#' * min(level, 4)} `{key}`\n"
     yield f"{_flow(inspect.getdoc(cls) or '')} (`{cls.__name__}`)\n"
     sections, texts = sections_of(cls), field_docstrings(cls)
@@ -71,7 +71,7 @@ def _section(cls: type[Section], base: Section | None, key: str, level: int) -> 
 
 
 def _described_before(path: str) -> str | None:
-    """The section whose table describes the same keys, for those of reference and critic, and of evaluation."""
+    """Return the section whose table describes the same keys (reference, critic, evaluation), else None."""
     if path == "generator.eval_sampling_params":
         return "generator.sampling_params"
     match = re.fullmatch(r"trainer\.(ref|critic)\.(model|optimizer_config|fsdp_config|megatron_config)", path)
@@ -79,7 +79,7 @@ def _described_before(path: str) -> str | None:
 
 
 def field_docstrings(cls: type) -> dict[str, str]:
-    """Field name → the text under it in the source, of a class and its parents."""
+    """Return field name → the text under it in the source, for a class and its parents."""
     texts: dict[str, str] = {}
     for owner in reversed(cls.__mro__):
         if "__dataclass_fields__" not in owner.__dict__ or owner.__module__ == "types":
@@ -99,7 +99,7 @@ def _type(annotation: Any) -> str:
 
 
 def _rules(annotation: Any) -> Iterator[str]:
-    """The ``Annotated`` rules inside a type, in words."""
+    """Yield the ``Annotated`` rules inside a type, in words."""
     if get_origin(annotation) is Annotated:
         for rule in get_args(annotation)[1:]:
             if isinstance(rule, OneOf):
@@ -118,7 +118,7 @@ def _default(value: Any) -> str:
 
 
 def _flow(text: str) -> str:
-    """Text on one line, safe inside a table."""
+    """Put text on one line, safe inside a table."""
     return " ".join(text.split()).replace("|", "\\|")
 
 

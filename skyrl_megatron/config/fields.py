@@ -26,7 +26,7 @@ class Bounds:
     also: tuple[float, ...] = ()
 
     def allows(self, value: float) -> bool:
-        """True when ``value`` lies within; NaN never does."""
+        """Return whether ``value`` lies within; NaN never does."""
         if value in self.also:
             return True
         above = self.low is None or (value > self.low if self.open_low else value >= self.low)
@@ -48,7 +48,7 @@ class OneOf:
         self.choices = choices
 
     def allows(self, value: object) -> bool:
-        """True when ``value`` is one of the words."""
+        """Return whether ``value`` is one of the words."""
         return value in self.choices
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ class Section:
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Notes the names of the fields given to the constructor, which the dataclass machinery forgets."""
+        """Note the names of the fields given to the constructor, which the dataclass machinery forgets."""
         self = super().__new__(cls)
         if dataclasses.is_dataclass(cls):
             positional = [field.name for field in dataclasses.fields(cls)][: len(args)]
@@ -79,11 +79,11 @@ class Section:
         return self
 
     def is_set(self, name: str) -> bool:
-        """True when the field was given a value on purpose: named at construction, or different from its default."""
+        """Return whether the field was set on purpose: named at construction, or different from its default."""
         return name in self.__dict__.get("_given", ()) or getattr(self, name) != default_of(type(self), name)
 
     def is_touched(self) -> bool:
-        """True when this section, or one inside it, has a field that :meth:`is_set`."""
+        """Return whether this section, or one inside it, has a field that :meth:`is_set`."""
         for name in field_types(type(self)):
             value = getattr(self, name)
             if value.is_touched() if isinstance(value, Section) else self.is_set(name):
@@ -101,13 +101,13 @@ class Section:
 
 
 def _once_per_class[T](function: Callable[[type], T]) -> Callable[[type], T]:
-    """``functools.cache`` with a plain signature."""
+    """Cache results as ``functools.cache`` does, with a plain signature."""
     return functools.cache(function)
 
 
 @_once_per_class
 def field_types(cls: type) -> dict[str, Any]:
-    """Field name → type of a configuration class, in order, ``Annotated`` rules kept."""
+    """Return field name → type of a configuration class, in order, ``Annotated`` rules kept."""
     try:
         hints = typing.get_type_hints(cls, include_extras=True)
     except NameError:  # a class made inside a function, whose own names are out of reach
@@ -116,7 +116,7 @@ def field_types(cls: type) -> dict[str, Any]:
 
 
 def default_of(cls: type, name: str) -> Any:
-    """A fresh copy of the default value of a field."""
+    """Return a fresh copy of the default value of a field."""
     field = cls.__dataclass_fields__[name]  # type: ignore[attr-defined]
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
@@ -124,7 +124,7 @@ def default_of(cls: type, name: str) -> Any:
 
 
 def members_of(annotation: Any) -> tuple[Any, ...]:
-    """The types that a value may have: ``Annotated`` and unions opened, ``None`` included as ``NoneType``."""
+    """Return the types that a value may have, ``Annotated`` and unions opened, ``None`` as ``NoneType``."""
     origin = typing.get_origin(annotation)
     if origin is Annotated:
         return members_of(typing.get_args(annotation)[0])
@@ -135,7 +135,7 @@ def members_of(annotation: Any) -> tuple[Any, ...]:
 
 @_once_per_class
 def sections_of(cls: type) -> dict[str, type[Section]]:
-    """Field name → configuration class, for the fields of ``cls`` that hold a section.
+    """Return field name → configuration class, for the fields of ``cls`` that hold a section.
 
     A default of a subclass counts: ``algorithm: AlgorithmConfig = field(default_factory=MyAlgorithmConfig)`` has the
     keys of ``MyAlgorithmConfig``.
@@ -150,7 +150,7 @@ def sections_of(cls: type) -> dict[str, type[Section]]:
 
 
 def leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, type, str]]:
-    """All settings below a configuration class: (dotted key, class that declares it, field name)."""
+    """Yield all settings below a configuration class: (dotted key, class that declares it, field name)."""
     sections = sections_of(cls)
     for name in field_types(cls):
         if name in sections:
@@ -160,11 +160,11 @@ def leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, type, str]]:
 
 
 def get_path(cfg: Section, key: str) -> Any:
-    """The value at a dotted key below ``cfg``."""
+    """Return the value at a dotted key below ``cfg``."""
     return functools.reduce(getattr, key.split("."), cfg)
 
 
 def owner_of(cfg: Section, key: str) -> tuple[Section, str]:
-    """The section that holds a dotted key, and the field's name in it."""
+    """Return the section that holds a dotted key, and the field's name in it."""
     path, _, name = key.rpartition(".")
     return (get_path(cfg, path) if path else cfg), name

@@ -29,5 +29,5 @@ class Hardware:
 
 
 def local_hardware() -> Hardware:
-    """This machine. One node, unless a Ray cluster is to be joined (``RAY_ADDRESS``), whose size is not known yet."""
+    """Return this machine as one node; nodes are not known where a Ray cluster is joined (``RAY_ADDRESS``)."""
     return Hardware(device.driver_gpu_count(), None if os.environ.get("RAY_ADDRESS") else 1)

@@ -124,6 +124,6 @@ def _first(hf: Mapping[str, Any], *keys: str) -> int:
 
 
 def _has_dense_layers(hf: Mapping[str, Any], experts: int) -> bool:
-    """Whether any layer has a feed-forward block without experts."""
+    """Return whether any layer has a feed-forward block without experts."""
     sparse_step, dense_layers = hf.get("decoder_sparse_step") or 1, hf.get("mlp_only_layers")
     return not experts or bool(_first(hf, "first_k_dense_replace")) or sparse_step > 1 or bool(dense_layers)

@@ -48,7 +48,7 @@ def fit_to_hardware(cfg: SkyRLTrainConfig, hardware: Hardware) -> list[Problem]:
 
 
 def _replace_fsdp(cfg: SkyRLTrainConfig) -> list[Problem]:
-    """``strategy=fsdp…`` as Megatron does it: no tensor, pipeline, context or expert parallelism."""
+    """Replace ``strategy=fsdp…`` by what Megatron has for it: dp without tp, pp, cp and ep."""
     trainer = cfg.trainer
     if trainer.strategy == "megatron":
         return []

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def run_folder(cfg: SkyRLTrainConfig) -> Path:
-    """``log_path/project_name/run_name``, where config, metrics, report and console log of a run are."""
+    """Return ``log_path/project_name/run_name``, where config, metrics, report and console log of a run are."""
     trainer = cfg.trainer
     return Path(trainer.log_path) / trainer.project_name / trainer.run_name
 

@@ -52,7 +52,7 @@ def validate_cfg(cfg: SkyRLTrainConfig, hardware: Hardware | None = None) -> Non
 
 
 def find_problems(cfg: SkyRLTrainConfig, hardware: Hardware) -> list[Problem]:
-    """As :func:`validate_cfg`, returning the problems."""
+    """Return the problems that :func:`validate_cfg` raises; does the rest of it too."""
     derive(cfg)
     problems = fit_to_hardware(cfg, hardware)
     _warn(cfg)
@@ -65,7 +65,7 @@ def find_problems(cfg: SkyRLTrainConfig, hardware: Hardware) -> list[Problem]:
 
 
 def _hf_configs(cfg: SkyRLTrainConfig) -> tuple[dict[str, dict[str, Any]], list[Problem]]:
-    """Role → ``config.json`` of its model, where it is at hand."""
+    """Return role → ``config.json`` of its model, where it is at hand, and the problems of reading it."""
     found: dict[str, dict[str, Any]] = {}
     problems: list[Problem] = []
     read: dict[str, dict[str, Any] | None] = {}
@@ -87,7 +87,7 @@ def _hf_configs(cfg: SkyRLTrainConfig) -> tuple[dict[str, dict[str, Any]], list[
 
 
 def _warn(cfg: SkyRLTrainConfig) -> None:
-    """One SkyRLMegatronWarning for all settings that change nothing, and one for each doubtful choice."""
+    """Give one SkyRLMegatronWarning for all settings that change nothing, and one for each doubtful choice."""
     idle = [f"  {key}={get_path(cfg, key)}: {why}" for key, why in WITHOUT_EFFECT.items() if _asks_for_more(cfg, key)]
     messages = [*_doubts(cfg)]
     if idle:
@@ -97,7 +97,7 @@ def _warn(cfg: SkyRLTrainConfig) -> None:
 
 
 def _asks_for_more(cfg: SkyRLTrainConfig, key: str) -> bool:
-    """True when a setting without effect says something else than what happens anyway."""
+    """Return whether a setting without effect says something else than what happens anyway."""
     section, name = owner_of(cfg, key)
     happens = True if name == "dist_ckpt_optim_fully_reshardable" else default_of(type(section), name)
     return bool(getattr(section, name) != happens)

@@ -40,7 +40,7 @@ def run(
 
 
 def _hardware(text: str) -> Hardware:
-    """``2x8`` → 2 nodes of 8 GPUs; empty: this machine."""
+    """Read ``2x8`` as 2 nodes of 8 GPUs; empty is this machine."""
     if not text:
         return local_hardware()
     match = re.fullmatch(r"(\d+)x(\d+)", text)

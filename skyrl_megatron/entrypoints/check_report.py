@@ -29,7 +29,7 @@ from skyrl_megatron.weight_sync import DEFAULT_BUCKET_BYTES
 
 
 def report(cfg: SkyRLTrainConfig, hardware: Hardware) -> Iterator[str]:
-    """Lines of the report on a resolved configuration. Raises ConfigError for a model that is not supported."""
+    """Yield the report on a resolved configuration line by line. Raises ConfigError for an unsupported model."""
     yield "# resolved configuration"
     yield get_config_as_yaml_str(cfg)
     yield "# machine"
@@ -46,7 +46,7 @@ def report(cfg: SkyRLTrainConfig, hardware: Hardware) -> Iterator[str]:
 
 
 def _plan(cfg: SkyRLTrainConfig, role: str) -> Plan | None:
-    """Names and shapes of a role's model; None for a hub model whose ``config.json`` cannot be had."""
+    """Return names and shapes of a role's model; None for a hub model whose ``config.json`` cannot be fetched."""
     key, path = f"trainer.{role}.model.path", getattr(cfg.trainer, role).model.path
     hf = read_hf_config(path, key, download=True)
     if hf is None:
@@ -58,7 +58,7 @@ def _plan(cfg: SkyRLTrainConfig, role: str) -> Plan | None:
 
 
 def _role(cfg: SkyRLTrainConfig, role: str, plans: dict[str, Plan]) -> Iterator[str]:
-    """Model, layout and memory of one role."""
+    """Yield model, layout and memory of one role."""
     section, parallel, plan = getattr(cfg.trainer, role), role_layout(cfg, role), _plan(cfg, role)
     yield f"# {role}: {section.model.path}"
     yield f"layout: {_degrees(parallel)}"
@@ -85,7 +85,7 @@ def _degrees(p: ParallelConfig) -> str:
 
 
 def _topology(parallel: ParallelConfig, num_layers: int, experts: int) -> Iterator[str]:
-    """One line for all ranks that hold the same layers and experts."""
+    """Yield one line for all ranks that hold the same layers and experts."""
     groups: dict[tuple[int, int], list[int]] = {}
     for rank in range(parallel.world_size):
         position = rank_position(parallel, rank)
@@ -104,7 +104,7 @@ def _range(first: int, last: int) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """``[0, 1, 2, 4]`` → ``0-2, 4``."""
+    """Write ``[0, 1, 2, 4]`` as ``0-2, 4``."""
     runs = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
     spans = [[number for _, number in run] for _, run in runs]
     return ", ".join(_range(span[0], span[-1]) for span in spans)

@@ -57,7 +57,7 @@ class RankBytes:
 
 
 def stage_parameters(plan: Plan, parallel: ParallelConfig, stage: int, *, value_head: bool = False) -> StageParameters:
-    """Parameters on each rank of pipeline stage ``stage`` (all its chunks; every rank of a stage holds as many).
+    """Count the parameters on each rank of pipeline stage ``stage`` (all its chunks; each rank holds as many).
 
     ``value_head``: a critic, whose last stage has a row of hidden size instead of the output layer.
     """
@@ -97,12 +97,12 @@ def _local_size(entry: Entry, size: int) -> int:
 
 
 def model_parameters(plan: Plan) -> int:
-    """Parameters of the whole model, vocabulary not padded, tied embeddings counted once."""
+    """Count the parameters of the whole model, vocabulary not padded, tied embeddings once."""
     return sum(math.prod(entry.shape) for entry in plan.entries if not entry.is_buffer)
 
 
 def active_parameters(plan: Plan, top_k: int) -> int:
-    """Parameters that take part in one token: of the routed experts, ``top_k`` of each layer."""
+    """Count the parameters that take part in one token: of the routed experts, ``top_k`` of each layer."""
     return sum(
         math.prod(entry.shape)
         for entry in plan.entries
@@ -119,7 +119,10 @@ def rank_bytes(
     trained: bool,
     bucket_bytes: int = 0,
 ) -> RankBytes:
-    """Bytes of each rank of a stage. ``trained``: with gradients and optimizer. ``bucket_bytes``: of a weight sync."""
+    """Return the bytes of each rank of a stage. ``trained``: with gradients and optimizer.
+
+    ``bucket_bytes``: size of one bucket of a weight sync.
+    """
     width = 2 if bf16 else 4
     weights = count.parameters * width
     buckets = 2 * min(bucket_bytes, weights)
@@ -135,7 +138,7 @@ def rank_bytes(
 
 
 def _optimizer_width(megatron: MegatronConfig, bf16: bool) -> int:
-    """Bytes of Adam's state per parameter: two moments, and an fp32 master copy unless parameters are fp32."""
+    """Return bytes of Adam's state per parameter: two moments, and an fp32 master copy unless parameters are fp32."""
     kwargs = megatron.optimizer_config_kwargs
     if not kwargs.get("use_precision_aware_optimizer"):
         return 12 if bf16 else 8
@@ -144,6 +147,6 @@ def _optimizer_width(megatron: MegatronConfig, bf16: bool) -> int:
 
 
 def _width_of(dtype: object) -> int:
-    """Bytes of a torch dtype or its name; fp32 where none is given."""
+    """Return the bytes of a torch dtype or its name; fp32 where none is given."""
     name = str(dtype).removeprefix("torch.")
     return {"float16": 2, "bfloat16": 2, "fp16": 2, "bf16": 2, "uint8": 1, "fp8": 1}.get(name, 4)

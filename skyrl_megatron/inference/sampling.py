@@ -15,7 +15,7 @@ from skyrl_megatron.errors import SkyRLMegatronWarning
 
 
 def engine_sampling(params: SamplingParams) -> dict[str, Any]:
-    """Keys of vLLM's ``SamplingParams``. ``logprobs`` 0 and 1 both mean the sampled token's alone."""
+    """Return keys of vLLM's ``SamplingParams``. ``logprobs`` 0 and 1 both mean the sampled token's alone."""
     sampling: dict[str, Any] = {
         "max_tokens": params.max_generate_length,
         "temperature": params.temperature,
@@ -32,7 +32,7 @@ def engine_sampling(params: SamplingParams) -> dict[str, Any]:
 
 
 def truncations(params: SamplingParams) -> list[str]:
-    """Settings that make the sampling distribution another one than softmax(logits / temperature)."""
+    """Return the settings with which tokens are not sampled from softmax(logits / temperature)."""
     return [
         f"{name}={value}"
         for name, value, changes in (
@@ -46,8 +46,8 @@ def truncations(params: SamplingParams) -> list[str]:
 
 
 def warn_of_truncation(cfg: SkyRLTrainConfig) -> None:
-    """One SkyRLMegatronWarning when a ratio of trainer and engine probabilities is asked for, and the engine samples
-    from a distribution that neither of them computes."""
+    """Give one SkyRLMegatronWarning when a ratio of trainer and engine probabilities is asked for, and the engine
+    samples from a distribution that neither of them computes."""
     changed = truncations(cfg.generator.sampling_params)
     if changed and correction_enabled(cfg.trainer.algorithm.off_policy_correction):
         warnings.warn(
@@ -60,12 +60,12 @@ def warn_of_truncation(cfg: SkyRLTrainConfig) -> None:
 
 
 def request_seed(seed: int, uid: str, repetition: int, step: int) -> int:
-    """The seed of one sample: the same in every run, another for every prompt, repetition, step and base seed."""
+    """Return the seed of one sample: the same in every run, another for each prompt, repetition, step and seed."""
     text = f"{seed}:{step}:{repetition}:{uid}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
 
 
 def unknown_key(name: str, known: Collection[str]) -> str:
-    """What to say about a sampling key that does not exist."""
+    """Return the message for a sampling key that does not exist."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"unknown sampling key {name!r}" + (f": did you mean {near[0]!r}?" if near else "")

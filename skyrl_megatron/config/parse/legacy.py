@@ -54,7 +54,7 @@ ALIASES: Mapping[str, str] = MappingProxyType({"trainer.remove_microbatch_paddin
 
 
 def warn_deprecated(used: Mapping[str, str]) -> None:
-    """One DeprecationWarning for all older spellings of a configuration, each with its new key.
+    """Give one DeprecationWarning for all older spellings of a configuration, each with its new key.
 
     Attributed to the caller of ``SkyRLTrainConfig.from_cli_overrides``, so that Python shows it to a script.
     """

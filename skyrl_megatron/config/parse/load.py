@@ -29,7 +29,7 @@ Tree = dict[str, Any]  # field name → Assignment, or a Tree for a section
 
 
 def from_cli_overrides[C: Section](cls: type[C], args: Sequence[str] | Mapping[str, Any]) -> C:
-    """See :meth:`skyrl_megatron.config.SkyRLTrainConfig.from_cli_overrides`."""
+    """Build ``cls`` for :meth:`skyrl_megatron.config.SkyRLTrainConfig.from_cli_overrides`, which says how."""
     cfg, problems = parse(cls, args)
     if problems:
         raise ConfigError(problems)
@@ -37,7 +37,7 @@ def from_cli_overrides[C: Section](cls: type[C], args: Sequence[str] | Mapping[s
 
 
 def from_mapping[C: Section](cls: type[C], mapping: Mapping[str, Any]) -> C:
-    """See :meth:`skyrl_megatron.config.BaseConfig.from_dict_config`."""
+    """Build ``cls`` for :meth:`skyrl_megatron.config.BaseConfig.from_dict_config`, which says how."""
     plain, resolved = _plain(mapping)
     cfg, problems = _Builder(cls).build(read_mapping(plain, "mapping"), interpolate=not resolved)
     if problems:
@@ -46,7 +46,7 @@ def from_mapping[C: Section](cls: type[C], mapping: Mapping[str, Any]) -> C:
 
 
 def parse[C: Section](cls: type[C], args: Sequence[str] | Mapping[str, Any]) -> tuple[C, list[Problem]]:
-    """A configuration and everything wrong with ``args``. Fields whose value is unusable have their default."""
+    """Return a configuration and everything wrong with ``args``. Fields with an unusable value have their default."""
     problems: list[Problem] = []
     if isinstance(args, Mapping):
         assignments = read_mapping(_plain(args)[0], "mapping", text=True)
@@ -59,7 +59,7 @@ def parse[C: Section](cls: type[C], args: Sequence[str] | Mapping[str, Any]) -> 
 
 
 def _plain(mapping: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
-    """(plain mapping, whether its interpolations are resolved): an OmegaConf node resolves its own."""
+    """Return (plain mapping, whether its interpolations are resolved): an OmegaConf node resolves its own."""
     if isinstance(mapping, dict):
         return mapping, False
     from omegaconf import DictConfig, OmegaConf
@@ -175,7 +175,7 @@ class _Builder[C: Section]:
     # --- building ----------------------------------------------------------------------------------------------
 
     def _construct(self, cls: type[Section], tree: Tree, base: Section | None, at: str) -> Section:
-        """An object of ``cls``: its parent's default ``base``, changed where the tree says so."""
+        """Build an object of ``cls``: its parent's default ``base``, changed where the tree says so."""
         given: dict[str, Any] = {}
         for name, item in tree.items():
             key = f"{at}{name}"
@@ -216,7 +216,7 @@ def _differs(base: Section, name: str) -> bool:
 
 
 def _assigned(tree: Tree) -> Iterator[tuple[Tree, str, Assignment]]:
-    """Each assignment with the tree that holds it."""
+    """Yield each assignment with the tree that holds it."""
     for name, item in list(tree.items()):
         if isinstance(item, dict):
             yield from _assigned(item)
@@ -233,7 +233,7 @@ def _has_interpolation(value: Any) -> bool:
 
 
 def _merged(cls: type[Section], base: Section | None, tree: Tree) -> dict[str, Any]:
-    """Nested values: what was given, else the default."""
+    """Return nested values: what was given, else the default."""
     values: dict[str, Any] = {}
     for name in field_types(cls):
         default = getattr(base, name) if base is not None else default_of(cls, name)
@@ -246,7 +246,7 @@ def _merged(cls: type[Section], base: Section | None, tree: Tree) -> dict[str, A
 
 
 def _nearest(root: type, cls: type, key: str, whole: str) -> list[str]:
-    """Up to three valid keys like ``whole``, which is wrong from ``key`` on: siblings, the same last name, any."""
+    """Return up to three valid keys like ``whole``, wrong from ``key`` on: siblings, the same last name, any."""
     prefix, _, name = key.rpartition(".")
     every = [leaf for leaf, _, _ in leaves(root)]
     siblings = [f"{prefix}.{near}" if prefix else near for near in difflib.get_close_matches(name, field_types(cls))]

@@ -27,27 +27,27 @@ class Assignment:
     """The key as the user wrote it, before renaming."""
 
     def below(self, name: str, value: Any) -> Assignment:
-        """An entry of this assignment's mapping as an assignment of its own."""
+        """Return an entry of this assignment's mapping as an assignment of its own."""
         return Assignment(f"{self.key}.{name}", value, None, self.source, f"{self.spelled}.{name}")
 
     def typed(self) -> Any:
-        """The text read as YAML, or as it is where it is no YAML."""
+        """Return the text read as YAML, or as it is where it is no YAML."""
         try:
             return _yaml_value(self.text or "")
         except ValueError:
             return self.text
 
     def renamed(self, key: str) -> Assignment:
-        """The same under another key."""
+        """Return the same under another key."""
         return dataclasses.replace(self, key=key)
 
     def with_value(self, value: Any) -> Assignment:
-        """The same with its interpolations resolved. A number taken from another key may stand for a string."""
+        """Return the same with its interpolations resolved; a number taken from another key may stand for a string."""
         return dataclasses.replace(self, value=value, text=str(value) if isinstance(value, int | float) else None)
 
 
 def read_mapping(mapping: Mapping[str, Any], source: str, text: bool = False) -> list[Assignment]:
-    """Entries of a mapping, whose keys may be dotted. ``text``: strings may stand for other types, as when typed."""
+    """Read a mapping, whose keys may be dotted. ``text``: strings may stand for other types, as when typed."""
     found = []
     for key, value in mapping.items():
         typed = value if text and isinstance(value, str) else None
@@ -56,7 +56,7 @@ def read_mapping(mapping: Mapping[str, Any], source: str, text: bool = False) ->
 
 
 def read_arguments(args: Sequence[str]) -> tuple[list[Assignment], list[Problem]]:
-    """``key=value`` and ``--config FILE`` arguments, in order, and what cannot be read."""
+    """Read ``key=value`` and ``--config FILE`` arguments, in order, and name what cannot be read."""
     found: list[Assignment] = []
     problems: list[Problem] = []
     rest = iter(args)
@@ -79,7 +79,7 @@ def read_arguments(args: Sequence[str]) -> tuple[list[Assignment], list[Problem]
 
 
 def read_yaml(path: str) -> tuple[list[Assignment], list[Problem]]:
-    """Entries of a YAML file, or why it cannot be read, with the line."""
+    """Read a YAML file, or say why it cannot be read, with the line."""
     import yaml
     from omegaconf import OmegaConf
 
@@ -107,7 +107,7 @@ def read_yaml(path: str) -> tuple[list[Assignment], list[Problem]]:
 
 
 def _refusal(arg: str, has_value: bool) -> str | None:
-    """Why an argument is not an assignment."""
+    """Say why an argument is not an assignment; None if it is."""
     if arg.startswith(("+", "~")):
         return (
             f"'{arg[0]}' adds or removes keys in Hydra; here every key exists already: write it without, "
@@ -119,7 +119,7 @@ def _refusal(arg: str, has_value: bool) -> str | None:
 
 
 def _yaml_value(text: str) -> Any:
-    """Typed text as YAML reads it: ``4``, ``1e-6``, ``true``, ``null``, ``[a, b]``, ``{a: 1}``. Raises ValueError."""
+    """Read typed text as YAML: ``4``, ``1e-6``, ``true``, ``null``, ``[a, b]``, ``{a: 1}``. Raises ValueError."""
     import yaml
     from omegaconf import OmegaConf
 

@@ -27,7 +27,7 @@ class Mismatch(Exception):
 
 
 def convert(annotation: Any, value: Any, text: str | None = None) -> Any:
-    """``value`` as the type ``annotation``. ``text`` is how it was typed, where it was. Raises Mismatch."""
+    """Return ``value`` as the type ``annotation``. ``text``: how it was typed, where it was. Raises Mismatch."""
     origin = typing.get_origin(annotation)
     if origin is Annotated:
         inner, *rules = typing.get_args(annotation)
@@ -57,7 +57,7 @@ def convert(annotation: Any, value: Any, text: str | None = None) -> Any:
 
 
 def describe(annotation: Any) -> str:
-    """The type in words, rules left out: ``int or null``."""
+    """Return the type in words, rules left out: ``int or null``."""
     names = []
     for member in members_of(annotation):
         if typing.get_origin(member) is list:
@@ -154,7 +154,7 @@ def _convert_scalar(kind: Any, value: Any, text: str | None) -> Any:
 
 
 def _convert_dataclass(kind: Any, value: Mapping[Any, Any]) -> Any:
-    """A dataclass inside a list, or one that is no Section."""
+    """Convert a mapping to a dataclass inside a list, or to one that is no Section."""
     if issubclass(kind, Section):
         return kind.from_dict_config(value)
     try:

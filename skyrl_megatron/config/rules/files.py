@@ -15,7 +15,7 @@ _SUFFIXES = (".parquet", ".json", ".jsonl", ".arrow", ".csv")
 
 
 def file_problems(cfg: SkyRLTrainConfig, training: bool = True) -> Iterator[Problem]:
-    """Missing datasets, chat template and checkpoint. ``training`` false: an evaluation, which reads no training data.
+    """Yield missing datasets, chat template and checkpoint. ``training`` false: an evaluation reads no training data.
 
     Names that are no path (datasets on the hub, ``s3://…``) are left to whoever opens them.
     """

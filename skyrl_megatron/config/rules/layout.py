@@ -98,7 +98,7 @@ class ModelDimensions:
 
 
 def layers_per_stage(parallel: ParallelConfig, num_layers: int) -> tuple[int, ...]:
-    """Layers of each pipeline stage, first to last. Raises ConfigError when they cannot be dealt out."""
+    """Return the layers of each pipeline stage, first to last. Raises ConfigError when they cannot be dealt out."""
     problems = list(_layer_problems(parallel, num_layers, PREFIX))
     if problems:
         raise ConfigError(problems)
@@ -115,7 +115,7 @@ def layers_per_stage(parallel: ParallelConfig, num_layers: int) -> tuple[int, ..
 
 
 def stage_layers(parallel: ParallelConfig, num_layers: int, pp_rank: int, vpp_stage: int = 0) -> range:
-    """Global numbers (from 0) of the layers in chunk ``vpp_stage`` of stage ``pp_rank``.
+    """Return the global numbers (from 0) of the layers in chunk ``vpp_stage`` of stage ``pp_rank``.
 
     With 8 layers, pp=2, vpp=2: stage 0 holds 0–1 and 4–5, stage 1 holds 2–3 and 6–7.
     Raises ConfigError when the layers cannot be dealt out.
@@ -128,7 +128,7 @@ def stage_layers(parallel: ParallelConfig, num_layers: int, pp_rank: int, vpp_st
 def layout_problems(
     parallel: ParallelConfig, dims: ModelDimensions | None = None, prefix: str = PREFIX
 ) -> list[Problem]:
-    """Everything that makes a layout impossible, each problem with its config key, value and fix; [] if it is fine.
+    """Return everything that makes a layout impossible, each with its config key, value and fix; [] if it is fine.
 
     ``dims``: also check the model's sizes. ``prefix``: where this role's degrees stand in the configuration.
     """

@@ -29,7 +29,7 @@ _FSDP_INSTEAD = {
 def placement_problems(
     cfg: SkyRLTrainConfig, hardware: Hardware, configs: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[Problem]:
-    """Everything wrong with layouts and devices. ``configs``: role → ``config.json`` of its model, where at hand."""
+    """Yield everything wrong with layouts and devices. ``configs``: role → ``config.json``, where it is at hand."""
     policy = (role_layout(cfg, "policy"), cfg.trainer.policy.megatron_config, configs.get("policy"))
     for role in active_roles(cfg):
         section = f"trainer.{role}.megatron_config."
@@ -75,7 +75,7 @@ def _megatron(cfg: SkyRLTrainConfig, role: str, section: str, hardware: Hardware
 
 
 def _experts(cfg: SkyRLTrainConfig, megatron: MegatronConfig, section: str, hardware: Hardware) -> Iterator[Problem]:
-    """Options of mixture-of-experts layers."""
+    """Check options of mixture-of-experts layers."""
     if megatron.moe_enable_routing_replay:
         if not cfg.generator.inference_engine.enable_return_routed_experts:
             fix = "needs the engine's routes: set generator.inference_engine.enable_return_routed_experts=true"
@@ -92,7 +92,7 @@ def _experts(cfg: SkyRLTrainConfig, megatron: MegatronConfig, section: str, hard
 
 
 def _recompute(megatron: MegatronConfig, section: str) -> Iterator[Problem]:
-    """``recompute_method`` and ``recompute_num_layers`` go with full recomputation only (transformer_config.py)."""
+    """Check that ``recompute_method`` and ``_num_layers`` go with full recomputation only (transformer_config.py)."""
     kwargs = megatron.transformer_config_kwargs
     granularity = kwargs.get("recompute_granularity")
     for name in ("recompute_method", "recompute_num_layers"):
@@ -150,7 +150,7 @@ def _colocation(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
 
 
 def gpus_asked(cfg: SkyRLTrainConfig) -> dict[str, int]:
-    """Who takes how many devices for itself; roles that share another's devices are left out."""
+    """Count the devices that each role takes for itself; roles that share another's are left out."""
     placement, roles = cfg.trainer.placement, active_roles(cfg)
     asked = {"policy": role_world_size(placement, "policy")}
     if placement.colocate_all:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def parallel_config(megatron: MegatronConfig, world_size: int) -> ParallelConfig:
-    """The layout of a model over ``world_size`` ranks."""
+    """Return the layout of a model over ``world_size`` ranks."""
     return ParallelConfig(
         world_size=world_size,
         tp=megatron.tensor_model_parallel_size,
@@ -31,7 +31,7 @@ def parallel_config(megatron: MegatronConfig, world_size: int) -> ParallelConfig
 
 
 def active_roles(cfg: SkyRLTrainConfig) -> tuple[str, ...]:
-    """The roles that a run starts: ``policy``, ``ref`` where a KL term needs it, ``critic`` where it has a model."""
+    """Return the roles that a run starts: ``policy``, ``ref`` if a KL term needs it, ``critic`` if it has a model."""
     algorithm = cfg.trainer.algorithm
     roles = ["policy"]
     if algorithm.use_kl_loss or algorithm.use_kl_in_reward:
@@ -42,20 +42,20 @@ def active_roles(cfg: SkyRLTrainConfig) -> tuple[str, ...]:
 
 
 def role_world_size(placement: PlacementConfig, role: str) -> int:
-    """Ranks of a role."""
+    """Count the ranks of a role."""
     nodes: int = getattr(placement, f"{role}_num_nodes")
     per_node: int = getattr(placement, f"{role}_num_gpus_per_node")
     return nodes * per_node
 
 
 def role_layout(cfg: SkyRLTrainConfig, role: str) -> ParallelConfig:
-    """The layout of a role's model."""
+    """Return the layout of a role's model."""
     megatron: MegatronConfig = getattr(cfg.trainer, role).megatron_config
     return parallel_config(megatron, role_world_size(cfg.trainer.placement, role))
 
 
 def engine_ranks(cfg: SkyRLTrainConfig) -> int:
-    """Ranks of one engine."""
+    """Count the ranks of one engine."""
     engine = cfg.generator.inference_engine
     return engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size
 
@@ -87,7 +87,7 @@ class RankPosition:
 
 
 def rank_position(parallel: ParallelConfig, rank: int) -> RankPosition:
-    """Megatron's order: tp varies fastest, then cp, ep, dp, and pp slowest (parallel_state.py, ``RankGenerator``)."""
+    """Place a rank in Megatron's order: tp fastest, then cp, ep, dp, pp (parallel_state.py, ``RankGenerator``)."""
     per_stage = parallel.world_size // parallel.pp
     pp, within = divmod(rank, per_stage)
     dense, tp = divmod(within, parallel.tp)

@@ -17,7 +17,7 @@ _E = "generator.inference_engine."
 
 
 def rollout_problems(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> Iterator[Problem]:
-    """Everything wrong with generation. ``hf``: the policy's ``config.json``, empty where it is not at hand."""
+    """Yield everything wrong with generation. ``hf``: the policy's ``config.json``, empty where it is not at hand."""
     yield from _turns(cfg)
     yield from _engines(cfg, model_dimensions(hf))
     yield from _lengths(cfg, hf)

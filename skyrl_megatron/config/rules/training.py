@@ -37,7 +37,7 @@ _A = "trainer.algorithm."
 
 
 def training_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
-    """Everything wrong with how a step is cut, scored and taken."""
+    """Yield everything wrong with the batches, the objective and the optimizer of a step."""
     yield from _batch(cfg)
     yield from _algorithm(cfg)
     yield from _correction(cfg)
@@ -79,7 +79,7 @@ def _batch(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
 
 
 def longest_sequence(cfg: SkyRLTrainConfig) -> int:
-    """Tokens of the longest sequence that a rollout can produce: context of the last turn plus its response."""
+    """Count the tokens of the longest sequence that a rollout can make: context of the last turn and its response."""
     return (cfg.generator.max_input_length or 0) + cfg.generator.sampling_params.max_generate_length
 
 
@@ -113,7 +113,7 @@ def _algorithm(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
 
 
 def registered(module_name: str, registry: str, built_in: tuple[str, ...]) -> tuple[str, ...]:
-    """Names known to a registry. Only where the registry was imported can a name have been added to it."""
+    """Return the names known to a registry. Only where it was imported can a name have been added to it."""
     module = sys.modules.get(f"skyrl_megatron.algorithms.{module_name}")
     if module is None:
         return built_in
@@ -139,7 +139,7 @@ def _correction(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
 
 
 def _limits(algorithm: AlgorithmConfig) -> Iterator[Problem]:
-    """Pairs of which the lower must lie below the upper."""
+    """Check pairs of limits: the lower must lie below the upper."""
     correction, covariance = algorithm.off_policy_correction, algorithm.clip_cov
     pairs = [("off_policy_correction.geo_mask", correction.geo_mask_low, correction.geo_mask_high)]
     pairs.append(("off_policy_correction.product_mask", correction.product_mask_low, correction.product_mask_high))

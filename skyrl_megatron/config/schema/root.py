@@ -53,7 +53,7 @@ def make_config(
     trainer_cls: type[TrainerConfig] | None = None,
     generator_cls: type[GeneratorConfig] | None = None,
 ) -> type[SkyRLTrainConfig]:
-    """A SkyRLTrainConfig whose sections are your subclasses. ``trainer_cls``, if given, brings its own algorithm.
+    """Make a SkyRLTrainConfig class with your sections. ``trainer_cls``, if given, brings its own algorithm.
 
     >>> @dataclass
     ... class MyAlgorithmConfig(AlgorithmConfig):
@@ -75,14 +75,14 @@ def _with_sections(parent: type[BaseConfig], sections: Mapping[str, type[BaseCon
 
 
 def get_config_as_dict(cfg: BaseConfig | Mapping[str, Any]) -> dict[str, Any]:
-    """Nested plain values: what YAML and JSON can hold."""
+    """Return nested plain values: what YAML and JSON can hold."""
     if isinstance(cfg, Mapping):
         return {str(key): _plain(value) for key, value in cfg.items()}
     return cast("dict[str, Any]", _plain(cfg))
 
 
 def get_config_as_yaml_str(cfg: BaseConfig) -> str:
-    """YAML that ``--config`` reads back to an equal configuration."""
+    """Return YAML that ``--config`` reads back to an equal configuration."""
     from omegaconf import OmegaConf
 
     return OmegaConf.to_yaml(OmegaConf.create(_escaped(get_config_as_dict(cfg))))
@@ -101,7 +101,7 @@ def _plain(value: Any) -> Any:
 
 
 def _escaped(value: Any) -> Any:
-    """``${`` in a string would be read as an interpolation: OmegaConf's escape is a backslash before it."""
+    """Escape ``${`` in strings, which would be read as an interpolation: OmegaConf takes a backslash before it."""
     if isinstance(value, dict):
         return {key: _escaped(entry) for key, entry in value.items()}
     if isinstance(value, list):
