@@ -99,12 +99,8 @@ def dense_first(config: PreTrainedConfig) -> tuple[bool, ...]:
 
 def mla_shape(config: PreTrainedConfig) -> ModelShape:
     """Return the shape of a DeepSeek model. Flags: are queries compressed, and how are their rotary rows ordered."""
-    heads, nope, rope, value = (
-        config.num_attention_heads,
-        config.qk_nope_head_dim,
-        config.qk_rope_head_dim,
-        config.v_head_dim,
-    )
+    heads, value = config.num_attention_heads, config.v_head_dim
+    nope, rope = config.qk_nope_head_dim, config.qk_rope_head_dim
     require(config, "num_key_value_heads", (heads,), "multi-latent attention has as many as query heads")
     order = "pairs" if config.rope_interleave else "halves"
     compressed = config.q_lora_rank is not None
@@ -220,12 +216,11 @@ def sigmoid_routing(config: PreTrainedConfig) -> dict[str, Any]:
         "moe_router_pre_softmax": False,
     }
     if (config.n_group or 1) > 1:
-        if config.num_experts_per_tok // config.topk_group != 2:
-            reason = (
-                f"Megatron ranks groups by their best num_experts_per_tok/topk_group={config.num_experts_per_tok}/"
-            )
+        chosen, groups = config.num_experts_per_tok, config.topk_group
+        if chosen // groups != 2:
+            ratio = f"num_experts_per_tok/topk_group={chosen}/{groups}"
             raise refuse(
-                kind, "topk_group", config.topk_group, f"{reason}{config.topk_group} experts, HF by their best 2"
+                kind, "topk_group", groups, f"Megatron ranks groups by their best {ratio} experts, HF by their best 2"
             )
         fields |= {"moe_router_num_groups": config.n_group, "moe_router_group_topk": config.topk_group}
     return fields

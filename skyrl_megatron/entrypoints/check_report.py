@@ -18,12 +18,7 @@ from skyrl_megatron.config.rules.layout import ParallelConfig, stage_layers
 from skyrl_megatron.config.rules.placement import gpus_asked
 from skyrl_megatron.config.rules.role_layout import active_roles, engine_ranks, rank_position, role_layout
 from skyrl_megatron.config.rules.training import longest_sequence
-from skyrl_megatron.entrypoints.memory_budget import (
-    active_parameters,
-    model_parameters,
-    rank_bytes,
-    stage_parameters,
-)
+from skyrl_megatron.entrypoints.memory_budget import active_parameters, model_parameters, rank_bytes, stage_parameters
 from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.weight_sync import DEFAULT_BUCKET_BYTES
 

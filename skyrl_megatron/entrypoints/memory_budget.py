@@ -85,10 +85,8 @@ def stage_parameters(plan: Plan, parallel: ParallelConfig, stage: int, *, value_
     dims = plan.shape.dims
     if last and value_head:
         dense += dims["H"]
-    elif last and not first and "untied" not in plan.shape.flags:
-        dense += (
-            padded_rows(dims["V"], parallel.tp) // parallel.tp * dims["H"]
-        )  # the last stage's copy of the embedding
+    elif last and not first and "untied" not in plan.shape.flags:  # the last stage's copy of the embedding
+        dense += padded_rows(dims["V"], parallel.tp) // parallel.tp * dims["H"]
     return StageParameters(dense, expert, buffers)
 
 

@@ -7,31 +7,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 _ENGINE = "generator.inference_engine"
-_KEPT_THEIR_NAME = (
-    "model_dtype",
-    "run_engines_locally",
-    "backend",
-    "weight_sync_backend",
-    "weight_transfer_threshold_cuda_ipc_GB",
-    "async_engine",
-    "vllm_v1_disable_multiproc",
-    "enable_prefix_caching",
-    "enable_chunked_prefill",
-    "max_num_batched_tokens",
-    "enforce_eager",
-    "fully_sharded_loras",
-    "enable_ray_prometheus_stats",
-    "gpu_memory_utilization",
-    "max_num_seqs",
-    "enable_http_endpoint",
-    "http_endpoint_host",
-    "http_endpoint_port",
-    "served_model_name",
-    "engine_init_kwargs",
-    "override_existing_update_group",
-    "external_proxy_url",
-    "external_server_urls",
-)
+_KEPT_THEIR_NAME = """
+    model_dtype run_engines_locally backend weight_sync_backend weight_transfer_threshold_cuda_ipc_GB async_engine
+    vllm_v1_disable_multiproc enable_prefix_caching enable_chunked_prefill max_num_batched_tokens enforce_eager
+    fully_sharded_loras enable_ray_prometheus_stats gpu_memory_utilization max_num_seqs enable_http_endpoint
+    http_endpoint_host http_endpoint_port served_model_name engine_init_kwargs override_existing_update_group
+    external_proxy_url external_server_urls
+""".split()
 
 DEPRECATED: Mapping[str, str] = MappingProxyType(
     {f"generator.{name}": f"{_ENGINE}.{name}" for name in _KEPT_THEIR_NAME}
@@ -64,4 +46,4 @@ def warn_deprecated(used: Mapping[str, str]) -> None:
         f"  {old} is dropped: {new} says it" if old in DROPPED else f"  {old} is now {new}"
         for old, new in sorted(used.items())
     ]
-    warnings.warn("older spelling of configuration keys:\n" + "\n".join(lines), DeprecationWarning, stacklevel=5)
+    warnings.warn("older spelling of configuration keys:\n" + "\n".join(lines), DeprecationWarning, stacklevel=4)

@@ -28,14 +28,6 @@ from skyrl_megatron.errors import ConfigError, Problem
 Tree = dict[str, Any]  # field name → Assignment, or a Tree for a section
 
 
-def from_cli_overrides[C: Section](cls: type[C], args: Sequence[str] | Mapping[str, Any]) -> C:
-    """Build ``cls`` for :meth:`skyrl_megatron.config.SkyRLTrainConfig.from_cli_overrides`, which says how."""
-    cfg, problems = parse(cls, args)
-    if problems:
-        raise ConfigError(problems)
-    return cfg
-
-
 def from_mapping[C: Section](cls: type[C], mapping: Mapping[str, Any]) -> C:
     """Build ``cls`` for :meth:`skyrl_megatron.config.BaseConfig.from_dict_config`, which says how."""
     plain, resolved = _plain(mapping)

@@ -160,46 +160,35 @@ def _grid_problems(parallel: ParallelConfig, prefix: str) -> Iterator[Problem]:
     dense = parallel.tp * parallel.pp * parallel.cp
     if parallel.world_size % dense:
         name = next(n for n in ("cp", "pp", "tp") if getattr(parallel, n) > 1)
-        yield _problem(
-            parallel,
-            name,
-            f"tp·pp·cp = {parallel.tp}·{parallel.pp}·{parallel.cp} = {dense} must divide the {parallel.world_size} "
-            f"ranks; use a multiple of {dense} ranks or smaller degrees",
-            prefix,
-        )
+        product = f"tp·pp·cp = {parallel.tp}·{parallel.pp}·{parallel.cp}"
+        yield _problem(parallel, name, _indivisible(product, dense, parallel.world_size), prefix)
     experts = parallel.pp * parallel.etp * parallel.ep
     if parallel.world_size % experts and (parallel.ep > 1 or parallel.etp > 1):
         name = "ep" if parallel.ep > 1 else "etp"
-        yield _problem(
-            parallel,
-            name,
-            f"pp·etp·ep = {parallel.pp}·{parallel.etp}·{parallel.ep} = {experts} must divide the "
-            f"{parallel.world_size} ranks; use a multiple of {experts} ranks or smaller degrees",
-            prefix,
-        )
+        product = f"pp·etp·ep = {parallel.pp}·{parallel.etp}·{parallel.ep}"
+        yield _problem(parallel, name, _indivisible(product, experts, parallel.world_size), prefix)
+
+
+def _indivisible(product: str, size: int, ranks: int) -> str:
+    return f"{product} = {size} must divide the {ranks} ranks; use a multiple of {size} ranks or smaller degrees"
 
 
 def _pipeline_problems(parallel: ParallelConfig, prefix: str) -> Iterator[Problem]:
+    needs_stages = "needs pipeline_model_parallel_size of at least 2; set it or drop this"
     if parallel.vpp > 1 and parallel.pp == 1:
-        yield _problem(
-            parallel, "vpp", "needs pipeline_model_parallel_size of at least 2; set it or drop this", prefix
-        )
+        yield _problem(parallel, "vpp", needs_stages, prefix)
     if parallel.vpp > 1 and parallel.pp == 2 and not parallel.uses_overlapped_p2p:
-        yield _problem(
-            parallel,
-            "overlap_p2p",
+        fix = (
             f"with pp=2 and vpp={parallel.vpp} batched sends are matched in the wrong order and the gradients are "
-            "wrong; use overlap_p2p_comm=true, batch_p2p_comm=false (or leave both unset)",
-            prefix,
+            "wrong; use overlap_p2p_comm=true, batch_p2p_comm=false (or leave both unset)"
         )
+        yield _problem(parallel, "overlap_p2p", fix, prefix)
     for name in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
         layers = getattr(parallel, name)
         if layers is None:
             continue
         if parallel.pp == 1:
-            yield _problem(
-                parallel, name, "needs pipeline_model_parallel_size of at least 2; set it or drop this", prefix
-            )
+            yield _problem(parallel, name, needs_stages, prefix)
         elif layers < 1:
             yield _problem(parallel, name, "must be at least 1", prefix)
 

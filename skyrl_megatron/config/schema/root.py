@@ -18,6 +18,7 @@ from skyrl_megatron.config.schema.data import DataConfig
 from skyrl_megatron.config.schema.environment import EnvironmentConfig
 from skyrl_megatron.config.schema.generator import GeneratorConfig
 from skyrl_megatron.config.schema.trainer import TrainerConfig
+from skyrl_megatron.errors import ConfigError
 
 
 @dataclass
@@ -45,7 +46,10 @@ class SkyRLTrainConfig(BaseConfig):
         ``generator.*`` engine keys of older scripts are translated with one DeprecationWarning. Raises ConfigError
         with every problem found.
         """
-        return load.from_cli_overrides(cls, args)
+        cfg, problems = load.parse(cls, args)
+        if problems:
+            raise ConfigError(problems)
+        return cfg
 
 
 def make_config(

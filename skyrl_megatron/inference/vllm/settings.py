@@ -18,6 +18,20 @@ INITIAL_VERSION = "initial"
 PROCESS_BYTES = 1 << 30
 """Memory of an engine process on CPU beside weights and KV cache: measured 0.9 to 1.1 GB with vLLM 0.32."""
 
+_FROM_CONFIG = (
+    *(
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+    ),
+    *("enforce_eager", "enable_prefix_caching", "enable_chunked_prefill", "fully_sharded_loras"),
+    "distributed_executor_backend",
+)
+"""Fields with one name in ``generator.inference_engine``, in :class:`EngineSettings` and in vLLM."""
+_SAME_IN_VLLM = ("model", "dtype", "max_model_len", "seed", "trust_remote_code")
+
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
@@ -74,25 +88,11 @@ class EngineSettings:
 
     def arguments(self) -> dict[str, Any]:
         """Return vLLM's engine arguments, but for those that depend on the platform."""
-        arguments: dict[str, Any] = {
-            "model": self.model,
+        arguments: dict[str, Any] = {name: getattr(self, name) for name in (*_FROM_CONFIG, *_SAME_IN_VLLM)}
+        arguments |= {
             "served_model_name": self.served_model_name or self.model,
-            "tensor_parallel_size": self.tensor_parallel_size,
-            "pipeline_parallel_size": self.pipeline_parallel_size,
-            "data_parallel_size": self.data_parallel_size,
             "enable_expert_parallel": self.expert_parallel_size > 1,
-            "dtype": self.dtype,
-            "max_model_len": self.max_model_len,
-            "max_num_seqs": self.max_num_seqs,
-            "max_num_batched_tokens": self.max_num_batched_tokens,
-            "enforce_eager": self.enforce_eager,
-            "enable_prefix_caching": self.enable_prefix_caching,
-            "enable_chunked_prefill": self.enable_chunked_prefill,
-            "distributed_executor_backend": self.distributed_executor_backend,
-            "seed": self.seed,
-            "fully_sharded_loras": self.fully_sharded_loras,
             "enable_sleep_mode": self.sleep_mode,
-            "trust_remote_code": self.trust_remote_code,
             "logprobs_mode": "raw_logprobs" if self.logprobs_at_temperature else "processed_logprobs",
             "disable_log_stats": not self.ray_prometheus_stats,
         }
@@ -125,25 +125,16 @@ def engine_settings(cfg: SkyRLTrainConfig, **changes: Any) -> EngineSettings:
     rope = dict(generator.rope_scaling or {})
     if generator.rope_theta is not None:
         rope["rope_theta"] = generator.rope_theta
-    settings: dict[str, Any] = {
+    settings: dict[str, Any] = {name: getattr(engine, name) for name in _FROM_CONFIG}
+    settings |= {
         "model": model,
-        "tensor_parallel_size": engine.tensor_parallel_size,
-        "pipeline_parallel_size": engine.pipeline_parallel_size,
-        "data_parallel_size": engine.data_parallel_size,
         "expert_parallel_size": engine.expert_parallel_size,
         "dtype": engine.model_dtype,
         "max_model_len": longest,
-        "max_num_seqs": engine.max_num_seqs,
-        "max_num_batched_tokens": engine.max_num_batched_tokens,
         "kv_cache_bytes": kv_cache_bytes,
         "gpu_memory_utilization": engine.gpu_memory_utilization,
-        "enforce_eager": engine.enforce_eager,
-        "enable_prefix_caching": engine.enable_prefix_caching,
-        "enable_chunked_prefill": engine.enable_chunked_prefill,
-        "distributed_executor_backend": engine.distributed_executor_backend,
         "seed": cfg.trainer.seed,
         "served_model_name": engine.served_model_name,
-        "fully_sharded_loras": engine.fully_sharded_loras,
         "sleep_mode": cfg.trainer.placement.colocate_all and not on_cpu,
         "ray_prometheus_stats": engine.enable_ray_prometheus_stats,
         "trust_remote_code": cfg.trainer.trust_remote_code,
