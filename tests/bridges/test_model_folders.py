@@ -67,16 +67,16 @@ def train_body(hf, root, layout):
     """A step of training, then a checkpoint, and the same weights written by the runtime's own exporter."""
     import os
 
-    from skyrl_megatron.runtime.checkpoint.checkpointer import Checkpointer
     from skyrl_megatron.runtime.hf.export import save_hf
     from tests.checkpoint import training
+    from tests.checkpoint.ranks import RankCheckpointer
 
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
         os.environ.pop(name, None)  # Megatron sets them for good, and refuses another choice in the same process
     engine = training.engine(hf, layout)
     training.train(engine, [1])
-    checkpointer = Checkpointer(str(root / "checkpoints"))
-    checkpointer.save(1, training.state_of(engine))
+    checkpointer = RankCheckpointer(str(root / "checkpoints"), training.state_of(engine))
+    checkpointer.save(1)
     checkpointer.close()
     save_hf(engine.model, engine.groups, root / "runtime")
 
