@@ -13,13 +13,14 @@ from bridges.assets import HF_SUBFOLDER, copy_assets, output_config
 from bridges.errors import BridgeError
 from bridges.hf_io import DTYPE_NAMES
 from bridges.hf_write import HfWriter
-from bridges.megatron_io import ChunkFile, write_metadata
+from bridges.megatron_io import write_metadata
 from bridges.names import CheckpointPlace, checkpoint_place
 from bridges.plan import Plan
 from bridges.rows import Shape
 from bridges.rules import Entry
 from bridges.source import CARRIED, MegatronSource, Source, is_checkpoint, key_dtypes, open_hf
-from bridges.staging import staged
+from bridges.staging import LocalFile, byte_blocks, staged
+from bridges.torch_dist import ChunkFile
 from bridges.verify import same_bytes
 from bridges.workers import Progress, in_threads, shares
 
@@ -86,16 +87,18 @@ def import_hf(
     total = sum(unit.nbytes for unit in work)
     progress = Progress(total, "import", stream)
     with staged(out, total) as folder:
-        files = [ChunkFile(folder, f"__{worker}_0.distcp") for worker in range(max(1, workers))]
+        names = [f"__{worker}_0.distcp" for worker in range(max(1, workers))]
+        files = [ChunkFile(name, LocalFile(folder / name)) for name in names]
 
         def convert(worker: int, unit: _Import) -> None:
             if unit.entry is None:
-                offsets = (0,) * len(shapes[unit.name])
-                key = CARRIED + unit.name
-                progress.add(files[worker].append(key, offsets, 0, source.read(unit.name), tensors[key][1]))
+                shape, key = shapes[unit.name], CARRIED + unit.name
+                data = byte_blocks(source.read(unit.name), tensors[key][1])
+                files[worker].append(key, (0,) * len(shape), shape, tensors[key][1], data)
             else:
                 place = places[unit.name]
-                progress.add(_import_entry(source, unit.entry, place, keys[place.key], files[worker]))
+                _import_entry(source, unit.entry, place, keys[place.key], files[worker])
+            progress.add(unit.nbytes)
 
         try:
             in_threads(shares(work, lambda unit: unit.nbytes, len(files)), convert)
@@ -105,19 +108,18 @@ def import_hf(
             write_metadata(folder, tensors, files, common)
         finally:
             for file in files:
-                file.close()
+                file.abandon()
     progress.finish()
     return Report(str(out), plan.family.model_type, len(work), progress.done, progress.seconds)
 
 
-def _import_entry(source: Source, entry: Entry, place: CheckpointPlace, dtype: torch.dtype, file: ChunkFile) -> int:
+def _import_entry(source: Source, entry: Entry, place: CheckpointPlace, dtype: torch.dtype, file: ChunkFile) -> None:
     parts = entry.bound.conversion.to_parts([source.read(piece.name, piece.index) for piece in entry.hf])
     rows = entry.shape[0] // entry.parts
     rest = (0,) * (len(entry.shape) - 1)
-    return sum(
-        file.append(place.key, (*place.index, number * rows, *rest), len(place.axes), part, dtype)
-        for number, part in enumerate(parts)
-    )
+    for number, part in enumerate(parts):
+        sizes = (*((1,) * len(place.axes)), *part.shape)
+        file.append(place.key, (*place.index, number * rows, *rest), sizes, dtype, byte_blocks(part, dtype))
 
 
 def _check_copies(plan: Plan, source: Source) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from bridges.assets import HF_SUBFOLDER
 from bridges.errors import BridgeError
 from bridges.hf_io import HfFolder, read_json
-from bridges.megatron_io import Checkpoint
+from bridges.megatron_io import DistCheckpoint
 from bridges.names import CheckpointPlace, checkpoint_places
 from bridges.plan import Plan
 from bridges.quantized import DequantizedFolder
@@ -62,7 +62,7 @@ class MegatronSource:
 
     def __init__(self, path: Path, template: Path | None = None) -> None:
         self.path = path
-        self.checkpoint = Checkpoint(path)
+        self.checkpoint = DistCheckpoint(path)
         self.hf_files = _hf_files(path, template)
         self.config = read_json(self.hf_files / "config.json")
         self.plan = Plan.of(self.config)

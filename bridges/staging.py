@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -62,6 +63,44 @@ def _sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class FileWriter(Protocol):
+    """A file being written from front to back."""
+
+    def write(self, *parts: memoryview | bytes) -> None:
+        """Append all parts."""
+
+    def finish(self) -> None:
+        """Make the file durable and close it."""
+
+    def abandon(self) -> None:
+        """Close the file as it is; safe to call twice, and after :meth:`finish`."""
+
+
+class LocalFile:
+    """A new file of a file system (a :class:`FileWriter`). Raises FileExistsError if there is one."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+
+    def write(self, *parts: memoryview | bytes) -> None:
+        views = [view for part in parts if len(view := memoryview(part).cast("B"))]
+        while views:  # one system call takes at most 2 GiB
+            written = os.writev(self._descriptor, views)
+            while views and written >= len(views[0]):
+                written -= len(views.pop(0))
+            if written:
+                views[0] = views[0][written:]
+
+    def finish(self) -> None:
+        os.fsync(self._descriptor)
+        self.abandon()
+
+    def abandon(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
 
 def byte_blocks(tensor: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:

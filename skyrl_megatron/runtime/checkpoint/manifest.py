@@ -19,8 +19,6 @@ from skyrl_megatron.errors import CheckpointError
 from skyrl_megatron.runtime.checkpoint.storage import Storage
 
 MANIFEST = "MANIFEST.json"
-COMMON_STATE = "common_state/shard_0_1"
-"""Key of what is no tensor."""
 PARTS = "parts"
 """Folder of the notes that ranks leave for whoever completes a checkpoint."""
 BLOCK_BYTES = 4 * 2**20

@@ -12,22 +12,10 @@ import os
 import posixpath
 import shutil
 from pathlib import Path
-from typing import IO, Protocol, cast
+from typing import IO, cast
 
+from bridges.staging import FileWriter, LocalFile
 from skyrl_megatron.errors import CheckpointError
-
-
-class Sink(Protocol):
-    """A file being written from front to back."""
-
-    def write(self, *parts: memoryview | bytes) -> None:
-        """Append all parts."""
-
-    def finish(self) -> None:
-        """Make the file durable and close it."""
-
-    def abandon(self) -> None:
-        """Close the file as it is; safe to call twice."""
 
 
 class LocalStorage:
@@ -64,9 +52,9 @@ class LocalStorage:
         """Create a folder and its parents."""
         os.makedirs(path, exist_ok=True)
 
-    def create(self, path: str) -> Sink:
+    def create(self, path: str) -> FileWriter:
         """A new file. Raises FileExistsError if there is one."""
-        return _LocalSink(path)
+        return LocalFile(path)
 
     def open(self, path: str) -> IO[bytes]:
         """A file for reading, unbuffered. Raises FileNotFoundError."""
@@ -113,29 +101,6 @@ class LocalStorage:
         target = os.path.realpath(path)
         if os.path.commonpath([inside, target]) != inside:
             raise CheckpointError(f"{path} is a link to {target}, outside of the checkpoint: refused; copy the file")
-
-
-class _LocalSink:
-    def __init__(self, path: str) -> None:
-        self._descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-
-    def write(self, *parts: memoryview | bytes) -> None:
-        views = [view for part in parts if len(view := memoryview(part).cast("B"))]
-        while views:
-            written = os.writev(self._descriptor, views)
-            while views and written >= len(views[0]):
-                written -= len(views.pop(0))
-            if written:
-                views[0] = views[0][written:]
-
-    def finish(self) -> None:
-        os.fsync(self._descriptor)
-        self.abandon()
-
-    def abandon(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
 
 
 class ObjectStorage:
@@ -186,9 +151,9 @@ class ObjectStorage:
         """Prefixes need not be made; a store with real folders makes one."""
         self._files.makedirs(self._at(path), exist_ok=True)
 
-    def create(self, path: str) -> Sink:
+    def create(self, path: str) -> FileWriter:
         """A new object; it exists once finished."""
-        return _ObjectSink(self._files.open(self._at(path), "wb"))
+        return _ObjectFile(self._files.open(self._at(path), "wb"))
 
     def open(self, path: str) -> IO[bytes]:
         """An object for reading by ranges. Raises FileNotFoundError."""
@@ -218,7 +183,7 @@ class ObjectStorage:
         """Object stores have no links."""
 
 
-class _ObjectSink:
+class _ObjectFile:
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
 
