@@ -14,7 +14,7 @@ from bridges.errors import BridgeError
 from bridges.hf_io import DTYPE_NAMES
 from bridges.hf_write import HfWriter
 from bridges.megatron_io import write_metadata
-from bridges.names import CheckpointPlace, checkpoint_place
+from bridges.places import CheckpointPlace, checkpoint_place
 from bridges.plan import Plan
 from bridges.rows import Shape
 from bridges.rules import Entry

@@ -68,13 +68,13 @@ class DistCheckpoint:
                     "that wrote it and save it with --ckpt-format torch_dist"
                 )
 
-    def _file_bytes(self, name: str) -> int:
+    def _file_bytes(self, name: str, key: str) -> int:
         """Return the size of a data file. Raises :class:`BridgeError` if it is outside of the folder or missing."""
         pure = PurePosixPath(name)
         if pure.is_absolute() or ".." in pure.parts:
             raise BridgeError(f"{self.path}/.metadata names {name!r}, which is outside the folder; fetch it again")
         if not (self.path / name).is_file():
-            raise BridgeError(f"{self.path / name} is missing; fetch that file again")
+            raise BridgeError(f"{self.path / name} (for {key}) is missing; fetch that file again")
         return (self.path / name).stat().st_size
 
     def read(self, key: str, offsets: Shape, shape: Shape, lead: int = 0) -> Tensor:

@@ -49,7 +49,7 @@ class AllowListUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-_DAMAGE = (
+PICKLE_DAMAGE = (
     pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError, IndexError, KeyError, OverflowError,
     MemoryError, zipfile.BadZipFile,
 )  # fmt: skip
@@ -62,7 +62,7 @@ def parse_metadata(data: bytes, path: str) -> Metadata:
     """
     try:
         value = AllowListUnpickler(io.BytesIO(data)).load()
-    except _DAMAGE as error:
+    except PICKLE_DAMAGE as error:
         raise BridgeError(
             f"{path} is damaged or not a checkpoint's: {error}: refused; save or import it again"
         ) from error
@@ -79,7 +79,7 @@ def parse_common_state(data: bytes, path: str) -> dict[str, Any]:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
             value = AllowListUnpickler(io.BytesIO(archive.read(name)), {("collections", "OrderedDict")}).load()
-    except (StopIteration, *_DAMAGE) as error:
+    except (StopIteration, *PICKLE_DAMAGE) as error:
         raise BridgeError(f"{path}: common_state is not plain values ({error}): refused") from error
     if not (isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict)):
         raise BridgeError(f"{path}: common_state is not what Megatron writes: refused")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bridges.conversions import Conversion
 from bridges.errors import BridgeError
+from bridges.names import te_spelling
 from bridges.rows import ModelShape, Row, Shape, Split
 
 if TYPE_CHECKING:
@@ -97,26 +98,11 @@ class Entry:
         return self.bound.conversion.to_hf(megatron)
 
 
-def te_spelling(name: str, mla: bool, moe_layer: bool) -> str:
-    """The name of a canonical template under Transformer Engine's spec, which fuses norms into the next matrix."""
-    fused = {} if moe_layer else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
-    if mla:
-        fused |= {
-            "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
-            "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
-        }
-    else:
-        fused |= {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-    for plain, spelled in fused.items():
-        name = name.replace("}." + plain, "}." + spelled)
-    return name
-
-
 def _bind(rows: Sequence[Row], shape: ModelShape, moe_layer: bool) -> list[BoundRow]:
     bound = []
     for row in rows:
         if row.when is None or row.when in shape.flags:
-            te_name = te_spelling(row.megatron, shape.mla, moe_layer)
+            te_name = te_spelling(row.megatron, mla=shape.mla, moe=moe_layer)
             bound.append(
                 BoundRow(
                     row,

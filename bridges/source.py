@@ -14,7 +14,7 @@ from bridges.assets import HF_SUBFOLDER
 from bridges.errors import BridgeError
 from bridges.hf_io import HfFolder, read_json
 from bridges.megatron_io import DistCheckpoint
-from bridges.names import CheckpointPlace, checkpoint_places
+from bridges.places import CheckpointPlace, checkpoint_places
 from bridges.plan import Plan
 from bridges.quantized import DequantizedFolder
 from bridges.rows import Shape

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from bridges.archive import data_start, frame
+from bridges.archive import frame, parse_archive
 from bridges.errors import BridgeError
 from bridges.rows import Shape
 from bridges.staging import FileWriter
@@ -98,17 +98,20 @@ def slices(offsets: Shape, sizes: Shape, origin: Shape) -> tuple[slice, ...]:
 
 
 # ------------------------------------------------------------------------------------------ reading
-def stored_tensors(metadata: Metadata, where: str, file_bytes: Callable[[str], int | None]) -> dict[str, StoredTensor]:
+def stored_tensors(
+    metadata: Metadata, where: str, file_bytes: Callable[[str, str], int | None]
+) -> dict[str, StoredTensor]:
     """Return every tensor of a checkpoint by its key.
 
-    ``file_bytes`` gives the size of a data file by its name, None for one that is no part of the checkpoint; ``where``
-    names the folder in messages. Raises :class:`BridgeError` when an object or a chunk lies outside of the files.
+    ``file_bytes`` gives the size of a data file by its name and that of a tensor in it, None for one that is no part
+    of the checkpoint; ``where`` names the folder in messages. Raises :class:`BridgeError` when an object or a chunk
+    lies outside of the files.
     """
     places: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
     sizes: dict[str, int | None] = {}
     for index, info in places.items():
         file = str(info.relative_path)
-        size = sizes[file] if file in sizes else sizes.setdefault(file, file_bytes(file))
+        size = sizes[file] if file in sizes else sizes.setdefault(file, file_bytes(file, index.fqn))
         if size is None:
             raise BridgeError(f"{where}/.metadata does not say where {index.fqn} is: {file} is no file of it: refused")
         if not 0 <= info.offset <= info.offset + info.length <= size:
@@ -145,14 +148,14 @@ def _chunk(places: Mapping[MetadataIndex, _StorageInfo], key: str, offsets: Shap
 def tensor_in(archive: memoryview, chunk: Chunk, dtype: torch.dtype, where: str) -> Tensor:
     """Return the tensor of shape ``chunk.sizes`` in its archive: a view, or a copy where the data is not aligned.
 
-    Nothing is unpickled: the data lies there as it was in memory. Raises :class:`BridgeError` when it does not.
+    No code of it is run: the data lies there as it was in memory. Raises :class:`BridgeError` when it does not.
     """
     count = math.prod(chunk.sizes) * dtype.itemsize
     before, after = frame(chunk.sizes, dtype)
-    begin = len(before)
+    begin, layout = len(before), None
     if archive[:begin] != before or len(archive) != begin + count + len(after):
         try:
-            begin = data_start(archive, count)  # another version of torch wrote it
+            begin, layout = parse_archive(archive, chunk.sizes, dtype)  # another version of torch wrote it
         except ValueError as error:
             raise BridgeError(
                 f"{where}/{chunk.file} is damaged at byte {chunk.start}: {error}; fetch that file again"
@@ -162,7 +165,11 @@ def tensor_in(archive: memoryview, chunk: Chunk, dtype: torch.dtype, where: str)
     data = archive[begin : begin + count]
     if (chunk.start + begin) % dtype.itemsize:
         data = memoryview(bytearray(data))
-    return torch.frombuffer(data, dtype=dtype).view(chunk.sizes)
+    flat = torch.frombuffer(data, dtype=dtype)
+    if layout is not None:
+        offset, size, stride = layout
+        return flat.as_strided(size, stride, offset)
+    return flat.view(chunk.sizes)
 
 
 # ------------------------------------------------------------------------------------------ writing

@@ -225,6 +225,11 @@ def test_archive_of_another_torch(tmp_path):
     archive = memoryview(bytearray(buffer.getvalue()))
     chunk = Chunk((0, 0), (3, 5), "file", 0, len(archive))
     assert torch.equal(tensor_in(archive, chunk, torch.float32, "folder"), tensor)
+    buffer = io.BytesIO()
+    torch.save(tensor.t(), buffer)
+    strided = memoryview(bytearray(buffer.getvalue()))
+    found = tensor_in(strided, Chunk((0, 0), (5, 3), "file", 0, len(strided)), torch.float32, "folder")
+    assert torch.equal(found, tensor.t())
     with pytest.raises(BridgeError, match="60 bytes of data instead of 64"):
         tensor_in(archive, Chunk((0, 0), (4, 4), "file", 0, len(archive)), torch.float32, "folder")
 

@@ -28,7 +28,7 @@ Note = dict[str, Any]
 
 
 def wait_for_notes(storage: Storage, folder: str, role: str, world_size: int, timeout_s: float) -> list[Note]:
-    """Return the notes of all ranks of a role, once they are there. Raises CheckpointError when one failed or is late."""
+    """Wait for the notes of all ranks of a role and return them. Raises CheckpointError when one failed or is late."""
     parts = f"{folder}/{role}/{PARTS}"
     began, pause = time.monotonic(), 0.005
     exited: float | None = None

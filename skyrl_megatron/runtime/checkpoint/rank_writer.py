@@ -89,7 +89,7 @@ class RankWriter:
         self._background.wait(timeout_s)
 
     def copy(self, blocks: list[Block]) -> list[Block]:
-        """Return the same blocks with a real copy of all data, on the host: ``.to("cpu")`` would return live tensors there.
+        """Return the same blocks with a copy of all data on the host, where ``.to("cpu")`` would return live tensors.
 
         The copy is valid until the next one is made.
         """

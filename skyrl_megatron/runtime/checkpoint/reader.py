@@ -50,7 +50,7 @@ class RoleReader:
         self._metadata = parse_metadata(content, f"{self._folder}/.metadata")
         self.tensors: dict[str, StoredTensor] = stored_tensors(self._metadata, self._folder, self._file_bytes)
 
-    def _file_bytes(self, name: str) -> int | None:
+    def _file_bytes(self, name: str, key: str) -> int | None:
         entry = self._manifest.files.get(f"{self._role}/{name}")
         return entry.bytes if entry else None
 
