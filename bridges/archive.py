@@ -47,7 +47,7 @@ class _Hollow(io.RawIOBase):
 
 @lru_cache(maxsize=256)
 def frame(shape: Shape, dtype: torch.dtype) -> tuple[bytes, bytes]:
-    """Bytes before and after the data in ``torch.save`` of a contiguous tensor. Zip checksums are left out, as
+    """Return bytes before and after the data in ``torch.save`` of a contiguous tensor. Zip checksums are left out, as
     ``torch.serialization.set_crc32_options(False)`` does; ``torch.load`` does not read them."""
     file = _Hollow()
     with _CHECKSUMS, torch.serialization.skip_data():

@@ -90,11 +90,11 @@ class Entry:
         return self.bound.te_name.format(layer=self.layer, expert=self.expert)
 
     def to_megatron(self, tensors: Sequence[Tensor]) -> Tensor:
-        """HF tensors (slices of one expert where stacked), in the order of ``hf`` → Megatron tensor ``[shape]``."""
+        """Convert HF tensors (slices of one expert where stacked), in the order of ``hf``, to the Megatron tensor."""
         return self.bound.conversion.to_megatron(tensors)
 
     def to_hf(self, megatron: Tensor) -> tuple[Tensor, ...]:
-        """Megatron tensor ``[shape]`` → HF tensors, in the order of ``hf``."""
+        """Convert the Megatron tensor ``[shape]`` to HF tensors, in the order of ``hf``."""
         return self.bound.conversion.to_hf(megatron)
 
 
@@ -131,7 +131,7 @@ def _entries(bound: BoundRow, layer: int | None, experts: int) -> Iterator[Entry
 
 
 def expand(family: Family, hf_config: Mapping[str, Any]) -> tuple[Entry, ...]:
-    """Every parameter and buffer of the model that ``hf_config`` (``config.json`` as a dict) describes.
+    """Return every parameter and buffer of the model that ``hf_config`` (``config.json`` as a dict) describes.
 
     In model order: embedding, layers from first to last, final norm, output layer. Raises :class:`BridgeError` for a
     config that the family does not support.

@@ -20,7 +20,7 @@ BLOCK = 64 * 2**20  # bytes held at once of a tensor that has to be cast or made
 
 @contextmanager
 def staged(out: Path, needed: int) -> Iterator[Path]:
-    """A folder beside ``out`` that is renamed to ``out`` at the end, or removed if anything goes wrong.
+    """Yield a folder beside ``out`` that is renamed to ``out`` at the end, or removed if anything goes wrong.
 
     ``needed``: bytes that will be written. Raises :class:`BridgeError` if ``out`` exists or the disk cannot hold it.
     """
@@ -104,7 +104,7 @@ class LocalFile:
 
 
 def byte_blocks(tensor: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
-    """The bytes of ``tensor`` in row-major order as ``dtype``, in blocks; one view if nothing has to be changed."""
+    """Yield the bytes of ``tensor`` in row-major order as ``dtype``, in blocks; one view if nothing has to change."""
     if tensor.dtype == dtype and tensor.is_contiguous():
         yield _bytes(tensor)
         return
@@ -119,7 +119,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def write_all(descriptor: int, data: memoryview, offset: int) -> int:
-    """Writes all of ``data`` at ``offset`` (one system call takes at most 2 GiB) and returns the end offset."""
+    """Write all of ``data`` at ``offset`` (one system call takes at most 2 GiB) and returns the end offset."""
     while len(data):
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written
@@ -127,7 +127,7 @@ def write_all(descriptor: int, data: memoryview, offset: int) -> int:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Writes and syncs a small file."""
+    """Write and sync a small file."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()

@@ -78,12 +78,12 @@ def compare(a: Path, b: Path, template: Path | None = None, stream: TextIO | Non
 
 
 def _repeats(plan: Plan, source: Source, name: str) -> bool:
-    """Whether a tensor is declared to repeat another one, and does."""
+    """Return whether a tensor is declared to repeat another one, and does."""
     return name in plan.copies and same_bytes(source.read(name), source.read(plan.copies[name]))
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Equal in dtype, shape and every bit (NaN payloads and the sign of zero included)."""
+    """Return whether both are equal in dtype, shape and every bit (NaN payloads and the sign of zero included)."""
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_raw(a), _raw(b))
 
 
@@ -116,7 +116,7 @@ def _first_difference(name: str, left: Iterator[Tensor], right: Iterator[Tensor]
 
 
 def compare_logits(hf: Path, megatron: Path, layout: str, seconds: float = 1800.0) -> dict[str, Any]:
-    """Run the HF model in transformers and the checkpoint in Megatron at ``layout`` (``tp=2,ep=2``) on the same tokens.
+    """Run the HF model in transformers and the checkpoint in Megatron, at ``layout`` (``tp=2,ep=2``), on one input.
 
     The run is a program of its own, found among the entry points of :data:`LOGITS_GROUP`: it needs process groups, and
     this package has none. Raises :class:`BridgeError` when none is installed, or it fails or takes too long.

@@ -28,7 +28,6 @@ def uninterrupted(folder, root, layout):
 
 
 def resumed(folder, root, layout, step, more):
-
     engine = training.engine(folder, layout, seed=7, dropout=0.1)
     if step == 2:
         training.train(engine, [20])  # once from a used optimizer, once from a fresh one

@@ -67,7 +67,7 @@ def _within_row(shape: Index, index: int, start: int, stop: int, base: int) -> I
 
 
 def _split(box: Box, max_numel: int) -> Iterator[Box]:
-    """``box`` in pieces of at most ``max_numel`` elements, cut along its first axis longer than 1."""
+    """Cut ``box`` into pieces of at most ``max_numel`` elements, cut along its first axis longer than 1."""
     if box.numel <= max_numel:
         yield box
         return

@@ -33,15 +33,15 @@ class Candidates(Iterator[SavedCheckpoint]):
             ) from None
 
     def reject(self, reason: str) -> None:
-        """The last one could not be loaded. Raises CheckpointError when it was the only choice."""
+        """Pass the last one, which could not be loaded. Raises CheckpointError when it was the only choice."""
         if self._only:
             raise CheckpointError(reason)
         warnings.warn(f"{reason}: skipped, trying the one before", SkyRLMegatronWarning, stacklevel=2)
 
 
 def choose(store: CheckpointStore, mode: str | None, path: str | None) -> Candidates:
-    """The checkpoints to try for ``mode`` and ``path``. Raises CheckpointError, naming the key to change, for an
-    unknown mode and for a ``path`` that is no complete checkpoint."""
+    """Return the checkpoints to try for ``mode`` and ``path``. Raises CheckpointError, naming the key to change, for
+    an unknown mode and for a ``path`` that is no complete checkpoint."""
     if mode is None or mode == "none":
         return Candidates(iter(()), root=store.root, only=True, any_folder=False)
     if mode == "latest":
