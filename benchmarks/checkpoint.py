@@ -112,8 +112,8 @@ def measure(gigabytes, rounds, folder):
     import torch
     import torch.distributed as dist
 
-    from skyrl_megatron.runtime.checkpoint.checkpointer import Checkpointer
     from skyrl_megatron.runtime.checkpoint.local_state import blocks_to_save
+    from tests.checkpoint.ranks import RankCheckpointer
 
     rank, state = dist.get_rank(), build(gigabytes)
     blocks = list(blocks_to_save(state.model_chunks, state.optimizer, state.groups))
@@ -121,8 +121,8 @@ def measure(gigabytes, rounds, folder):
     buffer = memoryview(bytearray(os.urandom(BLOCK)))
     target = torch.empty(mine, dtype=torch.uint8)
     rows = []
-    asynchronous = Checkpointer(os.path.join(folder, "async"), asynchronous=True, keep=1)
-    saved = Checkpointer(os.path.join(folder, "sync"))
+    asynchronous = RankCheckpointer(os.path.join(folder, "async"), state, asynchronous=True, keep=1)
+    saved = RankCheckpointer(os.path.join(folder, "sync"), state)
     for index in range(rounds + 1):  # the first warms up: frames of archives, staging memory
         first_is_ours, row = index % 2 == 1, {}
         for counts in (False, True):  # each writes new files: memory for the page cache has to be found by both
@@ -130,7 +130,7 @@ def measure(gigabytes, rounds, folder):
             plain = os.path.join(folder, f"plain_{rank}_{counts}")
             work = {
                 "raw write": lambda path=plain: raw_write(path, mine, buffer),
-                "save": lambda i=step: saved.save(i, state),
+                "save": lambda i=step: saved.save(i),
             }
             seconds = {name: timed(work[name]) for name in in_turn(work, first_is_ours)}
         row |= seconds
@@ -138,18 +138,18 @@ def measure(gigabytes, rounds, folder):
         for _ in range(2):
             work = {
                 "raw read": lambda path=plain: raw_read(path, buffer),
-                "load": lambda path=path: resumed(saved, path, state),
+                "load": lambda path=path: resumed(saved, path),
             }
             for name in in_turn(work, first_is_ours):
                 drop_cache(plain)
                 drop_cache(path)
                 row[name] = timed(work[name])
-        copies = {"memcpy": lambda: copy(blocks, target), "stall": lambda i=index: asynchronous.save(i, state)}
+        copies = {"memcpy": lambda: copy(blocks, target), "stall": lambda i=index: asynchronous.save(i)}
         row["plan"] = timed(lambda: list(blocks_to_save(state.model_chunks, state.optimizer, state.groups)))
         for name in in_turn(copies, first_is_ours):
             row[name] = timed(copies[name])
             if name == "stall":
-                row["rank stall"] = asynchronous.writer.stall_s
+                row["rank stall"] = asynchronous.ranks.writer.stall_s
                 asynchronous.finish()
         dist.barrier()
         for counts in (False, True):
@@ -171,8 +171,8 @@ def in_turn(works, second_first):
     return reversed(works) if second_first else works
 
 
-def resumed(checkpointer, path, state):
-    assert checkpointer.resume("from_path", path, state, seed=0) is not None
+def resumed(checkpointer, path):
+    assert checkpointer.load("from_path", path) is not None
 
 
 def copy(blocks, target):

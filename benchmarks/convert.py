@@ -108,7 +108,8 @@ def name_resolution() -> float:
     """Microseconds from a module's parameter name to its entry, in a plan of 18,432 experts (94 layers, 128 each)."""
     from transformers import AutoConfig
 
-    from bridges.names import canonical, module_name
+    from bridges.names import canonical
+    from bridges.places import module_name
     from bridges.plan import Plan
 
     config = AutoConfig.for_model("qwen3_moe", num_hidden_layers=94, num_experts=128).to_dict()

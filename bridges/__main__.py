@@ -24,7 +24,7 @@ exit codes:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     top = argparse.ArgumentParser(
         prog="python -m bridges",
         description="Exact, streaming conversion between HF folders and Megatron distributed checkpoints.",
@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs one command and prints its result. Returns the exit code."""
+    """Run one command and print its result. Returns the exit code."""
     if args.command == "list":
         from bridges.catalog import rows, table
 
@@ -136,7 +136,7 @@ def _interrupt(*_: object) -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point. Returns the exit code; user mistakes print one message and no traceback."""
+    """Return entry point. Returns the exit code; user mistakes print one message and no traceback."""
     args = parser().parse_args(argv)
     previous = signal.signal(signal.SIGTERM, _interrupt)
     try:

@@ -23,7 +23,7 @@ HF_DTYPE = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32:
 
 
 def parse_dtype(name: str | None) -> torch.dtype | None:
-    """``bf16``, ``fp16``, ``fp32`` or None (keep what is stored)."""
+    """Return the dtype of ``bf16``, ``fp16``, ``fp32`` or None (keep what is stored)."""
     if name is None:
         return None
     if name not in CAST_TO:
@@ -32,7 +32,7 @@ def parse_dtype(name: str | None) -> torch.dtype | None:
 
 
 def output_config(config: Mapping[str, Any], dtype: torch.dtype | None, drop_mtp: bool) -> dict[str, Any]:
-    """``config.json`` of the output: the input's, with its dtype and number of prediction layers made true.
+    """Return the output's ``config.json``: the input's, with its dtype and number of prediction layers made true.
 
     ``quantization_config`` goes: what is written is never quantised.
     """
@@ -47,7 +47,7 @@ def output_config(config: Mapping[str, Any], dtype: torch.dtype | None, drop_mtp
 
 
 def copy_assets(source: Path, target: Path, config: Mapping[str, Any]) -> None:
-    """Copies tokenizer and generation config from ``source`` to ``target`` and writes ``config`` beside them."""
+    """Copy tokenizer and generation config from ``source`` to ``target`` and write ``config`` beside them."""
     target.mkdir(exist_ok=True)
     for pattern in ASSETS:
         for path in sorted(source.glob(pattern)):

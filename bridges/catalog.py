@@ -33,12 +33,12 @@ those of transformers, fp32, in the layouts listed.
 
 
 def layouts(model_type: str) -> str:
-    """The layouts in which logits and gradients are checked, as text."""
+    """Return the layouts in which logits and gradients are checked, as text."""
     return ", ".join(LAYOUTS[model_type]) or "not checked yet"
 
 
 def rows() -> list[dict[str, object]]:
-    """One dictionary per family, for ``list --json``."""
+    """Return one dictionary per family, for ``list --json``."""
     families = [get_family(name) for name in supported()]
     return [
         {
@@ -53,7 +53,7 @@ def rows() -> list[dict[str, object]]:
 
 
 def table() -> str:
-    """The list as text."""
+    """Return the list as text."""
     lines = ["all: names, shapes, bitwise round trip, exact splits; logits and gradients equal transformers in:"]
     for name in supported():
         family = get_family(name)
@@ -88,7 +88,7 @@ def _section(family: Family) -> str:
 
 
 def document() -> str:
-    """The text of BRIDGES.md."""
+    """Return the text of BRIDGES.md."""
     families = [get_family(name) for name in supported()]
     summary = [
         f"| `{family.model_type}` | {', '.join(f'`{alias}`' for alias in family.aliases)} | {family.architecture} | "

@@ -23,20 +23,20 @@ class Conversion:
     parts: int = 1
 
     def to_parts(self, hf: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """HF tensors in the order of the row → the pieces of the Megatron tensor. Views where possible."""
+        """Convert HF tensors in the order of the row to the pieces of the Megatron tensor. Views where possible."""
         return tuple(hf)
 
     def from_parts(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The inverse of :meth:`to_parts`, bit for bit. Views where possible."""
+        """Return the inverse of :meth:`to_parts`, bit for bit. Views where possible."""
         return tuple(parts)
 
     def to_megatron(self, hf: Sequence[Tensor]) -> Tensor:
-        """HF tensors in the order of the row → the whole (unsharded) Megatron tensor."""
+        """Convert HF tensors in the order of the row to the whole (unsharded) Megatron tensor."""
         parts = self.to_parts(hf)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def to_hf(self, megatron: Tensor) -> tuple[Tensor, ...]:
-        """The whole (unsharded) Megatron tensor → HF tensors in the order of the row."""
+        """Convert the whole (unsharded) Megatron tensor to HF tensors in the order of the row."""
         return self.from_parts(megatron.chunk(self.parts))
 
 

@@ -13,13 +13,14 @@ from bridges.assets import HF_SUBFOLDER, copy_assets, output_config
 from bridges.errors import BridgeError
 from bridges.hf_io import DTYPE_NAMES
 from bridges.hf_write import HfWriter
-from bridges.megatron_io import ChunkFile, write_metadata
-from bridges.names import CheckpointPlace, checkpoint_place
+from bridges.megatron_io import write_metadata
+from bridges.places import CheckpointPlace, checkpoint_place
 from bridges.plan import Plan
 from bridges.rows import Shape
 from bridges.rules import Entry
-from bridges.source import CARRIED, MegatronSource, Source, is_checkpoint, key_dtypes, open_hf
-from bridges.staging import staged
+from bridges.source import PASSTHROUGH, MegatronSource, Source, is_checkpoint, key_dtypes, open_hf
+from bridges.staging import LocalFile, byte_blocks, staged
+from bridges.torch_dist import ChunkFile
 from bridges.verify import same_bytes
 from bridges.workers import Progress, in_threads, shares
 
@@ -59,7 +60,7 @@ def import_hf(
     drop_mtp: bool = False,
     stream: TextIO | None = None,
 ) -> Report:
-    """Writes the ``torch_dist`` checkpoint of a HF folder to ``out``, with config and tokenizer in ``huggingface/``.
+    """Write the ``torch_dist`` checkpoint of a HF folder to ``out``, with config and tokenizer in ``huggingface/``.
 
     Stock ``megatron.core.dist_checkpointing.load`` opens it at any tp/pp/vpp/ep/etp. ``dtype`` None keeps each
     tensor's; ``drop_mtp`` leaves multi-token-prediction layers out. Raises :class:`BridgeError`; ``out`` then does
@@ -79,23 +80,25 @@ def import_hf(
         place = places[entry.name]
         tensors[place.key] = ((*place.axes, *entry.shape), keys[place.key])
         work.append(_Import(entry.name, entry, math.prod(entry.shape) * keys[place.key].itemsize))
-    for name in () if drop_mtp else filter(plan.is_carried, shapes):
+    for name in () if drop_mtp else filter(plan.is_passthrough, shapes):
         kind = source.dtype(name)
-        tensors[CARRIED + name] = (shapes[name], kind)
+        tensors[PASSTHROUGH + name] = (shapes[name], kind)
         work.append(_Import(name, None, math.prod(shapes[name]) * kind.itemsize))
     total = sum(unit.nbytes for unit in work)
     progress = Progress(total, "import", stream)
     with staged(out, total) as folder:
-        files = [ChunkFile(folder, f"__{worker}_0.distcp") for worker in range(max(1, workers))]
+        names = [f"__{worker}_0.distcp" for worker in range(max(1, workers))]
+        files = [ChunkFile(name, LocalFile(folder / name)) for name in names]
 
         def convert(worker: int, unit: _Import) -> None:
             if unit.entry is None:
-                offsets = (0,) * len(shapes[unit.name])
-                key = CARRIED + unit.name
-                progress.add(files[worker].append(key, offsets, 0, source.read(unit.name), tensors[key][1]))
+                shape, key = shapes[unit.name], PASSTHROUGH + unit.name
+                data = byte_blocks(source.read(unit.name), tensors[key][1])
+                files[worker].append(key, (0,) * len(shape), shape, tensors[key][1], data)
             else:
                 place = places[unit.name]
-                progress.add(_import_entry(source, unit.entry, place, keys[place.key], files[worker]))
+                _import_entry(source, unit.entry, place, keys[place.key], files[worker])
+            progress.add(unit.nbytes)
 
         try:
             in_threads(shares(work, lambda unit: unit.nbytes, len(files)), convert)
@@ -105,23 +108,22 @@ def import_hf(
             write_metadata(folder, tensors, files, common)
         finally:
             for file in files:
-                file.close()
+                file.abandon()
     progress.finish()
     return Report(str(out), plan.family.model_type, len(work), progress.done, progress.seconds)
 
 
-def _import_entry(source: Source, entry: Entry, place: CheckpointPlace, dtype: torch.dtype, file: ChunkFile) -> int:
+def _import_entry(source: Source, entry: Entry, place: CheckpointPlace, dtype: torch.dtype, file: ChunkFile) -> None:
     parts = entry.bound.conversion.to_parts([source.read(piece.name, piece.index) for piece in entry.hf])
     rows = entry.shape[0] // entry.parts
     rest = (0,) * (len(entry.shape) - 1)
-    return sum(
-        file.append(place.key, (*place.index, number * rows, *rest), len(place.axes), part, dtype)
-        for number, part in enumerate(parts)
-    )
+    for number, part in enumerate(parts):
+        sizes = (*((1,) * len(place.axes)), *part.shape)
+        file.append(place.key, (*place.index, number * rows, *rest), sizes, dtype, byte_blocks(part, dtype))
 
 
 def _check_copies(plan: Plan, source: Source) -> None:
-    """A tied output layer on disk must repeat the embedding exactly, since only one of them is converted."""
+    """Raise unless a tied output layer on disk repeats the embedding exactly: only one of them is converted."""
     for name, original in plan.copies.items():
         if name in source.shapes() and not same_bytes(source.read(name), source.read(original)):
             raise BridgeError(
@@ -141,7 +143,7 @@ def export_megatron(
     drop_mtp: bool = False,
     stream: TextIO | None = None,
 ) -> Report:
-    """Writes the HF folder of a Megatron checkpoint (plain or of a training run, then without optimizer) to ``out``.
+    """Write the HF folder of a Megatron checkpoint (plain or of a training run, then without optimizer) to ``out``.
 
     ``template``: the original HF folder, for config and tokenizer if the checkpoint has none, and for
     multi-token-prediction layers that training did not keep. Raises :class:`BridgeError`; ``out`` then does not exist.
@@ -152,13 +154,13 @@ def export_megatron(
         )
     source = MegatronSource(megatron, template)
     plan = source.plan
-    carried = {} if drop_mtp else _carried(source, template)
+    passthrough = {} if drop_mtp else _passthrough(source, template)
     tensors: dict[str, tuple[Shape, torch.dtype]] = {}
     for entry in plan.entries:
         for piece in entry.hf:
             kept = dtype is None or entry.bound.row.keep_dtype
             tensors[piece.name] = (piece.shape, source.dtype(piece.name) if kept else dtype)  # type: ignore[assignment]
-    for name, origin in carried.items():
+    for name, origin in passthrough.items():
         tensors[name] = (origin.shapes()[name], origin.dtype(name))
     unknown = {kind for _, kind in tensors.values()} - set(DTYPE_NAMES)
     if unknown:
@@ -172,18 +174,18 @@ def export_megatron(
 
         def convert(worker: int, item: Entry | str) -> None:
             if isinstance(item, str):
-                progress.add(writer.write(item, carried[item].read(item)))
+                progress.add(writer.write(item, passthrough[item].read(item)))
                 return
             for piece, tensor in zip(item.hf, source.hf_tensors(item), strict=True):
                 progress.add(writer.write(piece.name, tensor, piece.index))
 
         try:
-            work: list[Entry | str] = [*plan.entries, *carried]
+            work: list[Entry | str] = [*plan.entries, *passthrough]
             weights = {entry.name: math.prod(entry.shape) for entry in plan.entries}
-            weights |= {name: math.prod(tensors[name][0]) for name in carried}
+            weights |= {name: math.prod(tensors[name][0]) for name in passthrough}
             key = lambda item: weights[item if isinstance(item, str) else item.name]  # noqa: E731
             in_threads(shares(work, key, max(1, workers)), convert)
-            stored = {kind for name, (_, kind) in tensors.items() if not plan.is_carried(name)}
+            stored = {kind for name, (_, kind) in tensors.items() if not plan.is_passthrough(name)}
             copy_assets(source.hf_files, folder, output_config(source.config, dtype or _only_dtype(stored), drop_mtp))
             writer.finish()
         finally:
@@ -192,17 +194,17 @@ def export_megatron(
     return Report(str(out), plan.family.model_type, len(tensors), progress.done, progress.seconds)
 
 
-def _carried(source: MegatronSource, template: Path | None) -> dict[str, Source]:
-    """Multi-token-prediction tensors and where they come from: the checkpoint, else the template's weights."""
-    if source.carried:
-        return dict.fromkeys(source.carried, source)
+def _passthrough(source: MegatronSource, template: Path | None) -> dict[str, Source]:
+    """Return multi-token-prediction tensors and where they come from: the checkpoint, else the template's weights."""
+    if source.passthrough:
+        return dict.fromkeys(source.passthrough, source)
     if template is None or not any(template.glob("*.safetensors")):
         return {}
     original = open_hf(template)
-    return {name: original for name in original.shapes() if source.plan.is_carried(name)}
+    return {name: original for name in original.shapes() if source.plan.is_passthrough(name)}
 
 
 def _only_dtype(dtypes: set[torch.dtype]) -> torch.dtype | None:
-    """The dtype of the weights; fp32 buffers among 16-bit weights do not count."""
+    """Return the dtype of the weights; fp32 buffers among 16-bit weights do not count."""
     rest = dtypes - {torch.float32} or dtypes
     return rest.pop() if len(rest) == 1 else None

@@ -12,7 +12,7 @@ from bridges.source import MegatronSource, open_source
 
 
 def inspect(path: Path, template: Path | None = None) -> dict[str, Any]:
-    """Architecture, parameters (total and active per token), dtypes, bytes and layout of a HF or Megatron folder.
+    """Return architecture, parameters (all and active per token), dtypes, bytes and layout of a HF or Megatron folder.
 
     Active parameters: all but those of experts that a token is not routed to; the embedding counts in full. Buffers
     and multi-token-prediction layers are not counted.
@@ -42,7 +42,7 @@ def inspect(path: Path, template: Path | None = None) -> dict[str, Any]:
         "parameters": total,
         "active_parameters": active,
         "tensors": len(shapes),
-        "carried_tensors": sum(map(plan.is_carried, shapes)),
+        "carried_tensors": sum(map(plan.is_passthrough, shapes)),
         "dtypes": dict(bytes_by_dtype),
         "bytes": sum(bytes_by_dtype.values()),
         "disk_bytes": sum(file.stat().st_size for file in path.rglob("*") if file.is_file()),

@@ -51,11 +51,11 @@ class Family:
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
 
     def config(self, hf_config: Mapping[str, Any]) -> PreTrainedConfig:
-        """``config.json`` as transformers reads it, defaults filled in. Raises :class:`BridgeError`."""
+        """Return ``config.json`` as transformers reads it, defaults filled in. Raises :class:`BridgeError`."""
         return read_config(hf_config, self.model_type)
 
     def shape(self, hf_config: Mapping[str, Any]) -> ModelShape:
-        """The sizes and flags that the rows are expanded with."""
+        """Return the sizes and flags that the rows are expanded with."""
         return self.read_shape(self.config(hf_config))
 
     def megatron_config(self, hf_config: Mapping[str, Any]) -> MegatronModelConfig:
@@ -66,5 +66,5 @@ class Family:
         return self.read_megatron(self.config(hf_config))
 
     def layer_rows(self, moe: bool) -> tuple[Row, ...]:
-        """Rows of a layer with or without experts."""
+        """Return rows of a layer with or without experts."""
         return self.layer + (self.moe if moe else self.dense)

@@ -57,7 +57,7 @@ class TensorInfo:
 
 
 def read_header(folder: Path, file_name: str) -> dict[str, TensorInfo]:
-    """Name → place of every tensor of a safetensors file. Raises :class:`BridgeError` if anything does not fit."""
+    """Return name → place of every tensor of a safetensors file. Raises :class:`BridgeError` where it does not fit."""
     path = folder / file_name
 
     def broken(what: str) -> BridgeError:
@@ -157,15 +157,15 @@ class HfFolder:
         return {name: headers[file][name] for name, file in weight_map.items()}
 
     def shapes(self) -> dict[str, Shape]:
-        """Name → shape of every tensor."""
+        """Return name → shape of every tensor."""
         return {name: info.shape for name, info in self.tensors.items()}
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype on disk."""
+        """Return the dtype on disk."""
         return self.tensors[name].dtype
 
     def read(self, name: str, index: int | None = None) -> Tensor:
-        """The tensor as a view of the mapped file (do not write to it), or its slice ``[index]``."""
+        """Return the tensor as a view of the mapped file (do not write to it), or its slice ``[index]``."""
         info = self.tensors[name]
         if info.file not in self._maps:
             self._maps[info.file] = map_file(self.path / info.file)
@@ -174,7 +174,7 @@ class HfFolder:
 
 
 def map_file(path: Path) -> mmap.mmap:
-    """A file as memory, whatever its size. Nothing writes to it: it is writable, and private, only because torch warns
+    """Map a file, whatever its size. Nothing writes to it: it is writable, and private, only because torch warns
     about memory that is not. MAP_NORESERVE keeps the kernel from refusing a private map larger than its memory."""
     flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)
     with path.open("rb") as file:
@@ -182,7 +182,7 @@ def map_file(path: Path) -> mmap.mmap:
 
 
 def view_of(data: mmap.mmap, start: int, dtype: torch.dtype, shape: Shape) -> Tensor:
-    """The tensor at byte ``start`` of a mapped file: a view, or a copy where the data is not aligned to its dtype."""
+    """Return the tensor at byte ``start`` of a mapped file: a view, or a copy where the data is not aligned."""
     count = math.prod(shape)
     if not count:
         return torch.empty(shape, dtype=dtype)

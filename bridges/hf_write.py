@@ -21,7 +21,7 @@ UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 
 
 def parse_size(text: str) -> int:
-    """``"5GB"``, ``"500MiB"`` or plain bytes → bytes."""
+    """Parse ``"5GB"``, ``"500MiB"`` or plain bytes into bytes."""
     number = text.strip().rstrip("BKMGIbkmgi")
     unit = text.strip()[len(number) :].upper() or "B"
     try:
@@ -81,7 +81,7 @@ class HfWriter:
             self.places[name] = TensorInfo(file, dtype, shape, start + begin, start + end)
 
     def write(self, name: str, tensor: Tensor, index: int | None = None) -> int:
-        """Writes a tensor (or the slice ``[index]`` of it), cast to the declared dtype. Returns the bytes written."""
+        """Write a tensor (or the slice ``[index]`` of it), cast to the declared dtype. Returns the bytes written."""
         place = self.places[name]
         expected = place.shape if index is None else place.shape[1:]
         assert tuple(tensor.shape) == expected, (name, tuple(tensor.shape), expected)
@@ -92,7 +92,7 @@ class HfWriter:
         return size
 
     def finish(self) -> None:
-        """Syncs the files and writes the index if there is more than one."""
+        """Sync the files and write the index if there is more than one."""
         if len(self._descriptors) > 1:
             total = sum(place.nbytes for place in self.places.values())
             weight_map = {name: place.file for name, place in sorted(self.places.items())}
@@ -103,6 +103,6 @@ class HfWriter:
         self.close()
 
     def close(self) -> None:
-        """Closes the files; safe to call twice."""
+        """Close the files; safe to call twice."""
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])

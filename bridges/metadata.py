@@ -1,14 +1,15 @@
-"""Reading and writing the ``.metadata`` file of a ``torch_dist`` checkpoint.
+"""The pickles of a ``torch_dist`` checkpoint: ``.metadata`` and the object ``common_state``.
 
-The file is a pickle, and a pickle can run code. It is read here through an unpickler that knows the few names such a
-file needs and refuses all others.
+A pickle can run code. They are read here through an unpickler that knows the few names they need and refuses all
+others. Data of tensors is never unpickled: it is taken from the bytes that the metadata points at.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
+import zipfile
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -43,23 +44,43 @@ class AllowListUnpickler(pickle.Unpickler):
         self._allowed = allowed
 
     def find_class(self, module: str, name: str) -> Any:
-        """See the class."""
         if (module, name) not in self._allowed:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
         return super().find_class(module, name)
 
 
-def read_metadata(folder: Path) -> Metadata:
-    """The metadata of a checkpoint. Raises :class:`BridgeError` if it is missing, damaged or asks for anything that
-    a checkpoint does not need."""
-    path = folder / ".metadata"
+PICKLE_DAMAGE = (
+    pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError, IndexError, KeyError, OverflowError,
+    MemoryError, zipfile.BadZipFile,
+)  # fmt: skip
+
+
+def parse_metadata(data: bytes, path: str) -> Metadata:
+    """Return the metadata of a checkpoint from the content of its ``.metadata``; ``path`` names it in messages.
+
+    Raises :class:`BridgeError` if it is damaged or asks for anything that a checkpoint does not need.
+    """
     try:
-        with path.open("rb") as file:
-            value = AllowListUnpickler(file).load()
-    except OSError as error:
-        raise BridgeError(f"{path}: {error.strerror}; save or import the checkpoint again") from error
-    except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError, IndexError, KeyError) as error:
-        raise BridgeError(f"{path} is damaged or not a checkpoint's: {error}; save or import it again") from error
+        value = AllowListUnpickler(io.BytesIO(data)).load()
+    except PICKLE_DAMAGE as error:
+        raise BridgeError(
+            f"{path} is damaged or not a checkpoint's: {error}: refused; save or import it again"
+        ) from error
     if not isinstance(value, Metadata) or not isinstance(value.storage_data, dict):
-        raise BridgeError(f"{path} does not hold the metadata of a torch_dist checkpoint; save or import it again")
+        raise BridgeError(
+            f"{path} does not hold the metadata of a torch_dist checkpoint: refused; save or import it again"
+        )
     return value
+
+
+def parse_common_state(data: bytes, path: str) -> dict[str, Any]:
+    """Return the object ``common_state``, ``torch.save([dict])`` of plain values. Raises :class:`BridgeError`."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+            value = AllowListUnpickler(io.BytesIO(archive.read(name)), {("collections", "OrderedDict")}).load()
+    except (StopIteration, *PICKLE_DAMAGE) as error:
+        raise BridgeError(f"{path}: common_state is not plain values ({error}): refused") from error
+    if not (isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict)):
+        raise BridgeError(f"{path}: common_state is not what Megatron writes: refused")
+    return value[0]

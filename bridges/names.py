@@ -17,28 +17,28 @@ expressions: a name costs about a microsecond.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
-
-from bridges.rows import ModelShape, Shape
-from bridges.rules import Entry
 
 LAYERS = "decoder.layers."
 EXPERTS = "mlp.experts."
 
-# What follows the layer number: Transformer Engine's spelling → canonical.
-_PLAIN = {
-    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
-    "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
-    "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
-    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+# What follows the layer number: canonical → Transformer Engine's spelling, whose matrices hold the norm before them.
+_NORM_BEFORE_QKV = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+_NORMS_IN_MLA = {
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
 }
-_ALIASES = {te + leaf: plain + leaf for te, plain in _PLAIN.items() for leaf in ("weight", "bias")}
+_NORM_BEFORE_MLP = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+_ALIASES = {
+    te + leaf: plain + leaf
+    for plain, te in (_NORM_BEFORE_QKV | _NORMS_IN_MLA | _NORM_BEFORE_MLP).items()
+    for leaf in ("weight", "bias")
+}
 _WRAPPERS = ("module.", "model.")  # Megatron's DDP and Float16Module
 
 
 def canonical(name: str, *, layer_offset: int = 0, expert_offset: int = 0) -> str:
-    """The canonical global name of a module's parameter or buffer, whichever spec named it.
+    """Return the canonical global name of a module's parameter or buffer, whichever spec named it.
 
     ``layer_offset``: number of the chunk's first layer; ``expert_offset``: number of the rank's first expert.
     """
@@ -55,7 +55,7 @@ def canonical(name: str, *, layer_offset: int = 0, expert_offset: int = 0) -> st
 
 @lru_cache(maxsize=8192)  # the same few names per layer and expert come again in every layer
 def _canonical_tail(tail: str, expert_offset: int) -> str:
-    """``local_experts.3.linear_fc1.weight``, ``linear_fc1.weight3`` or ``3.linear_fc1.weight`` → canonical."""
+    """Translate ``local_experts.3.linear_fc1.weight``, ``linear_fc1.weight3`` or ``3.linear_fc1.weight``."""
     if not tail.startswith(EXPERTS):
         return _ALIASES.get(tail, tail)
     tail = tail[len(EXPERTS) :]
@@ -67,60 +67,22 @@ def _canonical_tail(tail: str, expert_offset: int) -> str:
     return f"{EXPERTS}{int(number) + expert_offset}.{leaf}"
 
 
-def module_name(entry: Entry, spec: str, *, layer_offset: int = 0, expert_offset: int = 0) -> str:
-    """The name of an entry inside a built model: the inverse of :func:`canonical`.
+def fused_norms(*, mla: bool, moe: bool) -> dict[str, str]:
+    """Return the norms of a layer that Transformer Engine fuses into the next matrix: canonical prefix → its own.
 
-    ``spec``: ``local`` (sequential experts), ``te`` (grouped experts) or ``local_grouped`` (local norms, grouped
-    experts).
+    ``mla``: multi-latent attention; ``moe``: the layer holds experts, before which the norm stands alone.
     """
-    template = entry.bound.te_name if spec == "te" else entry.bound.row.megatron
-    if entry.expert is None:
-        return template if entry.layer is None else template.format(layer=entry.layer - layer_offset)
-    expert = entry.expert - expert_offset
-    if spec == "local":
-        template = template.replace(EXPERTS, EXPERTS + "local_experts.")
-        return template.format(layer=entry.layer_number - layer_offset, expert=expert)
-    return template.replace("{expert}.", "").format(layer=entry.layer_number - layer_offset) + str(expert)
+    return (_NORMS_IN_MLA if mla else _NORM_BEFORE_QKV) | ({} if moe else _NORM_BEFORE_MLP)
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointPlace:
-    """Where an entry lies in a distributed checkpoint: ``key``, the index on each leading axis (layer, expert), the
-    length of those axes. The tensor under ``key`` has shape ``[*axes, *entry.shape]``."""
-
-    key: str
-    index: Shape
-    axes: Shape
+def te_spelling(name: str, *, mla: bool, moe: bool) -> str:
+    """Return the name of a canonical template (``decoder.layers.{layer}.…``) under Transformer Engine's spec."""
+    for plain, fused in fused_norms(mla=mla, moe=moe).items():
+        name = name.replace("}." + plain, "}." + fused)
+    return name
 
 
-def checkpoint_place(entry: Entry, shape: ModelShape, *, uniform: bool | None = None) -> CheckpointPlace:
-    """Key and position of an entry in a ``torch_dist`` checkpoint.
-
-    Models whose layers all hold the same parameters have a leading layer axis unless ``uniform`` is False
-    (``TransformerBlock.sharded_state_dict``: ``non_homogeneous_layers``); the others have the layer in the key.
-    """
-    return _place(entry, entry.bound.te_name, shape, shape.uniform if uniform is None else uniform)
-
-
-def checkpoint_places(entry: Entry, shape: ModelShape, *, uniform: bool) -> tuple[CheckpointPlace, ...]:
-    """Where other writers may have put an entry: :func:`checkpoint_place` first, then the canonical spelling, then
-    that of Megatron's local spec, which stores the norm before experts as if it were fused."""
-    canonical_name = entry.bound.row.megatron
-    spellings = (entry.bound.te_name, canonical_name, canonical_name.replace("pre_mlp_layernorm.", _FUSED_NORM))
-    return tuple(_place(entry, name, shape, uniform) for name in dict.fromkeys(spellings))
-
-
-_FUSED_NORM = "mlp.linear_fc1.layer_norm_"
-
-
-def _place(entry: Entry, template: str, shape: ModelShape, uniform: bool) -> CheckpointPlace:
-    if entry.layer is None:
-        return CheckpointPlace(entry.name, (), ())
-    layer = "" if uniform else f"{entry.layer}."
-    index: Shape = (entry.layer,) if uniform else ()
-    axes: Shape = (len(shape.moe),) if uniform else ()
-    template = template.replace("{layer}.", layer)
-    if entry.expert is not None:
-        template = template.replace("{expert}.", "experts.")
-        index, axes = (*index, entry.expert), (*axes, shape.dims["E"])
-    return CheckpointPlace(template, index, axes)
+def local_spelling(name: str) -> str:
+    """Return the name under which Megatron's local spec stores a template: the norm before experts as if fused."""
+    ((plain, fused),) = _NORM_BEFORE_MLP.items()
+    return name.replace(plain, fused)

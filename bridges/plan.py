@@ -20,8 +20,8 @@ class Plan:
 
     ``by_name``: canonical Megatron name → entry. ``hf``: name on disk → shape on disk. ``stacked``: those among them
     that hold all experts of a layer. ``copies``: names that some
-    folders hold although they repeat another tensor (a tied output layer). ``carried``: prefixes of layers beyond the
-    model proper (multi-token prediction), which are passed on as they are.
+    folders hold although they repeat another tensor (a tied output layer). ``passthrough``: prefixes of layers past
+    the model proper (multi-token prediction), which are passed on as they are.
     """
 
     family: Family
@@ -32,11 +32,11 @@ class Plan:
     hf: Mapping[str, Shape]
     stacked: frozenset[str]
     copies: Mapping[str, str]
-    carried: tuple[str, ...]
+    passthrough: tuple[str, ...]
 
     @classmethod
     def of(cls, hf_config: Mapping[str, Any]) -> Plan:
-        """The plan for ``config.json`` as a dict. Raises :class:`BridgeError` if the model is not supported."""
+        """Return the plan for ``config.json`` as a dict. Raises :class:`BridgeError` if the model is not supported."""
         family = get_family(str(hf_config.get("model_type")))
         config = family.config(hf_config)
         shape = family.read_shape(config)
@@ -54,20 +54,20 @@ class Plan:
             tuple(f"model.layers.{layer}." for layer in layers),
         )
 
-    def is_carried(self, hf_name: str) -> bool:
-        """Whether a tensor belongs to a multi-token-prediction layer, which is passed on byte for byte."""
-        return hf_name.startswith(self.carried) if self.carried else False
+    def is_passthrough(self, hf_name: str) -> bool:
+        """Return whether a tensor belongs to a multi-token-prediction layer, which is passed on byte for byte."""
+        return hf_name.startswith(self.passthrough) if self.passthrough else False
 
     def is_ignored(self, hf_name: str) -> bool:
-        """Whether the family declares that a tensor holds no weights."""
+        """Return whether the family declares that a tensor holds no weights."""
         return hf_name.endswith(self.family.ignored)
 
     def check(self, shapes: Mapping[str, Shape], where: str) -> None:
-        """Compares a folder's tensors with the plan. Raises one :class:`BridgeError` listing every difference."""
+        """Compare a folder's tensors with the plan. Raises one :class:`BridgeError` listing every difference."""
         extra = [
             name
             for name in shapes
-            if not (name in self.hf or name in self.copies or self.is_carried(name) or self.is_ignored(name))
+            if not (name in self.hf or name in self.copies or self.is_passthrough(name) or self.is_ignored(name))
         ]
         missing = [name for name in self.hf if name not in shapes]
         problems = [f"unknown {name}{_nearest(name, missing or self.hf)}" for name in extra[:MANY]]

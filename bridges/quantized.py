@@ -25,7 +25,7 @@ BLOCKS, SCALES = "_blocks", "_scales"
 
 
 def dequantize_fp8(quantized: Tensor, scale_inv: Tensor, block: tuple[int, int]) -> Tensor:
-    """FP8 ``[m, n]`` and fp32 scales ``[⌈m/rows⌉, ⌈n/columns⌉]`` → bf16 ``[m, n]``. A band of rows at a time."""
+    """Turn FP8 ``[m, n]`` and fp32 scales ``[⌈m/rows⌉, ⌈n/columns⌉]`` into bf16, a band of rows at a time."""
     rows, columns = block
     out = torch.empty(quantized.shape, dtype=torch.bfloat16)
     for band, scales in enumerate(scale_inv.float()):
@@ -35,7 +35,7 @@ def dequantize_fp8(quantized: Tensor, scale_inv: Tensor, block: tuple[int, int])
 
 
 def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Bytes ``[…, m, n/32, 16]`` and exponents ``[…, m, n/32]`` → bf16 ``[…, m, n]``."""
+    """Return bytes ``[…, m, n/32, 16]`` and exponents ``[…, m, n/32]`` → bf16 ``[…, m, n]``."""
     values = torch.tensor(FP4_VALUES)
     pairs = torch.stack([values[(blocks & 15).int()], values[(blocks >> 4).int()]], dim=-1)
     scaled = torch.ldexp(pairs.flatten(-2), scales.int().sub(127).unsqueeze(-1))
@@ -105,7 +105,7 @@ class DequantizedFolder:
         return shapes
 
     def shapes(self) -> dict[str, Shape]:
-        """Name → shape of every tensor, as in a bf16 folder."""
+        """Return name → shape of every tensor, as in a bf16 folder."""
         return dict(self._shapes)
 
     def dtype(self, name: str) -> torch.dtype:
@@ -115,7 +115,7 @@ class DequantizedFolder:
         return self.folder.dtype(name)
 
     def read(self, name: str, index: int | None = None) -> Tensor:
-        """The tensor, or its slice ``[index]``, dequantised if it is quantised."""
+        """Return the tensor, or its slice ``[index]``, dequantised if it is quantised."""
         if name not in self.folder.tensors:
             blocks = self.folder.read(name + BLOCKS, index)
             scales = self.folder.read(name + SCALES, index)

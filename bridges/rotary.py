@@ -17,12 +17,12 @@ LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_p
 
 
 def rope_parameters(config: PreTrainedConfig) -> dict[str, Any]:
-    """``rope_parameters`` of transformers 5, into which older spellings were already folded."""
+    """Return ``rope_parameters`` of transformers 5, into which older spellings were already folded."""
     return dict(config.rope_parameters or {})
 
 
 def rotary_arguments(config: PreTrainedConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Rotary embedding outside MLA: (keyword arguments of ``GPTModel``, attributes of the config object)."""
+    """Return rotary embedding outside MLA: (keyword arguments of ``GPTModel``, attributes of the config object)."""
     rope = rope_parameters(config)
     kind = rope.get("rope_type", "default")
     arguments: dict[str, Any] = {
@@ -45,7 +45,7 @@ def rotary_arguments(config: PreTrainedConfig) -> tuple[dict[str, Any], dict[str
 
 
 def yarn_attributes(config: PreTrainedConfig, rope: dict[str, Any]) -> dict[str, Any]:
-    """What ``GPTModel`` reads from the config object for ``position_embedding_type="yarn"``."""
+    """Return what ``GPTModel`` reads from the config object for ``position_embedding_type="yarn"``."""
     if rope.get("attention_factor") is not None:
         value = rope["attention_factor"]
         raise refuse(config.model_type, "rope_parameters.attention_factor", value, "Megatron derives it from factor")
@@ -63,7 +63,7 @@ def yarn_attributes(config: PreTrainedConfig, rope: dict[str, Any]) -> dict[str,
 
 
 def mla_rotary(config: PreTrainedConfig) -> dict[str, Any]:
-    """Rotary fields of ``MLATransformerConfig``, whose own default is YaRN with factor 40."""
+    """Return the rotary fields of ``MLATransformerConfig``, whose own default is YaRN with factor 40."""
     rope = rope_parameters(config)
     kind = rope.get("rope_type", "default")
     base = {"rotary_base": rope["rope_theta"]}

@@ -43,7 +43,7 @@ def dim(word: str, dims: Mapping[str, int]) -> int:
 
 
 def resolve(shape: str, dims: Mapping[str, int]) -> Shape:
-    """``"2M H"`` → ``(2·M, H)``."""
+    """Evaluate a shape: ``"2M H"`` → ``(2·M, H)``."""
     return tuple(dim(word, dims) for word in shape.split())
 
 
@@ -95,7 +95,7 @@ class Row:
         return (self.hf,) if isinstance(self.hf, str) else self.hf
 
     def conversion(self, dims: Mapping[str, int]) -> Conversion:
-        """The tensor operation, bound to sizes."""
+        """Return the tensor operation, bound to sizes."""
         return Conversion()
 
     def hf_shapes(self, dims: Mapping[str, int]) -> tuple[Shape, ...]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bridges.conversions import Conversion
 from bridges.errors import BridgeError
+from bridges.names import te_spelling
 from bridges.rows import ModelShape, Row, Shape, Split
 
 if TYPE_CHECKING:
@@ -89,34 +90,19 @@ class Entry:
         return self.bound.te_name.format(layer=self.layer, expert=self.expert)
 
     def to_megatron(self, tensors: Sequence[Tensor]) -> Tensor:
-        """HF tensors (slices of one expert where stacked), in the order of ``hf`` → Megatron tensor ``[shape]``."""
+        """Convert HF tensors (slices of one expert where stacked), in the order of ``hf``, to the Megatron tensor."""
         return self.bound.conversion.to_megatron(tensors)
 
     def to_hf(self, megatron: Tensor) -> tuple[Tensor, ...]:
-        """Megatron tensor ``[shape]`` → HF tensors, in the order of ``hf``."""
+        """Convert the Megatron tensor ``[shape]`` to HF tensors, in the order of ``hf``."""
         return self.bound.conversion.to_hf(megatron)
-
-
-def te_spelling(name: str, mla: bool, moe_layer: bool) -> str:
-    """The name of a canonical template under Transformer Engine's spec, which fuses norms into the next matrix."""
-    fused = {} if moe_layer else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
-    if mla:
-        fused |= {
-            "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
-            "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
-        }
-    else:
-        fused |= {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-    for plain, spelled in fused.items():
-        name = name.replace("}." + plain, "}." + spelled)
-    return name
 
 
 def _bind(rows: Sequence[Row], shape: ModelShape, moe_layer: bool) -> list[BoundRow]:
     bound = []
     for row in rows:
         if row.when is None or row.when in shape.flags:
-            te_name = te_spelling(row.megatron, shape.mla, moe_layer)
+            te_name = te_spelling(row.megatron, mla=shape.mla, moe=moe_layer)
             bound.append(
                 BoundRow(
                     row,
@@ -145,7 +131,7 @@ def _entries(bound: BoundRow, layer: int | None, experts: int) -> Iterator[Entry
 
 
 def expand(family: Family, hf_config: Mapping[str, Any]) -> tuple[Entry, ...]:
-    """Every parameter and buffer of the model that ``hf_config`` (``config.json`` as a dict) describes.
+    """Return every parameter and buffer of the model that ``hf_config`` (``config.json`` as a dict) describes.
 
     In model order: embedding, layers from first to last, final norm, output layer. Raises :class:`BridgeError` for a
     config that the family does not support.

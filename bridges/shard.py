@@ -22,7 +22,7 @@ from bridges.rules import Entry
 
 
 def padded_rows(rows: int, size: int, padded_vocab: int | None = None) -> int:
-    """Rows of a vocabulary tensor over all ranks: ``padded_vocab`` if given, else the next multiple of ``size``."""
+    """Count a vocabulary's rows over all ranks: ``padded_vocab`` if given, else the next multiple of ``size``."""
     padded = padded_vocab if padded_vocab is not None else -(-rows // size) * size
     if padded < rows or padded % size:
         raise BridgeError(f"a padded vocabulary of {padded} must hold {rows} rows and be a multiple of tp={size}")
@@ -30,7 +30,7 @@ def padded_rows(rows: int, size: int, padded_vocab: int | None = None) -> int:
 
 
 def check_divisible(entry: Entry, size: int) -> None:
-    """Raises :class:`BridgeError` if the entry cannot be split evenly over ``size`` ranks."""
+    """Raise :class:`BridgeError` if the entry cannot be split evenly over ``size`` ranks."""
     split = entry.split
     if split.dim is None or split.vocab or size == 1:
         return
@@ -43,7 +43,7 @@ def check_divisible(entry: Entry, size: int) -> None:
 
 
 def local_shape(entry: Entry, size: int, padded_vocab: int | None = None) -> Shape:
-    """Shape of one rank's share."""
+    """Return shape of one rank's share."""
     split = entry.split
     if split.dim is None:
         return entry.shape
@@ -56,7 +56,7 @@ def local_shape(entry: Entry, size: int, padded_vocab: int | None = None) -> Sha
 
 
 def shard(tensor: Tensor, entry: Entry, size: int, rank: int, padded_vocab: int | None = None) -> Tensor:
-    """The share of ``rank`` out of ``size``: a view where the share is one run of rows, else a copy.
+    """Return the share of ``rank`` out of ``size``: a view where the share is one run of rows, else a copy.
 
     ``tensor`` has the entry's global shape (vocabulary not padded).
     """
@@ -75,7 +75,7 @@ def shard(tensor: Tensor, entry: Entry, size: int, rank: int, padded_vocab: int 
 
 
 def unshard(shares: Sequence[Tensor], entry: Entry) -> Tensor:
-    """The inverse of :func:`shard`: one share per rank → the global tensor, vocabulary padding cut off."""
+    """Return the inverse of :func:`shard`: one share per rank → the global tensor, vocabulary padding cut off."""
     split = entry.split
     if split.dim is None or len(shares) == 1:
         whole = shares[0]

@@ -14,14 +14,14 @@ from bridges.assets import HF_SUBFOLDER
 from bridges.errors import BridgeError
 from bridges.hf_io import HfFolder
 from bridges.json_file import read_hf_config
-from bridges.megatron_io import Checkpoint
-from bridges.names import CheckpointPlace, checkpoint_places
+from bridges.megatron_io import DistCheckpoint
+from bridges.places import CheckpointPlace, checkpoint_places
 from bridges.plan import Plan
 from bridges.quantized import DequantizedFolder
 from bridges.rows import Shape
 from bridges.rules import Entry
 
-CARRIED = "carried."  # key prefix of tensors passed on as they are (multi-token prediction)
+PASSTHROUGH = "carried."  # key prefix of tensors passed on as they are (multi-token prediction)
 # Tensors of a training checkpoint that are no weights.
 NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", "opt_param_scheduler", "rerun_state_machine")
 
@@ -33,28 +33,28 @@ class Source(Protocol):
     config: dict[str, Any]
 
     def shapes(self) -> dict[str, Shape]:
-        """Name → shape of every tensor."""
+        """Return name → shape of every tensor."""
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype that :meth:`read` returns."""
+        """Return the dtype that :meth:`read` returns."""
 
     def read(self, name: str, index: int | None = None) -> Tensor:
-        """The tensor, or its slice ``[index]``; may be a view of a mapped file."""
+        """Return the tensor, or its slice ``[index]``; may be a view of a mapped file."""
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder looks like a Megatron distributed checkpoint (complete or not)."""
+    """Return whether a folder looks like a Megatron distributed checkpoint (complete or not)."""
     return (path / "metadata.json").exists() or (path / ".metadata").exists() or any(path.glob("*.distcp"))
 
 
 def open_hf(path: Path) -> Source:
-    """A HF folder; FP8 and MXFP4 weights appear dequantised, under their plain names."""
+    """Open a HF folder; FP8 and MXFP4 weights appear dequantised, under their plain names."""
     folder = HfFolder(path)
     return DequantizedFolder(folder) if folder.config.get("quantization_config") else folder
 
 
 def open_source(path: Path, template: Path | None = None) -> Source:
-    """A HF folder or a Megatron folder, whichever ``path`` is."""
+    """Open a HF folder or a Megatron folder, whichever ``path`` is."""
     return MegatronSource(path, template) if is_checkpoint(path) else open_hf(path)
 
 
@@ -63,12 +63,14 @@ class MegatronSource:
 
     def __init__(self, path: Path, template: Path | None = None) -> None:
         self.path = path
-        self.checkpoint = Checkpoint(path)
+        self.checkpoint = DistCheckpoint(path)
         self.hf_files = _hf_files(path, template)
         self.config = read_hf_config(self.hf_files)
         self.plan = Plan.of(self.config)
         self.places = self._places()
-        self.carried = {key.removeprefix(CARRIED): key for key in self.checkpoint.tensors if key.startswith(CARRIED)}
+        self.passthrough = {
+            key.removeprefix(PASSTHROUGH): key for key in self.checkpoint.tensors if key.startswith(PASSTHROUGH)
+        }
         self._by_hf = {
             piece.name: (entry, position)
             for entry in self.plan.entries
@@ -92,8 +94,10 @@ class MegatronSource:
             places[entry.name] = place
             problem = self._shape_problem(entry, place)
             problems += [problem] if problem else []
-        carried = {key for key in stored if key.startswith((CARRIED, *NOT_WEIGHTS)) or key.endswith("_extra_state")}
-        problems += [f"unknown {key}" for key in stored if key not in used and key not in carried]
+        passthrough = {
+            key for key in stored if key.startswith((PASSTHROUGH, *NOT_WEIGHTS)) or key.endswith("_extra_state")
+        }
+        problems += [f"unknown {key}" for key in stored if key not in used and key not in passthrough]
         if problems:
             listed = "\n  ".join(dict.fromkeys(problems[:12]))
             raise BridgeError(
@@ -111,17 +115,17 @@ class MegatronSource:
         return None if found == expected else f"{place.key} is {list(found)}, expected {list(expected)}"
 
     def shapes(self) -> dict[str, Shape]:
-        """Name → shape of every tensor, multi-token-prediction layers included if the checkpoint has them."""
-        extra = {name: self.checkpoint.tensors[key].shape for name, key in self.carried.items()}
+        """Return name → shape of every tensor, multi-token-prediction layers included if the checkpoint has them."""
+        extra = {name: self.checkpoint.tensors[key].shape for name, key in self.passthrough.items()}
         return {**self.plan.hf, **extra}
 
     def dtype(self, name: str) -> torch.dtype:
-        """The dtype stored in the checkpoint."""
-        key = self.carried.get(name) or self.places[self._by_hf[name][0].name].key
+        """Return the dtype stored in the checkpoint."""
+        key = self.passthrough.get(name) or self.places[self._by_hf[name][0].name].key
         return self.checkpoint.tensors[key].dtype
 
     def parts(self, entry: Entry) -> tuple[Tensor, ...]:
-        """The pieces of an entry's Megatron tensor (see :class:`bridges.conversions.Conversion`)."""
+        """Return the pieces of an entry's Megatron tensor (see :class:`bridges.conversions.Conversion`)."""
         place = self.places[entry.name]
         rows = entry.shape[0] // entry.parts
         shape = (*((1,) * len(place.axes)), rows, *entry.shape[1:])
@@ -132,14 +136,14 @@ class MegatronSource:
         )
 
     def hf_tensors(self, entry: Entry) -> tuple[Tensor, ...]:
-        """The HF tensors (slices of one expert where stacked) of an entry, in the order of ``entry.hf``."""
+        """Return the HF tensors (slices of one expert where stacked) of an entry, in the order of ``entry.hf``."""
         return entry.bound.conversion.from_parts(self.parts(entry))
 
     def read(self, name: str, index: int | None = None) -> Tensor:
-        """A tensor by HF name; what was converted last is kept, since q, k and v are asked for in turn."""
-        if name in self.carried:
-            shape = self.checkpoint.tensors[self.carried[name]].shape
-            whole = self.checkpoint.read(self.carried[name], (0,) * len(shape), shape)
+        """Return a tensor by HF name; what was converted last is kept, since q, k and v are asked for in turn."""
+        if name in self.passthrough:
+            shape = self.checkpoint.tensors[self.passthrough[name]].shape
+            whole = self.checkpoint.read(self.passthrough[name], (0,) * len(shape), shape)
             return whole if index is None else whole[index]
         entry, position = self._by_hf[name]
         if entry.hf[position].index is not None:
@@ -155,7 +159,7 @@ class MegatronSource:
 
 
 def _hf_files(path: Path, template: Path | None) -> Path:
-    """The folder that holds ``config.json`` for a checkpoint."""
+    """Return the folder that holds ``config.json`` for a checkpoint."""
     for folder in [template] if template else [path / HF_SUBFOLDER, path.parent / HF_SUBFOLDER, path]:
         if (folder / "config.json").exists():
             return folder
@@ -166,7 +170,7 @@ def _hf_files(path: Path, template: Path | None) -> Path:
 def key_dtypes(
     plan: Plan, source: Source, dtype: torch.dtype | None, key_of: Mapping[str, str]
 ) -> dict[str, torch.dtype]:
-    """Checkpoint key → dtype: that on disk, or ``dtype`` except for rows that keep theirs.
+    """Return checkpoint key → dtype: that on disk, or ``dtype`` except for rows that keep theirs.
 
     Raises :class:`BridgeError` where tensors stored under one key differ.
     """

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ BLOCK = 64 * 2**20  # bytes held at once of a tensor that has to be cast or made
 
 @contextmanager
 def staged(out: Path, needed: int) -> Iterator[Path]:
-    """A folder beside ``out`` that is renamed to ``out`` at the end, or removed if anything goes wrong.
+    """Yield a folder beside ``out`` that is renamed to ``out`` at the end, or removed if anything goes wrong.
 
     ``needed``: bytes that will be written. Raises :class:`BridgeError` if ``out`` exists or the disk cannot hold it.
     """
@@ -64,8 +65,46 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
+class FileWriter(Protocol):
+    """A file being written from front to back."""
+
+    def write(self, *parts: memoryview | bytes) -> None:
+        """Append all parts."""
+
+    def finish(self) -> None:
+        """Make the file durable and close it."""
+
+    def abandon(self) -> None:
+        """Close the file as it is; safe to call twice, and after :meth:`finish`."""
+
+
+class LocalFile:
+    """A new file of a file system (a :class:`FileWriter`). Raises FileExistsError if there is one."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+
+    def write(self, *parts: memoryview | bytes) -> None:
+        views = [view for part in parts if len(view := memoryview(part).cast("B"))]
+        while views:  # one system call takes at most 2 GiB
+            written = os.writev(self._descriptor, views)
+            while views and written >= len(views[0]):
+                written -= len(views.pop(0))
+            if written:
+                views[0] = views[0][written:]
+
+    def finish(self) -> None:
+        os.fsync(self._descriptor)
+        self.abandon()
+
+    def abandon(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
 def byte_blocks(tensor: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
-    """The bytes of ``tensor`` in row-major order as ``dtype``, in blocks; one view if nothing has to be changed."""
+    """Yield the bytes of ``tensor`` in row-major order as ``dtype``, in blocks; one view if nothing has to change."""
     if tensor.dtype == dtype and tensor.is_contiguous():
         yield _bytes(tensor)
         return
@@ -80,7 +119,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def write_all(descriptor: int, data: memoryview, offset: int) -> int:
-    """Writes all of ``data`` at ``offset`` (one system call takes at most 2 GiB) and returns the end offset."""
+    """Write all of ``data`` at ``offset`` (one system call takes at most 2 GiB) and returns the end offset."""
     while len(data):
         written = os.pwrite(descriptor, data, offset)
         data, offset = data[written:], offset + written
@@ -88,7 +127,7 @@ def write_all(descriptor: int, data: memoryview, offset: int) -> int:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Writes and syncs a small file."""
+    """Write and sync a small file."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()

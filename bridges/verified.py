@@ -35,7 +35,7 @@ parallelism fills up to ep. Empty: nothing beyond the exact conversion is checke
 
 
 def degrees(layout: str) -> dict[str, int]:
-    """``"tp2·ep2"`` → ``{"tp": 2, "ep": 2}``; ``"single"`` → ``{}``."""
+    """Parse a layout: ``"tp2·ep2"`` → ``{"tp": 2, "ep": 2}``; ``"single"`` → ``{}``."""
     if layout == "single":
         return {}
     return {part.rstrip("0123456789"): int(part.lstrip("abcdefghijklmnopqrstuvwxyz")) for part in layout.split("·")}

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,7 +20,9 @@ from bridges.source import Source, open_source
 from bridges.workers import Progress
 
 SHOWN = 10  # differences spelled out
-LOGITS_PROGRAM = "skyrl_megatron.entrypoints.compare_logits"  # prints one JSON object as its last line
+LOGITS_GROUP = "bridges.logits"
+"""Entry points of packages that can run both models: a module with ``--hf``, ``--megatron`` and ``--layout``, run by
+``python -m``, that prints one JSON object as its last line."""
 
 
 @dataclass
@@ -44,7 +47,7 @@ class Comparison:
 
 
 def compare(a: Path, b: Path, template: Path | None = None, stream: TextIO | None = None) -> Comparison:
-    """Compares two folders, HF or Megatron each, by HF names. Raises :class:`BridgeError` if one cannot be read."""
+    """Compare two folders, HF or Megatron each, by HF names. Raises :class:`BridgeError` if one cannot be read."""
     left, right = open_source(a, template), open_source(b, template)
     plan = Plan.of(left.config)
     shapes, other = left.shapes(), right.shapes()
@@ -75,12 +78,12 @@ def compare(a: Path, b: Path, template: Path | None = None, stream: TextIO | Non
 
 
 def _repeats(plan: Plan, source: Source, name: str) -> bool:
-    """Whether a tensor is declared to repeat another one, and does."""
+    """Return whether a tensor is declared to repeat another one, and does."""
     return name in plan.copies and same_bytes(source.read(name), source.read(plan.copies[name]))
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Equal in dtype, shape and every bit (NaN payloads and the sign of zero included)."""
+    """Return whether both are equal in dtype, shape and every bit (NaN payloads and the sign of zero included)."""
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_raw(a), _raw(b))
 
 
@@ -93,7 +96,7 @@ def _nbytes(source: Source, name: str, shape: tuple[int, ...]) -> int:
 
 
 def _pieces(plan: Plan, source: Source, name: str) -> Iterator[Tensor]:
-    """The tensor, or its slices where all experts share it, so that one slice is held at a time."""
+    """Yield the tensor, or its slices where all experts share it, so that one slice is held at a time."""
     if name in plan.stacked:
         yield from (source.read(name, expert) for expert in range(plan.hf[name][0]))
     else:
@@ -113,9 +116,18 @@ def _first_difference(name: str, left: Iterator[Tensor], right: Iterator[Tensor]
 
 
 def compare_logits(hf: Path, megatron: Path, layout: str, seconds: float = 1800.0) -> dict[str, Any]:
-    """Runs the HF model in transformers and the checkpoint in Megatron at ``layout`` (``tp=2,ep=2``) on the same
-    tokens. The run is a program of its own, since it needs process groups: this package has none."""
-    command = [sys.executable, "-m", LOGITS_PROGRAM, "--hf", str(hf), "--megatron", str(megatron)]
+    """Run the HF model in transformers and the checkpoint in Megatron, at ``layout`` (``tp=2,ep=2``), on one input.
+
+    The run is a program of its own, found among the entry points of :data:`LOGITS_GROUP`: it needs process groups, and
+    this package has none. Raises :class:`BridgeError` when none is installed, or it fails or takes too long.
+    """
+    program = next(iter(metadata.entry_points(group=LOGITS_GROUP)), None)
+    if program is None:
+        raise BridgeError(
+            f"--logits needs an installed package with an entry point of the group {LOGITS_GROUP}; install "
+            "skyrl-megatron (launch/setup.sh), or compare the tensors without --logits"
+        )
+    command = [sys.executable, "-m", program.module, "--hf", str(hf), "--megatron", str(megatron)]
     command += ["--layout", layout] if layout else []
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)

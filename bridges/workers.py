@@ -26,7 +26,7 @@ class Progress:
         self._lock = threading.Lock()
 
     def add(self, count: int) -> None:
-        """Counts ``count`` more bytes; safe from any thread."""
+        """Count ``count`` more bytes; safe from any thread."""
         with self._lock:
             self.done += count
             now = time.monotonic()
@@ -51,7 +51,7 @@ class Progress:
         print(f"\r{line:<78}" if live else line, end="" if live else "\n", file=self._stream, flush=True)
 
     def finish(self) -> None:
-        """Shows the final line."""
+        """Show the final line."""
         if self._stream:
             self._show(time.monotonic())
             if self._stream.isatty():
@@ -59,7 +59,7 @@ class Progress:
 
 
 def shares[T](items: Sequence[T], weight: Callable[[T], int], count: int) -> list[Sequence[T]]:
-    """Cuts ``items`` into ``count`` consecutive runs of about equal weight (some may be empty)."""
+    """Cut ``items`` into ``count`` consecutive runs of about equal weight (some may be empty)."""
     total = sum(weight(item) for item in items)
     runs: list[Sequence[T]] = []
     start, passed, seen = 0, 0, 0
@@ -73,7 +73,7 @@ def shares[T](items: Sequence[T], weight: Callable[[T], int], count: int) -> lis
 
 
 def in_threads[T](runs: Sequence[Sequence[T]], body: Callable[[int, T], None]) -> None:
-    """Calls ``body(worker, item)`` for every item, one thread per run. The first failure stops all and is raised;
+    """Call ``body(worker, item)`` for every item, one thread per run. The first failure stops all and is raised;
     so does an interrupt of the main thread."""
     stop = threading.Event()
 
@@ -94,5 +94,5 @@ def in_threads[T](runs: Sequence[Sequence[T]], body: Callable[[int, T], None]) -
 
 
 def progress_stream(quiet: bool) -> TextIO | None:
-    """Where progress goes: standard error, or nowhere."""
+    """Return where progress goes: standard error, or nowhere."""
     return None if quiet else sys.stderr

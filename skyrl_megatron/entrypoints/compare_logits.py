@@ -17,7 +17,7 @@ import socket
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 LENGTHS = (96, 37, 64, 5)
 DEGREES = ("tp", "pp", "vpp", "cp", "ep", "etp")
@@ -25,7 +25,7 @@ TIMEOUT_S = 600.0
 
 
 def parse_layout(text: str) -> dict[str, int]:
-    """``"tp=2,ep=2"`` → degrees. Raises ValueError naming the part that is not understood."""
+    """Parse ``"tp=2,ep=2"`` into degrees. Raises ValueError naming the part that is not understood."""
     layout: dict[str, int] = {}
     for part in filter(None, text.split(",")):
         name, _, size = part.strip().partition("=")
@@ -36,7 +36,7 @@ def parse_layout(text: str) -> dict[str, int]:
 
 
 def world_size(layout: dict[str, int]) -> int:
-    """The fewest ranks that hold one copy of the model: tp·pp·cp, and more where pp·ep·etp does not divide that."""
+    """Return the fewest ranks that hold one copy of the model: tp·pp·cp, more where pp·ep·etp does not divide it."""
     pp = layout.get("pp", 1)
     dense = layout.get("tp", 1) * layout.get("cp", 1)
     experts = layout.get("ep", 1) * layout.get("etp", 1)
@@ -47,7 +47,7 @@ def world_size(layout: dict[str, int]) -> int:
 
 
 def tokens(vocab_size: int, seed: int) -> list[Any]:
-    """Random token sequences of unequal lengths, drawn from ``seed``."""
+    """Return random token sequences of unequal lengths, drawn from ``seed``."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -55,7 +55,7 @@ def tokens(vocab_size: int, seed: int) -> list[Any]:
 
 
 def reference(folder: Path, seed: int, out: Path) -> None:
-    """Logits [sum of lengths, V] of the HF folder in transformers, fp32, to the file ``out``."""
+    """Return logits [sum of lengths, V] of the HF folder in transformers, fp32, to the file ``out``."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -63,7 +63,7 @@ def reference(folder: Path, seed: int, out: Path) -> None:
 
     config = AutoConfig.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    model = model.to(device.device()).eval()
+    model = cast(Any, model).to(device.device()).eval()
     with torch.no_grad():
         rows = [
             model(sequence[None].to(model.device), use_cache=False).logits[0].float().cpu()
@@ -85,15 +85,10 @@ def rank_main(rank: int, port: int, args: argparse.Namespace, layout: dict[str, 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(count), LOCAL_RANK=str(rank))
     device.set_local_device(rank)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
-    store = dist.TCPStore("127.0.0.1", port, count, rank == 0, datetime.timedelta(seconds=TIMEOUT_S))
-    dist.init_process_group(
-        device.collective_backend(),
-        store=store,
-        rank=rank,
-        world_size=count,
-        timeout=datetime.timedelta(seconds=TIMEOUT_S),
-    )
-    groups = parallel_state.initialize(ParallelConfig(count, **layout), timeout_s=TIMEOUT_S)
+    timeout = datetime.timedelta(seconds=TIMEOUT_S)
+    store = dist.TCPStore("127.0.0.1", port, count, rank == 0, timeout)  # type: ignore[attr-defined]
+    dist.init_process_group(device.collective_backend(), store=store, rank=rank, world_size=count, timeout=timeout)
+    groups = parallel_state.initialize(ParallelConfig(count, **cast(dict[str, Any], layout)), timeout_s=TIMEOUT_S)
     found = _compare(args, groups, torch.load(Path(work) / "reference.pt", mmap=True))
     (Path(work) / f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
@@ -101,7 +96,7 @@ def rank_main(rank: int, port: int, args: argparse.Namespace, layout: dict[str, 
 
 
 def load_megatron(model: Any, groups: Any, folder: str | Path) -> None:
-    """Fills the chunks of ``model`` from a ``torch_dist`` folder with Megatron's own loader."""
+    """Fill the chunks of ``model`` from a ``torch_dist`` folder with Megatron's own loader."""
     from megatron.core import dist_checkpointing
 
     wanted = {}
@@ -116,7 +111,7 @@ def load_megatron(model: Any, groups: Any, folder: str | Path) -> None:
 
 
 def _compare(args: argparse.Namespace, groups: Any, expected: Any) -> dict[str, Any] | None:
-    """The largest difference of this rank's logits; None on ranks that have none."""
+    """Return the largest difference of this rank's logits; None on ranks that have none."""
     import torch
 
     from skyrl_megatron import device
@@ -163,7 +158,7 @@ def _compare(args: argparse.Namespace, groups: Any, expected: Any) -> dict[str, 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the comparison and prints the result as JSON."""
+    """Run the comparison and print the result as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hf", type=Path, required=True)
     parser.add_argument("--megatron", type=Path, required=True)
@@ -178,7 +173,8 @@ def main(argv: list[str] | None = None) -> int:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        torch.multiprocessing.spawn(rank_main, (port, args, layout, work), nprocs=world_size(layout))
+        spawn: Any = torch.multiprocessing.spawn  # type: ignore[attr-defined]
+        spawn(rank_main, (port, args, layout, work), nprocs=world_size(layout))
         results = [json.loads(path.read_text()) for path in sorted(Path(work).glob("*.json"))]
         logits = torch.load(Path(work) / "reference.pt")
         worst = max((result for result in results if result), key=lambda result: result["max_abs_difference"])

@@ -9,12 +9,12 @@ from skyrl_megatron.errors import CheckpointError
 
 
 def export_due(step: int, interval: int, *, is_last: bool) -> bool:
-    """Every ``interval`` steps (``trainer.hf_save_interval``) and at the end; never when it is 0 or -1."""
+    """Return whether to export: every ``interval`` steps (``hf_save_interval``) and at the end; 0 or -1: never."""
     return interval > 0 and (is_last or step % interval == 0)
 
 
 def prepare_export(export_path: str | Path, step: int, role: str = "policy") -> Path:
-    """``export_path/global_step_<step>/<role>``, made free of what an earlier run exported there. Called on one rank.
+    """Return ``export_path/global_step_<step>/<role>``, freed of what an earlier run exported. Called on one rank.
 
     Raises CheckpointError when the old export cannot be removed.
     """

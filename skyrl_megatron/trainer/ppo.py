@@ -27,7 +27,7 @@ from skyrl_megatron.rollout.interface import GeneratorInput, GeneratorOutput, Tr
 from skyrl_megatron.rollout.outputs import prepare_generator_input, to_training_batch
 from skyrl_megatron.trainer import experience
 from skyrl_megatron.trainer.callbacks import TrainerCallback, notify
-from skyrl_megatron.trainer.checkpoints import RunCheckpoints
+from skyrl_megatron.trainer.checkpoints import run_checkpointer
 from skyrl_megatron.trainer.evaluate import evaluate
 from skyrl_megatron.trainer.experience import within
 from skyrl_megatron.trainer.hf_export import export_due, prepare_export
@@ -164,7 +164,7 @@ class RayPPOTrainer:
                 role.finish_building()
         self.policy, self.ref = self.roles["policy"], self.roles.get("ref")
         trained = {name: role for name, role in self.roles.items() if name != "ref"}
-        self.checkpoints = RunCheckpoints(self.cfg, trained)
+        self.checkpoints = run_checkpointer(self.cfg, trained)
 
     def start_engines(self) -> None:
         """Until they answer. Raises EngineError, LaunchError."""
@@ -173,15 +173,14 @@ class RayPPOTrainer:
 
     def load_checkpoints(self) -> None:
         """Continue where ``trainer.resume_mode`` says, or start at step 0, and say which."""
-        loaded = self.checkpoints.load()
+        loaded = self.checkpoints.load(self.cfg.trainer.resume_mode, self.cfg.trainer.resume_path)
         if loaded is not None:
-            found, data, state = loaded
-            self.global_step = found.step
-            self.train_dataloader.load_state_dict(data)
-            self.sampler.rng.bit_generator.state = state["sampler_rng"]
+            self.global_step = loaded.step
+            self.train_dataloader.load_state_dict(loaded.data)
+            self.sampler.rng.bit_generator.state = loaded.trainer_state["sampler_rng"]
             if self.kl_controller is not None:
-                self.kl_controller.value = state["kl_coef"]
-            self.tracker.say(f"resumed from {found.folder} (step {found.step} of {self.total_steps})")
+                self.kl_controller.value = loaded.trainer_state["kl_coef"]
+            self.tracker.say(f"resumed from {loaded.folder} (step {loaded.step} of {self.total_steps})")
         self.position = self.train_dataloader.state_dict()
         self.tracker.open(total_steps=self.total_steps, resumed_from=self.global_step if loaded else None)
 
@@ -348,7 +347,7 @@ class RayPPOTrainer:
         if self.kl_controller is not None:
             state["kl_coef"] = self.kl_controller.value
         with self.phases("save_checkpoints"):
-            folder = self.checkpoints.save(self.global_step, self.position, state, finite=self.finite)
+            folder = self.checkpoints.save(self.global_step, self.position, state, last_step_finite=self.finite)
         if folder is not None:
             notify(self.callbacks, "on_save", self, folder)
 
@@ -384,7 +383,6 @@ class RayPPOTrainer:
         gc.unfreeze()
         try:
             if hasattr(self, "checkpoints"):
-                self.checkpoints.finish()
                 self.checkpoints.close()
         finally:
             for role in self.roles.values():

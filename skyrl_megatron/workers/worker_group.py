@@ -52,6 +52,11 @@ class WorkerGroup:
         self.flops = self.group.call("flops")[0]
 
     @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.group)
+
+    @property
     def dp_size(self) -> int:
         """Number of data-parallel replicas."""
         return self.places[0].dp_size

@@ -206,7 +206,7 @@ def sharded_state(folder, tp, tp_rank, keep, make):
     leading axes, gate and up are two shards, the vocabulary is padded (here to 1024), experts are not split over etp.
     """
     from bridges.hf_io import HfFolder
-    from bridges.names import checkpoint_place
+    from bridges.places import checkpoint_place
     from bridges.plan import Plan
     from bridges.shard import shard
 

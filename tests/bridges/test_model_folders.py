@@ -67,16 +67,16 @@ def train_body(hf, root, layout):
     """A step of training, then a checkpoint, and the same weights written by the runtime's own exporter."""
     import os
 
-    from skyrl_megatron.runtime.checkpoint.checkpointer import Checkpointer
     from skyrl_megatron.runtime.hf.export import save_hf
     from tests.checkpoint import training
+    from tests.checkpoint.ranks import RankCheckpointer
 
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
         os.environ.pop(name, None)  # Megatron sets them for good, and refuses another choice in the same process
     engine = training.engine(hf, layout)
     training.train(engine, [1])
-    checkpointer = Checkpointer(str(root / "checkpoints"))
-    checkpointer.save(1, training.state_of(engine))
+    checkpointer = RankCheckpointer(str(root / "checkpoints"), training.state_of(engine))
+    checkpointer.save(1)
     checkpointer.close()
     save_hf(engine.model, engine.groups, root / "runtime")
 
@@ -97,8 +97,33 @@ def test_export_of_a_training_checkpoint(ranks, tmp_path):
     assert len(moved.differences) > result.tensors // 2, "training changed nothing"
 
 
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """The entry points that pyproject.toml declares, whatever was installed when the environment was made."""
+    import tomllib
+    from pathlib import Path
+
+    project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
+    info = tmp_path / "site" / "skyrl_megatron_declared-0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: skyrl-megatron-declared\nVersion: 0\n")
+    points = [f"{name} = {value}" for name, value in project["entry-points"]["bridges.logits"].items()]
+    (info / "entry_points.txt").write_text("\n".join(["[bridges.logits]", *points]))
+    monkeypatch.syspath_prepend(info.parent)
+
+
+def test_logits_without_a_program_to_compute_them(tmp_path, capsys, monkeypatch):
+    from importlib import metadata
+
+    from bridges.__main__ import main
+
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [])
+    assert main(["verify", "--logits", str(tmp_path), str(tmp_path)]) == 2
+    assert "install skyrl-megatron" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("broken", [False, pytest.param(True, marks=pytest.mark.full_matrix)])
-def test_logits_of_both_folders_are_compared(broken, tmp_path, capsys):
+def test_logits_of_both_folders_are_compared(broken, tmp_path, capsys, installed):
     import json
 
     from bridges.__main__ import main
@@ -114,7 +139,7 @@ def test_logits_of_both_folders_are_compared(broken, tmp_path, capsys):
     assert (found["max_abs_difference"] > 1) if broken else (found["max_abs_difference"] <= 1e-4)
 
 
-def test_logits_with_a_layout_that_does_not_fit_is_an_error(tmp_path, capsys):
+def test_logits_with_a_layout_that_does_not_fit_is_an_error(tmp_path, capsys, installed):
     from bridges.__main__ import main
 
     assert main(["verify", "--logits", str(tmp_path), str(tmp_path), "--layout", "tp=two"]) == 2

@@ -63,7 +63,8 @@ RELEASED = {
 
 @pytest.mark.parametrize("name", RELEASED)
 def test_parameter_count(name):
-    from bridges.names import canonical, module_name
+    from bridges.names import canonical
+    from bridges.places import module_name
     from bridges.plan import Plan
 
     count, config = RELEASED[name]

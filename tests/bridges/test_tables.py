@@ -87,7 +87,8 @@ def test_unshard_inverts_shard(folder, plan):
 
 
 def test_every_module_spelling_leads_back_to_the_entry(plan):
-    from bridges.names import canonical, module_name
+    from bridges.names import canonical
+    from bridges.places import module_name
 
     for spec in ("local", "te", "local_grouped"):
         for entry in plan.entries:

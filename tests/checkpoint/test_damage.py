@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint import training
+from tests.checkpoint.ranks import RankCheckpointer
 
 
 def flip(path, at=None):
@@ -54,15 +55,15 @@ def resume_all(folder, root, out):
     import warnings
 
     from skyrl_megatron.errors import CheckpointError
-    from skyrl_megatron.runtime.checkpoint.checkpointer import Checkpointer
 
     engine = training.engine(folder, "single")
-    state, checkpointer = training.state_of(engine), Checkpointer(root)
+    state = training.state_of(engine)
+    checkpointer = RankCheckpointer(root, state)
     held = {}
     for step in (1, 2):
         training.train(engine, [step])
         held[step] = training.local_digests(engine)
-        checkpointer.save(step, state, trainer_state={"kl_coef": 0.1})
+        checkpointer.save(step, trainer_state={"kl_coef": 0.1})
     checkpointer.close()
 
     def attempt(name, harm, mode="latest", path=None):
@@ -73,7 +74,7 @@ def resume_all(folder, root, out):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                found = Checkpointer(copy).resume(mode, path and str(copy / path), state, seed=0)
+                found = RankCheckpointer(copy, state, seed=0).load(mode, path and str(copy / path))
                 result = found and found.step
             except CheckpointError as error:
                 result = str(error)
@@ -97,11 +98,11 @@ def resume_all(folder, root, out):
 def hostile_all(folder, root, out):
     """Every attack on a copy of a checkpoint, with a manifest that fits: name → the error."""
     from skyrl_megatron.errors import CheckpointError
-    from skyrl_megatron.runtime.checkpoint.checkpointer import Checkpointer
 
     engine = training.engine(folder, "single")
-    state, checkpointer = training.state_of(engine), Checkpointer(root)
-    checkpointer.save(1, state)
+    state = training.state_of(engine)
+    checkpointer = RankCheckpointer(root, state)
+    checkpointer.save(1)
     checkpointer.close()
     results = {}
     for name, attack in ATTACKS.items():
@@ -110,7 +111,7 @@ def hostile_all(folder, root, out):
         trap = copy / "trap"
         attack(copy / "global_step_1", trap)
         try:
-            Checkpointer(copy).resume("from_path", str(copy / "global_step_1"), state, seed=0)
+            RankCheckpointer(copy, state, seed=0).load("from_path", str(copy / "global_step_1"))
             results[name] = "loaded"
         except CheckpointError as error:
             results[name] = str(error)

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from tests.checkpoint import training
+from tests.checkpoint.ranks import RankCheckpointer, newest
 
 WAIT_S = 120.0
 
@@ -80,13 +81,12 @@ def join_group(rank=0, world=1, port=None):
 
 def two_saves(folder, root, layout="single", **options):
     """An engine with checkpoints 1 and 2, ready to save step 3."""
-    from skyrl_megatron.runtime.checkpoint.checkpointer import Checkpointer
 
     engine = training.engine(folder, layout)
-    checkpointer = Checkpointer(root, **options)
+    checkpointer = RankCheckpointer(root, training.state_of(engine), **options)
     for step in (1, 2):
         training.train(engine, [step])
-        checkpointer.save(step, training.state_of(engine))
+        checkpointer.save(step)
         checkpointer.finish()
     training.train(engine, [3])
     return engine, checkpointer
@@ -107,20 +107,19 @@ def killed_at(folder, root, point, asynchronous, pipe):
     join_group()
     engine, checkpointer = two_saves(folder, root, keep=2, asynchronous=asynchronous)
     signal_at(point, signal.SIGKILL)
-    checkpointer.save(3, training.state_of(engine))
+    checkpointer.save(3)
     checkpointer.finish()
     pipe.send("survived")
 
 
 def resume_and_save(folder, root):
     """What a new run finds, whether it holds exactly what was trained to that step, and that it can go on."""
-    from skyrl_megatron.runtime.checkpoint.checkpointer import Checkpointer
 
     fresh = training.engine(folder, "single")
-    checkpointer = Checkpointer(root, keep=2)
-    resumed = checkpointer.resume("latest", None, training.state_of(fresh), seed=42)
+    checkpointer = RankCheckpointer(root, training.state_of(fresh), keep=2)
+    resumed = checkpointer.load()
     held = training.global_digests(fresh)
-    checkpointer.save(resumed.step + 1, training.state_of(fresh))
+    checkpointer.save(resumed.step + 1)
     checkpointer.close()
     left = sorted(os.listdir(root))
     for step in checkpointer.store.steps():
@@ -174,7 +173,7 @@ def rank_of_two(folder, root, rank, port, pipe):
     if rank == 1:
         signal_at("between shards", signal.SIGKILL)
     try:
-        checkpointer.save(3, training.state_of(engine))
+        checkpointer.save(3)
         pipe.send("saved")
     except Exception as error:
         pipe.send(f"{type(error).__name__}: {error}")
@@ -222,7 +221,7 @@ def ends_in_async_save(folder, root, how, pipe):
             go_on.wait(5)
 
     fault_points.on_reached = reached
-    checkpointer.save(3, training.state_of(engine))
+    checkpointer.save(3)
     half.wait(WAIT_S)
     threading.Timer(0.3, go_on.set).start()
     if how == "exit":
@@ -248,14 +247,14 @@ def test_ends_during_an_async_save(children, ranks, folder, expected, tmp_path, 
     assert not [name for name in left if name.endswith(".tmp")]
 
 
-def saves_while_busy(folder, root, when_busy, pipe):
+def saves_while_busy(folder, root, pipe):
     """A second save while the first is half done."""
     import threading
 
     from skyrl_megatron.runtime.checkpoint import fault_points
 
     join_group()
-    engine, checkpointer = two_saves(folder, root, asynchronous=True, when_busy=when_busy)
+    engine, checkpointer = two_saves(folder, root, asynchronous=True)
     half, go_on = threading.Event(), threading.Event()
 
     def reached(point):
@@ -264,21 +263,19 @@ def saves_while_busy(folder, root, when_busy, pipe):
             go_on.wait(WAIT_S)
 
     fault_points.on_reached = reached
-    checkpointer.save(3, training.state_of(engine))
+    checkpointer.save(3)
     half.wait(WAIT_S)
-    if when_busy == "wait":
-        threading.Timer(0.3, go_on.set).start()
-    made = checkpointer.save(4, training.state_of(engine))
-    go_on.set()
+    threading.Timer(0.3, go_on.set).start()
+    made = checkpointer.save(4)
     checkpointer.close()
-    pipe.send((made, checkpointer.store.steps(), checkpointer.store.latest(deep=True).step))
+    pipe.send((made, checkpointer.store.steps(), newest(checkpointer.store).step))
 
 
-@pytest.mark.parametrize("when_busy", ["wait", "skip"])
-def test_save_while_busy(children, folder, tmp_path, when_busy):
-    code, sent = children.run(saves_while_busy, folder, str(tmp_path), when_busy)
+def test_save_while_busy(children, folder, tmp_path):
+    """It waits for the save before it."""
+    code, sent = children.run(saves_while_busy, folder, str(tmp_path))
     assert code == 0
-    assert sent == ((True, [4, 3, 2, 1], 4) if when_busy == "wait" else (False, [3, 2, 1], 3))
+    assert sent == (f"{tmp_path}/global_step_4", [4, 3, 2, 1], 4)
 
 
 def full_disk(folder, root, asynchronous, pipe):
@@ -291,15 +288,15 @@ def full_disk(folder, root, asynchronous, pipe):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
-        checkpointer.save(3, training.state_of(engine))
+        checkpointer.save(3)
         checkpointer.finish()
         pipe.send("saved")
     except CheckpointError as error:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         left = sorted(os.listdir(root))
-        checkpointer.save(4, training.state_of(engine))  # room was made
+        checkpointer.save(4)  # room was made
         checkpointer.close()
-        pipe.send((str(error), left, checkpointer.store.latest(deep=True).step))
+        pipe.send((str(error), left, newest(checkpointer.store).step))
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -321,10 +318,10 @@ def without_rights(folder, root, pipe):
     os.chmod(root, 0o555)
     os.setuid(65534)
     try:
-        checkpointer.save(3, training.state_of(engine))
+        checkpointer.save(3)
         pipe.send("saved")
     except CheckpointError as error:
-        pipe.send((str(error), checkpointer.store.latest(deep=True).step))
+        pipe.send((str(error), newest(checkpointer.store).step))
 
 
 def test_folder_is_read_only(children, folder, tmp_path):
@@ -357,7 +354,7 @@ def test_two_jobs_in_one_folder(children, tmp_path):
     store = CheckpointStore(tmp_path)
     with pytest.raises(CheckpointError, match=f"is being written by process {process.pid} on .*trainer.ckpt_path"):
         store.begin(1, {"policy": 1})
-    assert store.latest() is None  # reading needs no lock
+    assert newest(store) is None  # reading needs no lock
     process.kill()
     process.join(WAIT_S)
     assert store.begin(1, {"policy": 1})

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.checkpoint import training
+from tests.checkpoint.ranks import RankCheckpointer
 
 SAVED_AT = "tp2·dp2·ep2"
 PLAIN = ["single", "pp2·vpp2", "dp2·ep2"]
@@ -10,12 +11,11 @@ PAIRS = [(a, b) for a in ("tp2·dp2·ep2", "pp2·vpp2·dp2·ep2", "tp2·cp2·ep4
 
 
 def save_body(folder, root, layout):
-    from skyrl_megatron.runtime.checkpoint.checkpointer import Checkpointer
 
     engine = training.engine(folder, layout)
     training.train(engine, [1, 2])
-    checkpointer = Checkpointer(root)
-    assert checkpointer.save(2, training.state_of(engine), data={"epoch": 1}, trainer_state={"kl_coef": 0.25})
+    checkpointer = RankCheckpointer(root, training.state_of(engine))
+    assert checkpointer.save(2, data={"epoch": 1}, trainer_state={"kl_coef": 0.25})
     checkpointer.close()
     held = training.global_digests(engine)
     return held, training.train(engine, [3, 4, 5])
@@ -24,14 +24,12 @@ def save_body(folder, root, layout):
 def load_body(folder, root, layout):
     import warnings
 
-    from skyrl_megatron.runtime.checkpoint.checkpointer import Checkpointer
-
     engine = training.engine(folder, layout, seed=7)
     training.train(engine, [10])  # away from the weights of the folder; moments are not zero
-    checkpointer = Checkpointer(root)
+    checkpointer = RankCheckpointer(root, training.state_of(engine))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        resumed = checkpointer.resume("latest", None, training.state_of(engine), seed=42)
+        resumed = checkpointer.load()
     assert resumed.step == 2 and resumed.data == {"epoch": 1} and resumed.trainer_state == {"kl_coef": 0.25}
     held = training.global_digests(engine)
     return held, training.train(engine, [3, 4, 5]), [str(each.message) for each in caught]

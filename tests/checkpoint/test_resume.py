@@ -3,6 +3,7 @@
 import pytest
 
 from tests.checkpoint import training
+from tests.checkpoint.ranks import RankCheckpointer
 
 
 @pytest.fixture(scope="module")
@@ -12,29 +13,26 @@ def folder(tmp_path_factory):
 
 def uninterrupted(folder, root, layout):
     """Two steps, an asynchronous save, five more steps; digests at the save and at the end."""
-    from skyrl_megatron.runtime.checkpoint.checkpointer import Checkpointer
 
     engine = training.engine(folder, layout, dropout=0.1)
     training.train(engine, [1, 2])
-    checkpointer = Checkpointer(root, asynchronous=True)
+    checkpointer = RankCheckpointer(root, training.state_of(engine), asynchronous=True)
     at_save = training.local_digests(engine)
-    assert checkpointer.save(2, training.state_of(engine))
+    assert checkpointer.save(2)
     training.train(engine, [3])
     after_one = training.local_digests(engine)
-    assert checkpointer.save(3, training.state_of(engine))  # waits for the first
+    assert checkpointer.save(3)  # waits for the first
     training.train(engine, [4, 5, 6, 7])
     checkpointer.close()
     return at_save, after_one, training.local_digests(engine)
 
 
 def resumed(folder, root, layout, step, more):
-    from skyrl_megatron.runtime.checkpoint.checkpointer import Checkpointer
-
     engine = training.engine(folder, layout, seed=7, dropout=0.1)
     if step == 2:
         training.train(engine, [20])  # once from a used optimizer, once from a fresh one
-    checkpointer = Checkpointer(root)
-    found = checkpointer.resume("from_path", f"{root}/global_step_{step}", training.state_of(engine), seed=1)
+    checkpointer = RankCheckpointer(root, training.state_of(engine), seed=1)
+    found = checkpointer.load("from_path", f"{root}/global_step_{step}")
     assert found.step == step
     checkpointer.close()
     loaded = training.local_digests(engine)
@@ -64,13 +62,12 @@ def megatron_loads(folder, root, layout):
     import torch
     from megatron.core import dist_checkpointing
 
-    from skyrl_megatron.runtime.checkpoint.checkpointer import Checkpointer
     from skyrl_megatron.runtime.checkpoint.local_state import CONTENT
 
     engine = training.engine(folder, layout)
     training.train(engine, [1, 2])
-    checkpointer = Checkpointer(root)
-    checkpointer.save(2, training.state_of(engine))
+    checkpointer = RankCheckpointer(root, training.state_of(engine))
+    checkpointer.save(2)
     checkpointer.close()
     before = training.global_digests(engine)
     for chunk in engine.chunks:

@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from skyrl_megatron.errors import CheckpointError, SkyRLMegatronWarning
+from tests.checkpoint.ranks import newest
 
 
 def write(store, step, *, ranks=1, role="policy", more_roles=(), **extras):
@@ -20,7 +21,15 @@ def write(store, step, *, ranks=1, role="policy", more_roles=(), **extras):
             layout = {"tp": 1, "dp": ranks, "world_size": ranks}
             note = {"rank": rank, "step": step, "layout": layout, "optimizer_step": step, "lr_schedule": None}
             _write_rank(folder, name, note, plain_blocks(2, 1, rank, ranks, seed=step), b"")
-    return store.commit(step, roles, timeout_s=10, **extras)
+    return store.commit(step, roles, json_files(**extras), timeout_s=10)
+
+
+def json_files(data=None, trainer_state=None):
+    """The small files of a checkpoint, as the store takes them."""
+    from skyrl_megatron.runtime.checkpoint.store import json_bytes
+
+    values = {"data.json": data, "trainer_state.json": trainer_state}
+    return {name: json_bytes(value or {}, name) for name, value in values.items()}
 
 
 def read(store, checkpoint, role="policy"):
@@ -60,7 +69,7 @@ def test_two_ranks_two_roles_one_checkpoint(tmp_path):
 
     store = CheckpointStore(tmp_path)
     write(store, 4, ranks=2, more_roles=("critic",), data={"cursor": 12}, trainer_state={"kl_coef": 0.5})
-    found = store.latest(deep=True)
+    found = newest(store)
     assert found.step == 4 and found.manifest.roles() == ["critic", "policy"]
     for role in ("policy", "critic"):
         assert same(read(store, found, role), expected(4, ranks=2))
@@ -91,8 +100,9 @@ def test_retention_keeps_what_is_sound(tmp_path):
     shard.write_bytes(data)
     assert store.prune(1) == []
     assert set(store.steps()) >= {5, 4}
-    with pytest.warns(SkyRLMegatronWarning, match="global_step_5.*damaged.*trying the one before"):
-        assert store.latest(deep=True).step == 4
+    with pytest.raises(CheckpointError, match=r"global_step_5.*damaged"):
+        store.verify(store.folder(5))
+    assert store.verify(store.folder(4)).step == 4
     # When nothing is sound nothing is removed.
     shard = tmp_path / "global_step_4" / "policy" / "__0_0.distcp"
     shard.write_bytes(bytes(len(shard.read_bytes())))
@@ -107,13 +117,13 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     store = CheckpointStore(tmp_path)
     write(store, 1)
     write(store, 1, trainer_state={"again": True})
-    assert store.read_json(store.latest(deep=True), "trainer_state.json") == {"again": True}
+    assert store.read_json(newest(store), "trainer_state.json") == {"again": True}
     store.close()
     # Killed between the two renames: the old one comes back.
     (tmp_path / "global_step_1").rename(tmp_path / "global_step_1.replaced")
     store = CheckpointStore(tmp_path)
     store.open_for_writing()
-    assert store.latest(deep=True).step == 1
+    assert newest(store).step == 1
     store.close()
 
 
@@ -134,14 +144,13 @@ def test_failed_and_late_ranks_are_named(tmp_path):
     write(store, 1)
     store.begin(2, {"policy": 2})
     with pytest.raises(CheckpointError, match=r"policy ranks \[0, 1\] have not written within"):
-        store.commit(2, {"policy": 2}, timeout_s=0.2)
+        store.commit(2, {"policy": 2}, {}, timeout_s=0.2)
     folder = store.begin(2, {"policy": 2})
     _note_failure(store.storage, f"{folder}/policy", 1, "rank 1 cannot write")
     with pytest.raises(CheckpointError, match="rank 1 cannot write"):
-        store.commit(2, {"policy": 2}, timeout_s=60)
+        store.commit(2, {"policy": 2}, {}, timeout_s=60)
     with pytest.raises(CheckpointError, match=r"data.json can hold plain JSON values only"):
-        store.begin(2, {"policy": 1})
-        store.commit(2, {"policy": 1}, data={"cursor": object()})
+        json_files(data={"cursor": object()})
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["global_step_1"]
     store.close()
 
@@ -156,14 +165,14 @@ def test_a_gap_or_an_overlap_is_refused(tmp_path):
 
     note = {"rank": 0, "step": 1, "layout": {}, "optimizer_step": 1, "lr_schedule": None}
     store = CheckpointStore(tmp_path)
-    for shape, message in {(1024, 1024): "the ranks wrote 262144", (256, 1024): "was written by two ranks"}.items():
+    for shape, message in {(1024, 1024): "262144 were written", (256, 1024): "was written twice"}.items():
         blocks = [replace(block, global_shape=shape) for block in plain_blocks(2, 1)]
         blocks += blocks if shape[0] == 256 else []
         folder = store.begin(1, {"policy": 1})
         _write_rank(folder, "policy", dict(note), blocks, b"")
         with pytest.raises(CheckpointError, match=message):
-            store.commit(1, {"policy": 1}, timeout_s=10)
-    assert store.latest() is None
+            store.commit(1, {"policy": 1}, {}, timeout_s=10)
+    assert newest(store) is None
     store.close()
 
 
@@ -181,13 +190,13 @@ def test_object_store(tmp_path, scheme):
         folder = write(store, step)
     assert folder == f"{root}/global_step_3"
     assert store.steps() == [3, 2] and store.pointer() == 3
-    assert same(read(store, store.latest(deep=True)), expected(3))
+    assert same(read(store, newest(store)), expected(3))
     files = fsspec.filesystem(scheme)
     place = files._strip_protocol(f"{root}/global_step_3")
     assert not [name for name in files.ls(place, detail=False) if ".tmp" in name]
     files.rm(f"{place}/MANIFEST.json")
     with pytest.warns(SkyRLMegatronWarning, match=r"global_step_3 has no MANIFEST.json.*skipped"):
-        assert store.latest().step == 2
+        assert newest(store).step == 2
     found = next(choose(store, "from_path", f"{root}/global_step_2"))
     assert found.folder == f"{root}/global_step_2" and same(read(store, found), expected(2))
 
@@ -207,16 +216,22 @@ def test_archive_of_another_torch(tmp_path):
 
     import torch
 
-    from skyrl_megatron.runtime.checkpoint.reader import _Chunk, _tensor
+    from bridges.errors import BridgeError
+    from bridges.torch_dist import Chunk, tensor_in
 
     tensor = torch.randn(3, 5)
     buffer = io.BytesIO()
     torch.save(tensor, buffer, pickle_protocol=4)
     archive = memoryview(bytearray(buffer.getvalue()))
-    chunk = _Chunk((0, 0), (3, 5), "file", 0, len(archive))
-    assert torch.equal(_tensor(archive, chunk, torch.float32, "folder"), tensor)
-    with pytest.raises(CheckpointError, match="60 bytes of data instead of 64"):
-        _tensor(archive, _Chunk((0, 0), (4, 4), "file", 0, len(archive)), torch.float32, "folder")
+    chunk = Chunk((0, 0), (3, 5), "file", 0, len(archive))
+    assert torch.equal(tensor_in(archive, chunk, torch.float32, "folder"), tensor)
+    buffer = io.BytesIO()
+    torch.save(tensor.t(), buffer)
+    strided = memoryview(bytearray(buffer.getvalue()))
+    found = tensor_in(strided, Chunk((0, 0), (5, 3), "file", 0, len(strided)), torch.float32, "folder")
+    assert torch.equal(found, tensor.t())
+    with pytest.raises(BridgeError, match="60 bytes of data instead of 64"):
+        tensor_in(archive, Chunk((0, 0), (4, 4), "file", 0, len(archive)), torch.float32, "folder")
 
 
 def test_manifest_refuses_damage_and_other_formats():

@@ -3,17 +3,17 @@
 import pytest
 
 from tests.checkpoint import training
+from tests.checkpoint.ranks import RankCheckpointer
 
 SPREAD = "trainer.policy.megatron_config.optimizer_config_kwargs"
 
 
 def save_variant(folder, root, layout, overrides):
-    from skyrl_megatron.runtime.checkpoint.checkpointer import Checkpointer
 
     engine = training.engine(folder, layout, **overrides)
     training.train(engine, [1, 2])
-    checkpointer = Checkpointer(root)
-    checkpointer.save(2, training.state_of(engine))
+    checkpointer = RankCheckpointer(root, training.state_of(engine), seed=0)
+    checkpointer.save(2)
     checkpointer.close()
     held = training.global_digests(engine) if not overrides else None
     return held, training.train(engine, [3, 4, 5])
@@ -22,13 +22,11 @@ def save_variant(folder, root, layout, overrides):
 def load_variant(folder, root, layout, overrides):
     import warnings
 
-    from skyrl_megatron.runtime.checkpoint.checkpointer import Checkpointer
-
     engine = training.engine(folder, layout, seed=7, **overrides)
     training.train(engine, [10])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        Checkpointer(root).resume("latest", None, training.state_of(engine), seed=42)
+        RankCheckpointer(root, training.state_of(engine)).load()
     held = training.global_digests(engine) if not overrides else None
     return held, training.train(engine, [3, 4, 5])
 
@@ -68,17 +66,15 @@ def by_name(engine):
 def tied_body(folder, root, layout, save):
     import warnings
 
-    from skyrl_megatron.runtime.checkpoint.checkpointer import Checkpointer
-
     engine = training.engine(folder, layout)
     training.train(engine, [1, 2] if save else [10])
-    checkpointer = Checkpointer(root)
+    checkpointer = RankCheckpointer(root, training.state_of(engine), seed=0)
     if save:
-        checkpointer.save(2, training.state_of(engine))
+        checkpointer.save(2)
     else:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            checkpointer.resume("latest", None, training.state_of(engine), seed=0)
+            checkpointer.load()
     checkpointer.close()
     return by_name(engine), training.train(engine, [3, 4, 5])
 
@@ -175,8 +171,6 @@ def bf16_body(folder, root, degrees, save):
 
     import torch
 
-    from skyrl_megatron.runtime.checkpoint.checkpointer import Checkpointer
-
     state = bf16_state(folder, degrees, seed=1 if save else 2)
     engine = types.SimpleNamespace(chunks=state.model_chunks, groups=state.groups, optimizer=state.optimizer)
 
@@ -188,15 +182,15 @@ def bf16_body(folder, root, degrees, save):
             state.optimizer.step_with_ready_grads()
         return training.global_digests(engine)
 
-    checkpointer = Checkpointer(root)
+    checkpointer = RankCheckpointer(root, state, seed=0)
     if save:
         held = steps([1, 2])
         assert any(p.dtype == torch.bfloat16 for chunk in state.model_chunks for p in chunk.parameters())
-        checkpointer.save(2, state)
+        checkpointer.save(2)
     else:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            checkpointer.resume("latest", None, state, seed=0)
+            checkpointer.load()
         held = training.global_digests(engine)
     checkpointer.close()
     return held, steps([3, 4, 5])

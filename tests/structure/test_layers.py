@@ -27,7 +27,7 @@ LAYER = {
 HEAVY = {
     "ray": (6, {"skyrl_megatron/algorithms/registry.py"}),
     "vllm": (4, set()),
-    "megatron": (2, {"bridges/megatron_io.py"}),
+    "megatron": (2, set()),
     "transformer_engine": (2, set()),
     "apex": (2, set()),
     "torch": (1, {"skyrl_megatron/types.py", "skyrl_megatron/device.py"}),

@@ -27,7 +27,7 @@ class Background:
         return self._thread is not None and self._thread.is_alive()
 
     def check_idle(self) -> None:
-        """Raises CheckpointError while the function is running."""
+        """Raise CheckpointError while the function is running."""
         if self.busy:
             raise CheckpointError(f"{self._name} is still under way; wait for it first")
 
@@ -46,7 +46,7 @@ class Background:
         self._thread.start()
 
     def wait(self, timeout_s: float) -> None:
-        """Until the function has ended. Raises CheckpointError when it failed, once, or takes longer."""
+        """Wait until the function has ended. Raises CheckpointError when it failed, once, or takes longer."""
         if self._thread is None:
             return
         self._thread.join(timeout_s)

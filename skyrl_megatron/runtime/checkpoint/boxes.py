@@ -1,4 +1,4 @@
-"""Row-major ranges cut into boxes, and boxes cut by boxes. Integers only.
+"""Row-major ranges cut into boxes. Integers only.
 
 A distributed optimizer owns a flat range of a parameter. A checkpoint stores boxes (offsets and sizes along every
 axis). A range over an n-dimensional tensor is at most 2n - 1 boxes, each of them contiguous within the range::
@@ -31,7 +31,7 @@ class Box:
 
 
 def boxes(shape: Index, start: int, stop: int, max_numel: int | None = None) -> Iterator[Box]:
-    """The fewest boxes that make up elements ``[start, stop)`` of a flattened tensor, in order.
+    """Yield the fewest boxes that make up elements ``[start, stop)`` of a flattened tensor, in order.
 
     With ``max_numel`` each box has at most so many elements.
     """
@@ -67,7 +67,7 @@ def _within_row(shape: Index, index: int, start: int, stop: int, base: int) -> I
 
 
 def _split(box: Box, max_numel: int) -> Iterator[Box]:
-    """``box`` in pieces of at most ``max_numel`` elements, cut along its first axis longer than 1."""
+    """Cut ``box`` into pieces of at most ``max_numel`` elements, cut along its first axis longer than 1."""
     if box.numel <= max_numel:
         yield box
         return
@@ -79,16 +79,3 @@ def _split(box: Box, max_numel: int) -> Iterator[Box]:
         offsets = (*box.offsets[:axis], box.offsets[axis] + begin, *box.offsets[axis + 1 :])
         sizes = (*box.sizes[:axis], count, *box.sizes[axis + 1 :])
         yield from _split(Box(box.start + begin * inner, offsets, sizes), max_numel)
-
-
-def overlap(a_offsets: Index, a_sizes: Index, b_offsets: Index, b_sizes: Index) -> tuple[Index, Index] | None:
-    """Offsets and sizes of the common block of two blocks of the same tensor, None when they do not meet."""
-    begin = tuple(max(a, b) for a, b in zip(a_offsets, b_offsets, strict=True))
-    ends = zip(a_offsets, a_sizes, b_offsets, b_sizes, strict=True)
-    sizes = tuple(min(a + n, b + m) - c for (a, n, b, m), c in zip(ends, begin, strict=True))
-    return (begin, sizes) if all(size > 0 for size in sizes) else None
-
-
-def slices(offsets: Index, sizes: Index, origin: Index) -> tuple[slice, ...]:
-    """The block as an index into a tensor whose first element lies at ``origin``."""
-    return tuple(slice(o - b, o - b + n) for o, n, b in zip(offsets, sizes, origin, strict=True))

@@ -1,34 +1,42 @@
-"""Saving and resuming where all ranks are in one process group and rank 0 keeps the folder (no Ray).
+"""Saving and resuming a run: every role's ranks, the position in the data, and the trainer's own state.
 
-Under Ray the same steps are called apart: the trainer's process has the :class:`CheckpointStore`, the workers call
-``RankWriter.write`` and ``read_rank``.
+One process drives it: the trainer's under Ray, rank 0 where all ranks share a process group. It keeps the folder; the
+ranks write and read their shares when :class:`RoleRanks` calls them.
 """
 
 from __future__ import annotations
 
-import functools
-import json
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
-
-import torch.distributed as dist
+from typing import Any, Protocol
 
 from skyrl_megatron.errors import CheckpointError
 from skyrl_megatron.runtime.checkpoint.background import Background
-from skyrl_megatron.runtime.checkpoint.rank_reader import agree, read_rank
-from skyrl_megatron.runtime.checkpoint.rank_writer import RankState, RankWriter
-from skyrl_megatron.runtime.checkpoint.resume import Candidates, choose
-from skyrl_megatron.runtime.checkpoint.store import DATA, TRAINER_STATE, Checkpoint, CheckpointStore
+from skyrl_megatron.runtime.checkpoint.resume import choose
+from skyrl_megatron.runtime.checkpoint.store import DATA, TRAINER_STATE, CheckpointStore, json_bytes
 
-logger = logging.getLogger(__name__)
+
+class RoleRanks(Protocol):
+    """All ranks of a trained role (``policy``, ``critic``). Each call runs on all, and one's error is raised."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+
+    def save_checkpoint(self, folder: str, step: int, *, background: bool) -> None:
+        """Write every rank's share into ``folder`` (``RankWriter.write``)."""
+
+    def wait_checkpoint(self) -> None:
+        """Wait for background writes. Raises CheckpointError when one failed."""
+
+    def load_checkpoint(self, folder: str) -> int:
+        """Fill every rank's state from ``folder`` (``read_rank``) and return the step that it is of."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What a run continues from. The model, optimizer, schedule and random states have been filled."""
+    """The point that a run continues from. Models, optimizers, schedules and random states have been filled."""
 
     step: int
     folder: str
@@ -37,127 +45,97 @@ class Resumed:
 
 
 class Checkpointer:
-    """Saves and resumes one role. Every method is called on all ranks, in the same order.
+    """Saves and resumes ``roles`` together, under ``root``; ``keep``: how many checkpoints stay, -1: all.
 
-    ``asynchronous``: :meth:`save` returns once each rank has copied its own state; the rest happens behind the
-    training. ``when_busy``: what a save does that comes before the last one is done: wait for it, or skip.
+    ``asynchronous``: :meth:`save` returns once all ranks have copied their state; the rest happens behind the
+    training. ``timeout_s``: for how long a save waits for the ranks' files.
     """
 
     def __init__(
         self,
         root: str | Path,
+        roles: Mapping[str, RoleRanks],
         *,
-        role: str = "policy",
         keep: int = -1,
         asynchronous: bool = False,
-        when_busy: Literal["wait", "skip"] = "wait",
         timeout_s: float = 1800.0,
     ) -> None:
         self.store = CheckpointStore(root, keep=keep)
-        self.writer = RankWriter()
-        self._role = role
-        self._asynchronous, self._skip_when_busy, self._timeout_s = asynchronous, when_busy == "skip", timeout_s
+        self.roles = dict(roles)
+        self.saved_step: int | None = None
+        """The step last saved or resumed."""
+        self._asynchronous, self._timeout_s = asynchronous, timeout_s
         self._commit = Background("an asynchronous save")
 
     def save(
-        self,
-        step: int,
-        state: RankState,
-        *,
-        data: Mapping[str, Any] | None = None,
-        trainer_state: Mapping[str, Any] | None = None,
-        last_step_finite: bool = True,
-    ) -> bool:
-        """Save ``state`` as checkpoint ``step``; False when there is none to make (busy, or a step not finite).
+        self, step: int, data: Mapping[str, Any], trainer_state: Mapping[str, Any], *, last_step_finite: bool = True
+    ) -> str | None:
+        """Save step ``step`` and return its folder; None, with a warning, after a step that was not finite.
 
-        ``data`` and ``trainer_state`` are plain JSON values and are taken as they are now. Raises CheckpointError on
-        every rank when a rank cannot write; of an asynchronous save, the next call or :meth:`finish` tells.
+        ``data`` (position of the data loader) and ``trainer_state`` are plain JSON values and are taken as they are
+        now. A save that is still under way is waited for. Raises CheckpointError when a rank or this process cannot
+        write; of an asynchronous save, the next call or :meth:`finish` raises it.
         """
-        if self._skip_when_busy and agree(lambda: self._commit.busy)[0]:
-            logger.warning("step %d is not saved: the save before it is still being written", step)
-            return False
-        roles = {self._role: dist.get_world_size()}
-
-        def prepare() -> tuple[str | None, list[dict[str, Any]]]:
-            self._settle()
-            extras = _snapshot(data, trainer_state)
-            folder = self.store.begin(step, roles, last_step_finite=last_step_finite) if dist.get_rank() == 0 else None
-            return folder, extras
-
-        folder, (position, progress) = agree(prepare)[0]
+        self.finish()
+        extras = {  # as bytes: later changes do not reach them
+            DATA: json_bytes(data, DATA),
+            TRAINER_STATE: json_bytes(trainer_state, TRAINER_STATE),
+        }
+        sizes = {name: ranks.world_size for name, ranks in self.roles.items()}
+        folder = self.store.begin(step, sizes, last_step_finite=last_step_finite)
         if folder is None:
-            return False
+            return None
         try:
-            agree(lambda: self.writer.write(folder, self._role, step, state, background=self._asynchronous))
-        except CheckpointError:
-            self._on_first(lambda: self.store.discard(step))
+            for ranks in self.roles.values():
+                ranks.save_checkpoint(folder, step, background=self._asynchronous)
+        except BaseException:
+            self.store.discard(step)
             raise
 
         def commit() -> None:
-            self.store.commit(step, roles, data=position, trainer_state=progress, timeout_s=self._timeout_s)
+            self.store.commit(step, sizes, extras, timeout_s=self._timeout_s)
 
-        if not self._asynchronous:
-            self._on_first(commit)
-        elif dist.get_rank() == 0:
+        if self._asynchronous:
             self._commit.start(commit)
-        return True
+        else:
+            commit()
+        self.saved_step = step
+        return self.store.folder(step)
 
-    def finish(self) -> None:
-        """Until no save is under way. Raises CheckpointError on every rank when the last one failed."""
-        agree(self._settle)
+    def load(self, mode: str | None, path: str | None) -> Resumed | None:
+        """Restore what ``mode`` and ``path`` (``trainer.resume_mode``, ``_path``) name; None: start anew.
 
-    def _settle(self) -> None:
-        """Wait for this rank's background work, all of it, then tell of the first failure."""
-        try:
-            self.writer.wait(self._timeout_s)
-        finally:
-            self._commit.wait(self._timeout_s)
-
-    def resume(self, mode: str | None, path: str | None, state: RankState, *, seed: int) -> Resumed | None:
-        """Fill ``state`` from the checkpoint that ``mode`` and ``path`` name (``trainer.resume_mode``, ``_path``).
-
-        None when there is nothing to resume. With ``latest``, one that proves damaged while it is read is passed
-        with a warning and the one before is read over it. Raises CheckpointError when checkpoints exist and none
-        can be loaded, and for ``from_path`` with one that cannot.
+        With ``latest``, a checkpoint that proves damaged while it is read is passed with a warning and the one before
+        is read over it. Raises CheckpointError when checkpoints exist and none can be loaded, and for ``from_path``
+        with one that cannot.
         """
-        self.finish()
-        candidates: Candidates | None = None
-
-        def take(rejected: str | None) -> Checkpoint | None:
-            nonlocal candidates
-            candidates = candidates or choose(self.store, mode, path)
-            if rejected is not None:
-                candidates.reject(rejected)
-            return next(candidates, None)
-
-        failure: str | None = None
-        while (found := self._on_first(functools.partial(take, failure))) is not None:
+        candidates = choose(self.store, mode, path)
+        for found in candidates:
             try:
-                return self._load(found, state, seed)
+                for ranks in self.roles.values():
+                    ranks.load_checkpoint(found.folder)
+                data, state = (self.store.read_json(found, name) for name in (DATA, TRAINER_STATE))
             except CheckpointError as error:
-                failure = str(error)
+                candidates.reject(str(error))
+                continue
+            self.saved_step = found.step
+            return Resumed(found.step, found.folder, data, state)
         return None
 
-    def _load(self, found: Checkpoint, state: RankState, seed: int) -> Resumed:
-        step = read_rank(found.folder, self._role, state, seed=seed)
-        contents = [self.store.read_json(found, name) for name in (DATA, TRAINER_STATE)]
-        return Resumed(step, found.folder, *contents)
+    def finish(self) -> None:
+        """Wait until no save is under way. Raises CheckpointError when the last one failed."""
+        try:
+            if self._asynchronous:
+                for ranks in self.roles.values():
+                    ranks.wait_checkpoint()
+        except CheckpointError:
+            self._commit.wait(self._timeout_s)  # it meets the same failure and removes what was written
+            raise
+        self._commit.wait(self._timeout_s)
 
     def close(self) -> None:
-        """Finish, and give the folder's lock back."""
+        """Finish, and give the folder back to other runs."""
         try:
             self.finish()
         finally:
             self.store.close()
-
-    def _on_first[T](self, work: Callable[[], T]) -> T:
-        """The result of ``work()``, run on rank 0 only; its failure is every rank's."""
-        return cast(T, agree(lambda: work() if dist.get_rank() == 0 else None)[0])
-
-
-def _snapshot(*values: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """Copies that later changes do not reach. Raises CheckpointError for what JSON cannot hold."""
-    try:
-        return [json.loads(json.dumps(dict(value or {}), allow_nan=False)) for value in values]
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"the data position and trainer state must be plain JSON values: {error}") from error

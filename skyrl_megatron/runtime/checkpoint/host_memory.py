@@ -17,7 +17,7 @@ class HostBuffer:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def reserve(self, count: int) -> torch.Tensor:
-        """``count`` bytes, uint8; what they held before is lost."""
+        """Return ``count`` bytes, uint8; what they held before is lost."""
         if self._bytes.numel() < count:
             self._bytes = torch.empty(0, dtype=torch.uint8)  # free the old one before taking the new one
             self._bytes = _pinned(count) if device.has_cuda() else _large_pages(count)
@@ -39,5 +39,5 @@ def _large_pages(count: int) -> torch.Tensor:
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host; a copy of it (at most a bucket) when it is on a GPU."""
+    """Return the memory of a contiguous tensor on the host; a copy of it (at most a bucket) when it is on a GPU."""
     return memoryview(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())

@@ -75,14 +75,14 @@ class Block:
 
 
 def unwrapped(chunk: Any) -> Any:
-    """The model inside of DDP and precision wrappers, whose keys a checkpoint has."""
+    """Return the model inside of DDP and precision wrappers, whose keys a checkpoint has."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
 
 
 def local_pieces(chunks: Iterable[Any], groups: ProcessGroups) -> list[tuple[torch.Tensor, list[Piece]]]:
-    """Every tensor of this rank's model chunks with its pieces. ``_extra_state`` objects of layers are left out."""
+    """Return every tensor of this rank's model chunks with its pieces. ``_extra_state`` of layers is left out."""
     found: list[tuple[torch.Tensor, list[Piece]]] = []
     for chunk in chunks:
         state = unwrapped(chunk).sharded_state_dict(metadata=CONTENT | {"dp_cp_group": groups.dp_cp})
@@ -115,7 +115,7 @@ def _piece(part: ShardedTensor, whole: torch.Tensor) -> Piece:
 def blocks_to_save(
     chunks: Iterable[Any], optimizer: MegatronOptimizer | None, groups: ProcessGroups
 ) -> Iterator[Block]:
-    """The blocks that this rank writes. Over all ranks they cover every global tensor exactly once.
+    """Yield the blocks that this rank writes. Over all ranks they cover every global tensor exactly once.
 
     No memory is taken: ``data`` are views of weights and moments, at most :data:`BUCKET_BYTES` each.
     """
@@ -138,14 +138,14 @@ def blocks_to_save(
 
 
 def _share(tensor: torch.Tensor, index: int, groups: ProcessGroups) -> tuple[int, int]:
-    """The part of a replicated tensor that data-parallel rank ``index`` writes: an equal one."""
+    """Return the part of a replicated tensor that data-parallel rank ``index`` writes: an equal one."""
     is_expert = not getattr(tensor, "allreduce", True)
     count = (groups.edp if is_expert else groups.dp_cp).size()
     return tensor.numel() * index // count, tensor.numel() * (index + 1) // count
 
 
 def blocks_to_load(chunks: Iterable[Any], ranges: Iterable[OwnedRange], groups: ProcessGroups) -> Iterator[Block]:
-    """The blocks that this rank needs: every weight that it holds, and ``ranges`` of the optimizer."""
+    """Yield the blocks that this rank needs: every weight that it holds, and ``ranges`` of the optimizer."""
     owned = {id(each.parameter): each for each in ranges}
     for tensor, pieces in local_pieces(chunks, groups):
         yield from _blocks(pieces, tensor.detach().view(-1), 0, tensor.numel(), "")
@@ -156,7 +156,7 @@ def blocks_to_load(chunks: Iterable[Any], ranges: Iterable[OwnedRange], groups: 
 
 
 def _blocks(pieces: list[Piece], flat: torch.Tensor, start: int, stop: int, prefix: str) -> Iterator[Block]:
-    """``flat`` holds elements ``[start, stop)`` of the local tensor that ``pieces`` describe."""
+    """Cut ``flat``, elements ``[start, stop)`` of the local tensor that ``pieces`` describe, into blocks."""
     limit = BUCKET_BYTES // flat.element_size()
     for piece in pieces:
         begin, end = max(start, piece.start), min(stop, piece.start + piece.numel)

@@ -19,8 +19,6 @@ from skyrl_megatron.errors import CheckpointError
 from skyrl_megatron.runtime.checkpoint.storage import Storage
 
 MANIFEST = "MANIFEST.json"
-COMMON_STATE = "common_state/shard_0_1"
-"""Key of what is no tensor."""
 PARTS = "parts"
 """Folder of the notes that ranks leave for whoever completes a checkpoint."""
 BLOCK_BYTES = 4 * 2**20
@@ -62,7 +60,7 @@ class BlockHasher:
 
 
 def hash_bytes(data: bytes) -> FileEntry:
-    """The entry of a file with this content."""
+    """Return the entry of a file with this content."""
     hasher = BlockHasher()
     hasher.update(data)
     return hasher.entry()
@@ -80,7 +78,7 @@ class Manifest:
     versions: dict[str, str] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """The file's content."""
+        """Return the file's content."""
         body: dict[str, Any] = {
             "format": FORMAT,
             "step": self.step,
@@ -111,7 +109,7 @@ class Manifest:
         return cls(body["step"], files, body["layouts"], body["versions"])
 
     def roles(self) -> list[str]:
-        """Roles in the checkpoint."""
+        """Return roles in the checkpoint."""
         return sorted(self.layouts)
 
 
@@ -120,13 +118,13 @@ def _self_hash(body: dict[str, Any]) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions that a reader of the checkpoint may want to know."""
+    """Return versions that a reader of the checkpoint may want to know."""
     packages = ("torch", "megatron-core", "skyrl-megatron", "numpy")
     return {"python": platform.python_version()} | {name: metadata.version(name) for name in packages}
 
 
 def read_manifest(storage: Storage, folder: str) -> Manifest:
-    """The manifest of a checkpoint folder. Raises CheckpointError when there is none or it is damaged."""
+    """Return the manifest of a checkpoint folder. Raises CheckpointError when there is none or it is damaged."""
     path = f"{folder}/{MANIFEST}"
     storage.refuse_escape(folder, path)
     try:
@@ -139,7 +137,7 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
 
 
 def check_files(storage: Storage, folder: str, manifest: Manifest) -> None:
-    """Every listed file is there, inside of the folder, and of the right size. Raises CheckpointError."""
+    """Raise CheckpointError unless every listed file is there, inside of the folder, and of the right size."""
     for name, entry in manifest.files.items():
         path = f"{folder}/{name}"
         storage.refuse_escape(folder, path)
@@ -152,7 +150,7 @@ def check_files(storage: Storage, folder: str, manifest: Manifest) -> None:
 
 
 def check_block(path: str, index: int, data: memoryview, expected: str) -> None:
-    """Raises CheckpointError when a block does not have its hash."""
+    """Raise CheckpointError when a block does not have its hash."""
     if blake3.blake3(data).hexdigest() != expected:
         raise CheckpointError(f"{path} is damaged between bytes {index * BLOCK_BYTES} and {(index + 1) * BLOCK_BYTES}")
 
@@ -183,7 +181,7 @@ def read_into(file: Any, buffer: memoryview, path: str) -> int:
 
 
 def read_verified(storage: Storage, folder: str, manifest: Manifest, name: str) -> bytes:
-    """A small file of the checkpoint, after its hash was checked. Raises CheckpointError."""
+    """Return a small file of the checkpoint, after its hash was checked. Raises CheckpointError."""
     path = f"{folder}/{name}"
     if name not in manifest.files:
         raise CheckpointError(f"{path} is not a part of the checkpoint")

@@ -6,29 +6,21 @@ Needs no process group: any process that sees the storage can do it.
 from __future__ import annotations
 
 import json
-import math
 import pickle
 import threading
 import time
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata
 
+from bridges.errors import BridgeError
+from bridges.rows import Shape
+from bridges.torch_dist import FORMAT, Chunk, build_metadata
 from skyrl_megatron.errors import CheckpointError
-from skyrl_megatron.runtime.checkpoint.manifest import COMMON_STATE, PARTS, FileEntry, hash_bytes
+from skyrl_megatron.runtime.checkpoint.manifest import PARTS, FileEntry, hash_bytes
 from skyrl_megatron.runtime.checkpoint.storage import Storage
 
-FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 STATE = "state.json"
 _AFTER_EXIT_S = 60.0  # once the main thread has ended, other ranks may be gone: do not keep the process for long
 
@@ -36,7 +28,7 @@ Note = dict[str, Any]
 
 
 def wait_for_notes(storage: Storage, folder: str, role: str, world_size: int, timeout_s: float) -> list[Note]:
-    """The notes of all ranks of a role, once they are there. Raises CheckpointError when one failed or is late."""
+    """Wait for the notes of all ranks of a role and return them. Raises CheckpointError when one failed or is late."""
     parts = f"{folder}/{role}/{PARTS}"
     began, pause = time.monotonic(), 0.005
     exited: float | None = None
@@ -87,34 +79,19 @@ def complete_role(storage: Storage, folder: str, role: str, notes: list[Note]) -
 
 
 def _metadata(notes: list[Note], target: str) -> Metadata:
-    """torch's metadata of all chunks of all ranks, in an order that does not depend on the ranks'."""
-    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
-    chunks: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
-    storage: dict[MetadataIndex, _StorageInfo] = {}
+    """Return torch's metadata of all chunks of all ranks, in an order that does not depend on the ranks'."""
+    kinds: dict[str, tuple[Shape, torch.dtype]] = {}
     for note in notes:
         for key, (dtype, shape) in note["tensors"].items():
-            kind = (dtype, tuple(shape))
+            kind = (tuple(shape), getattr(torch, dtype))
             if kinds.setdefault(key, kind) != kind:
                 raise CheckpointError(f"{target}: ranks have {key} as {kinds[key]} and as {kind}")
-        for key, file, offsets, sizes, start, length in note["chunks"]:
-            info = _StorageInfo(file, start, length)
-            if key == COMMON_STATE:
-                storage[MetadataIndex(key)] = info
-                continue
-            index = MetadataIndex(key, offsets)
-            if index in storage:
-                raise CheckpointError(f"{target}: {key} at {offsets} was written by two ranks")
-            storage[index] = info
-            chunks.setdefault(key, []).append((tuple(offsets), tuple(sizes)))
-    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {COMMON_STATE: BytesStorageMetadata()}
-    for key, (dtype, shape) in sorted(kinds.items()):
-        pieces = sorted(chunks[key])
-        covered = sum(math.prod(sizes) for _, sizes in pieces)
-        if covered != math.prod(shape):
-            raise CheckpointError(f"{target}: {key} has {math.prod(shape)} elements, the ranks wrote {covered}")
-        entries[key] = TensorStorageMetadata(
-            TensorProperties(dtype=getattr(torch, dtype)),
-            torch.Size(shape),
-            [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in pieces],
-        )
-    return Metadata(entries, storage_data=storage, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
+    written = [
+        (key, Chunk(tuple(offsets), tuple(sizes), file, start, length))
+        for note in notes
+        for key, offsets, sizes, file, start, length in note["chunks"]
+    ]
+    try:
+        return build_metadata(dict(sorted(kinds.items())), written)
+    except BridgeError as error:
+        raise CheckpointError(f"{target}: {error}") from error

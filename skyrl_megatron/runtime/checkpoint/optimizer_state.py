@@ -36,7 +36,7 @@ class OwnedRange:
 
 
 def parts(optimizer: MegatronOptimizer | None) -> list[Any]:
-    """The optimizers of a rank: one for dense and one for expert parameters, where both exist."""
+    """Return the optimizers of a rank: one for dense and one for expert parameters, where both exist."""
     if optimizer is None:
         return []
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
@@ -44,7 +44,7 @@ def parts(optimizer: MegatronOptimizer | None) -> list[Any]:
 
 
 def owned_ranges(optimizer: MegatronOptimizer | None) -> Iterator[OwnedRange]:
-    """Every range of this rank. Moments that do not exist before the first step are made, as zeros."""
+    """Yield every range of this rank. Moments that do not exist before the first step are made, as zeros."""
     for part in parts(optimizer):
         if part.config.fp16:
             raise CheckpointError("fp16 with a loss scaler is not checkpointed; train in bf16 or fp32")
@@ -56,7 +56,7 @@ def owned_ranges(optimizer: MegatronOptimizer | None) -> Iterator[OwnedRange]:
 
 
 def sharded_parameters(optimizer: MegatronOptimizer | None) -> set[int]:
-    """``id`` of every parameter whose optimizer state is spread over the data-parallel group."""
+    """Return ``id`` of every parameter whose optimizer state is spread over the data-parallel group."""
     found: set[int] = set()
     for part in parts(optimizer):
         for buffer in getattr(part, "buffers", []):
@@ -65,7 +65,7 @@ def sharded_parameters(optimizer: MegatronOptimizer | None) -> set[int]:
 
 
 def _distributed(part: Any) -> Iterator[OwnedRange]:
-    """Ranges of megatron/core/optimizer/distrib_optimizer.py, in its order."""
+    """Yield ranges of megatron/core/optimizer/distrib_optimizer.py, in its order."""
     copies = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8  # states come unscaled to fp32, in new memory
     for by_dtype in part.gbuf_ranges:
         for buckets in by_dtype.values():
@@ -84,7 +84,7 @@ def _setter(part: Any, parameter: torch.Tensor) -> Callable[[dict[str, torch.Ten
 
 
 def _replicated(part: Any) -> Iterator[OwnedRange]:
-    """Parameters of an optimizer that is not distributed: each data-parallel rank holds the whole state."""
+    """Yield parameters of an optimizer that is not distributed: each data-parallel rank holds the whole state."""
     for parameter, main in _main_parameters(part):
         state = part.optimizer.state[main]
         moments = {name: value for name, value in state.items() if torch.is_tensor(value) and name != "step"}

@@ -22,7 +22,7 @@ from skyrl_megatron.runtime.checkpoint.storage import Storage, open_storage
 
 
 def agree[T](work: Callable[[], T]) -> list[T]:
-    """Results of ``work()`` on all ranks, by rank. When it fails anywhere, CheckpointError is raised on every rank,
+    """Return the results of ``work()``, by rank. When it fails anywhere, raises CheckpointError on every rank,
     so that none is left waiting for another."""
     try:
         mine: tuple[Any, str | None] = (work(), None)
@@ -74,7 +74,7 @@ def read_rank(folder: str, role: str, state: RankState, *, seed: int) -> int:
 
 
 def _refuse_unread(wanted: set[str], stored: set[str], folder: str, state: RankState) -> None:
-    """A stored tensor that no rank asks for belongs to another model."""
+    """Raise CheckpointError when a stored tensor is asked for by no rank: it belongs to another model."""
     unread = stored - wanted
     if state.optimizer is None:
         unread = {key for key in unread if not key.startswith(OPTIMIZER_PREFIX)}
@@ -123,6 +123,6 @@ def _degrees(layout: dict[str, int]) -> str:
 
 
 def _warn_once(message: str) -> None:
-    """One rank speaks for all."""
+    """Warn on one rank, for all."""
     if dist.get_rank() == 0:
         warnings.warn(message, SkyRLMegatronWarning, stacklevel=3)

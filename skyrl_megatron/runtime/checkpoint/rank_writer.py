@@ -9,20 +9,21 @@ from __future__ import annotations
 import json
 import time
 import traceback
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from bridges.torch_dist import COMMON_STATE, ChunkFile
 from skyrl_megatron import device
 from skyrl_megatron.errors import CheckpointError
 from skyrl_megatron.runtime.checkpoint import fault_points, rng
 from skyrl_megatron.runtime.checkpoint.background import Background
-from skyrl_megatron.runtime.checkpoint.host_memory import HostBuffer
+from skyrl_megatron.runtime.checkpoint.hashed_file import HashedFile
+from skyrl_megatron.runtime.checkpoint.host_memory import HostBuffer, as_bytes
 from skyrl_megatron.runtime.checkpoint.local_state import CONTENT, Block, blocks_to_save
-from skyrl_megatron.runtime.checkpoint.manifest import COMMON_STATE, PARTS, hash_bytes
+from skyrl_megatron.runtime.checkpoint.manifest import PARTS, hash_bytes
 from skyrl_megatron.runtime.checkpoint.optimizer_state import step_count
-from skyrl_megatron.runtime.checkpoint.shard_file import ShardFile
 from skyrl_megatron.runtime.checkpoint.storage import Storage, open_storage
 
 if TYPE_CHECKING:
@@ -62,8 +63,6 @@ class RankWriter:
         self._background = Background("a background write")
         self.stall_s = 0.0
         """Seconds that the last save kept the caller."""
-        self.copied_bytes = 0
-        """Bytes of the copy that the last background save was made from."""
 
     def write(self, folder: str, role: str, step: int, state: RankState, *, background: bool = False) -> None:
         """Write to ``folder/role`` (an existing folder, or an address of an object store).
@@ -86,17 +85,16 @@ class RankWriter:
         self.stall_s = time.perf_counter() - began
 
     def wait(self, timeout_s: float) -> None:
-        """Until the background write has ended. Raises CheckpointError when it failed or takes longer."""
+        """Wait until the background write has ended. Raises CheckpointError when it failed or takes longer."""
         self._background.wait(timeout_s)
 
     def copy(self, blocks: list[Block]) -> list[Block]:
-        """The same blocks with a real copy of all data, on the host: ``.to("cpu")`` would return live tensors there.
+        """Return the same blocks with a copy of all data on the host, where ``.to("cpu")`` would return live tensors.
 
         The copy is valid until the next one is made.
         """
         sizes = [block.data.numel() * block.data.element_size() for block in blocks]
         padded = [-(-size // 64) * 64 for size in sizes]
-        self.copied_bytes = sum(sizes)
         memory = self._buffer.reserve(max(1, sum(padded)))
         copies, begin = [], 0
         for block, size, room in zip(blocks, sizes, padded, strict=True):
@@ -127,22 +125,27 @@ def _write_files(
 ) -> None:
     rank = note["rank"]
     fault_points.reached("before data")
-    file = ShardFile(storage, target, f"__{rank}_0.distcp")
+    name = f"__{rank}_0.distcp"
+    hashed = HashedFile(storage.create(f"{target}/{name}"))
+    file = ChunkFile(name, hashed)
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     try:
         for block in blocks:
-            file.append(block)
+            file.append(block.key, block.offsets, block.sizes, block.data.dtype, [as_bytes(block.data)])
+            tensors[block.key] = (str(block.data.dtype).removeprefix("torch."), block.global_shape)
+            fault_points.reached("between shards")
         if rank == 0:
             common = {"iteration": note["step"], "checkpoint_version": 3.0, "content_metadata": dict(CONTENT)}
             file.append_object(COMMON_STATE, common)
-        entries = {file.name: file.finish()}
+        file.finish()
     finally:
         file.abandon()
     random_file = f"rng_{rank:05d}.safetensors"
     storage.write(f"{target}/{random_file}", random_states)
-    entries[random_file] = hash_bytes(random_states)
+    entries = {name: hashed.entry(), random_file: hash_bytes(random_states)}
     note["files"] = {name: asdict(entry) for name, entry in entries.items()}
-    note["tensors"] = file.tensors
-    note["chunks"] = [[key, file.name, *rest] for key, *rest in file.chunks]
+    note["tensors"] = tensors
+    note["chunks"] = [[key, *astuple(chunk)] for key, chunk in file.written]
     storage.write(f"{target}/{PARTS}/{rank}.json", json.dumps(note).encode())
 
 

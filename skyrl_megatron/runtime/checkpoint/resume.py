@@ -8,20 +8,20 @@ from collections.abc import Iterator
 from skyrl_megatron.errors import CheckpointError, SkyRLMegatronWarning
 from skyrl_megatron.runtime.checkpoint.manifest import check_files, read_manifest
 from skyrl_megatron.runtime.checkpoint.storage import open_storage
-from skyrl_megatron.runtime.checkpoint.store import Checkpoint, CheckpointStore
+from skyrl_megatron.runtime.checkpoint.store import CheckpointStore, SavedCheckpoint
 
 
-class Candidates(Iterator[Checkpoint]):
+class Candidates(Iterator[SavedCheckpoint]):
     """Checkpoints to try, best first. A caller that could not load one calls :meth:`reject` and takes the next.
 
     Ends when there is nothing to resume. Raises CheckpointError when checkpoints were there and all of them were
     passed: starting anew would in time prune them.
     """
 
-    def __init__(self, found: Iterator[Checkpoint], *, root: str, only: bool, any_folder: bool) -> None:
+    def __init__(self, found: Iterator[SavedCheckpoint], *, root: str, only: bool, any_folder: bool) -> None:
         self._found, self._root, self._only, self._any_folder = found, root, only, any_folder
 
-    def __next__(self) -> Checkpoint:
+    def __next__(self) -> SavedCheckpoint:
         try:
             return next(self._found)
         except StopIteration:
@@ -33,15 +33,15 @@ class Candidates(Iterator[Checkpoint]):
             ) from None
 
     def reject(self, reason: str) -> None:
-        """The last one could not be loaded. Raises CheckpointError when it was the only choice."""
+        """Pass the last one, which could not be loaded. Raises CheckpointError when it was the only choice."""
         if self._only:
             raise CheckpointError(reason)
         warnings.warn(f"{reason}: skipped, trying the one before", SkyRLMegatronWarning, stacklevel=2)
 
 
 def choose(store: CheckpointStore, mode: str | None, path: str | None) -> Candidates:
-    """The checkpoints to try for ``mode`` and ``path``. Raises CheckpointError, naming the key to change, for an
-    unknown mode and for a ``path`` that is no complete checkpoint."""
+    """Return the checkpoints to try for ``mode`` and ``path``. Raises CheckpointError, naming the key to change, for
+    an unknown mode and for a ``path`` that is no complete checkpoint."""
     if mode is None or mode == "none":
         return Candidates(iter(()), root=store.root, only=True, any_folder=False)
     if mode == "latest":
@@ -56,4 +56,4 @@ def choose(store: CheckpointStore, mode: str | None, path: str | None) -> Candid
         check_files(storage, storage.root, manifest)
     except CheckpointError as error:
         raise CheckpointError(f"trainer.resume_path={path}: {error}") from error
-    return Candidates(iter([Checkpoint(path, manifest)]), root=path, only=True, any_folder=False)
+    return Candidates(iter([SavedCheckpoint(path, manifest)]), root=path, only=True, any_folder=False)

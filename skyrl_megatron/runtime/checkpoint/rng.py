@@ -21,7 +21,7 @@ _TRACKER = "tracker/"
 
 
 def capture() -> bytes:
-    """All states of this rank as the content of a safetensors file."""
+    """Return all states of this rank as the content of a safetensors file."""
     version, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state()
     plain = {

@@ -12,22 +12,10 @@ import os
 import posixpath
 import shutil
 from pathlib import Path
-from typing import IO, Protocol, cast
+from typing import IO, cast
 
+from bridges.staging import FileWriter, LocalFile
 from skyrl_megatron.errors import CheckpointError
-
-
-class Sink(Protocol):
-    """A file being written from front to back."""
-
-    def write(self, *parts: memoryview | bytes) -> None:
-        """Append all parts."""
-
-    def finish(self) -> None:
-        """Make the file durable and close it."""
-
-    def abandon(self) -> None:
-        """Close the file as it is; safe to call twice."""
 
 
 class LocalStorage:
@@ -40,11 +28,11 @@ class LocalStorage:
         self.root = os.path.abspath(os.path.expanduser(root))
 
     def path(self, *parts: str) -> str:
-        """Full path of something under the root."""
+        """Return full path of something under the root."""
         return os.path.join(self.root, *parts)
 
     def names(self, path: str) -> list[str]:
-        """Sorted names in a folder; none when it does not exist."""
+        """Return sorted names in a folder; none when it does not exist."""
         try:
             return sorted(os.listdir(path))
         except (FileNotFoundError, NotADirectoryError):
@@ -53,27 +41,27 @@ class LocalStorage:
             raise CheckpointError(f"{path} cannot be read ({error.strerror}); check its permissions") from error
 
     def exists(self, path: str) -> bool:
-        """Whether there is a file or folder."""
+        """Return whether there is a file or folder."""
         return os.path.exists(path)
 
     def size(self, path: str) -> int:
-        """Bytes of a file. Raises FileNotFoundError."""
+        """Return bytes of a file. Raises FileNotFoundError."""
         return os.stat(path).st_size
 
     def make_folder(self, path: str) -> None:
         """Create a folder and its parents."""
         os.makedirs(path, exist_ok=True)
 
-    def create(self, path: str) -> Sink:
-        """A new file. Raises FileExistsError if there is one."""
-        return _LocalSink(path)
+    def create(self, path: str) -> FileWriter:
+        """Create a file. Raises FileExistsError if there is one."""
+        return LocalFile(path)
 
     def open(self, path: str) -> IO[bytes]:
-        """A file for reading, unbuffered. Raises FileNotFoundError."""
+        """Open a file for reading, unbuffered. Raises FileNotFoundError."""
         return cast(IO[bytes], open(path, "rb", buffering=0))
 
     def read(self, path: str) -> bytes:
-        """All of a small file. Raises FileNotFoundError."""
+        """Return all of a small file. Raises FileNotFoundError."""
         with open(path, "rb") as file:
             return file.read()
 
@@ -115,29 +103,6 @@ class LocalStorage:
             raise CheckpointError(f"{path} is a link to {target}, outside of the checkpoint: refused; copy the file")
 
 
-class _LocalSink:
-    def __init__(self, path: str) -> None:
-        self._descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-
-    def write(self, *parts: memoryview | bytes) -> None:
-        views = [view for part in parts if len(view := memoryview(part).cast("B"))]
-        while views:
-            written = os.writev(self._descriptor, views)
-            while views and written >= len(views[0]):
-                written -= len(views.pop(0))
-            if written:
-                views[0] = views[0][written:]
-
-    def finish(self) -> None:
-        os.fsync(self._descriptor)
-        self.abandon()
-
-    def abandon(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-
 class ObjectStorage:
     """An object store (``s3://``, ``gs://``, …) through fsspec."""
 
@@ -156,15 +121,15 @@ class ObjectStorage:
         self.root = address.rstrip("/")
 
     def _at(self, path: str) -> str:
-        """The name of an address within its store."""
+        """Return the name of an address within its store."""
         return str(self._files._strip_protocol(path))
 
     def path(self, *parts: str) -> str:
-        """Full address of something under the root."""
+        """Return full address of something under the root."""
         return posixpath.join(self.root, *parts)
 
     def names(self, path: str) -> list[str]:
-        """Sorted names under a prefix; none when nothing is there."""
+        """Return sorted names under a prefix; none when nothing is there."""
         self._files.invalidate_cache(self._at(path))
         try:
             return sorted(
@@ -174,28 +139,28 @@ class ObjectStorage:
             return []
 
     def exists(self, path: str) -> bool:
-        """Whether there is an object or a prefix."""
+        """Return whether there is an object or a prefix."""
         self._files.invalidate_cache(self._at(path))
         return bool(self._files.exists(self._at(path)))
 
     def size(self, path: str) -> int:
-        """Bytes of an object. Raises FileNotFoundError."""
+        """Return bytes of an object. Raises FileNotFoundError."""
         return int(self._files.size(self._at(path)))
 
     def make_folder(self, path: str) -> None:
-        """Prefixes need not be made; a store with real folders makes one."""
+        """Do nothing: prefixes need not be made; a store with real folders makes one."""
         self._files.makedirs(self._at(path), exist_ok=True)
 
-    def create(self, path: str) -> Sink:
-        """A new object; it exists once finished."""
-        return _ObjectSink(self._files.open(self._at(path), "wb"))
+    def create(self, path: str) -> FileWriter:
+        """Create an object; it exists once finished."""
+        return _ObjectFile(self._files.open(self._at(path), "wb"))
 
     def open(self, path: str) -> IO[bytes]:
-        """An object for reading by ranges. Raises FileNotFoundError."""
+        """Open an object for reading by ranges. Raises FileNotFoundError."""
         return cast(IO[bytes], self._files.open(self._at(path), "rb", cache_type="none"))
 
     def read(self, path: str) -> bytes:
-        """All of a small object. Raises FileNotFoundError."""
+        """Return all of a small object. Raises FileNotFoundError."""
         return bytes(self._files.cat_file(self._at(path)))
 
     def write(self, path: str, data: bytes) -> None:
@@ -203,7 +168,7 @@ class ObjectStorage:
         self._files.pipe_file(self._at(path), data)
 
     def rename(self, old: str, new: str) -> None:
-        """Not offered: an object store would copy every byte."""
+        """Raise NotImplementedError: an object store would copy every byte."""
         raise NotImplementedError("object stores do not rename")
 
     def remove(self, path: str) -> None:
@@ -212,13 +177,13 @@ class ObjectStorage:
             self._files.rm(self._at(path), recursive=True)
 
     def sync_folder(self, path: str) -> None:
-        """A finished object is durable."""
+        """Do nothing: a finished object is durable."""
 
     def refuse_escape(self, folder: str, path: str) -> None:
-        """Object stores have no links."""
+        """Do nothing: object stores have no links."""
 
 
-class _ObjectSink:
+class _ObjectFile:
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
 
@@ -239,7 +204,7 @@ Storage = LocalStorage | ObjectStorage
 
 
 def open_storage(root: str | Path) -> Storage:
-    """The storage of ``root``: an address with a scheme (``s3://…``) is an object store, all else a folder."""
+    """Open the storage of ``root``: an address with a scheme (``s3://…``) is an object store, all else a folder."""
     text = os.fspath(root)
     if not text:
         raise CheckpointError("trainer.ckpt_path is empty; give a folder or an s3:// or gs:// address")

@@ -49,7 +49,7 @@ _TMP, _REPLACED, _REMOVED = ".tmp", ".replaced", ".removed"
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class SavedCheckpoint:
     """A complete checkpoint: where it is, and its manifest. Contents are hash-checked as they are read."""
 
     folder: str
@@ -101,19 +101,18 @@ class CheckpointStore:
         self,
         step: int,
         roles: Mapping[str, int],
+        extras: Mapping[str, bytes],
         *,
-        data: Mapping[str, Any] | None = None,
-        trainer_state: Mapping[str, Any] | None = None,
-        timeout_s: float = 1800.0,
+        timeout_s: float,
     ) -> str:
         """Wait for all ranks, complete the folder, and make it the newest checkpoint. Returns its path.
 
-        ``data`` (position of the data loader) and ``trainer_state`` are plain JSON values. On any failure what was
-        written of this step is removed, older checkpoints stay, and CheckpointError is raised.
+        ``extras``: contents of :data:`DATA` and :data:`TRAINER_STATE`. On any failure what was written of this step
+        is removed, older checkpoints stay, and CheckpointError is raised.
         """
         folder = self.storage.path(self._name(step, writing=True))
         try:
-            manifest = self._complete(step, folder, roles, data, trainer_state, timeout_s)
+            manifest = self._complete(step, folder, roles, extras, timeout_s)
             final = self._publish(step, folder, manifest)
         except (OSError, CheckpointError) as error:
             self.discard(step)
@@ -123,7 +122,7 @@ class CheckpointStore:
         try:
             fault_points.reached("before pointer")
             self.storage.write(self.storage.path(POINTER), f"{step}\n".encode())
-            self._prune(self.keep, sound=step)
+            self.prune(self.keep, sound=step)
         except OSError as error:
             raise CheckpointError(f"{self.root}: {error.strerror}; step {step} itself is complete") from error
         return final
@@ -164,17 +163,10 @@ class CheckpointStore:
         return f"global_step_{step}" + (_TMP if writing and self.storage.renames else "")
 
     def _complete(
-        self,
-        step: int,
-        folder: str,
-        roles: Mapping[str, int],
-        data: Mapping[str, Any] | None,
-        trainer_state: Mapping[str, Any] | None,
-        timeout_s: float,
+        self, step: int, folder: str, roles: Mapping[str, int], extras: Mapping[str, bytes], timeout_s: float
     ) -> Manifest:
         manifest = Manifest(step, {}, {}, versions())
-        for name, value in {DATA: data, TRAINER_STATE: trainer_state}.items():
-            content = _json(value or {}, name)
+        for name, content in extras.items():
             self.storage.write(f"{folder}/{name}", content)
             manifest.files[name] = hash_bytes(content)
         for role, world_size in roles.items():
@@ -189,7 +181,7 @@ class CheckpointStore:
         if not self.storage.renames:
             return folder
         fault_points.reached("before rename")
-        final = self.storage.path(self._name(step))
+        final = self.folder(step)
         aside = final + _REPLACED
         if self.storage.exists(final):  # a step saved anew, after an older one was resumed
             self.storage.rename(final, aside)
@@ -203,38 +195,43 @@ class CheckpointStore:
         return final
 
     # ------------------------------------------------------------------------------------------ reading
+    def folder(self, step: int) -> str:
+        """Return where the complete checkpoint of a step lies."""
+        return self.storage.path(self._name(step))
+
     def steps(self) -> list[int]:
-        """Steps that have a folder, newest first; some may be incomplete."""
+        """Return the steps that have a folder, newest first; some may be incomplete."""
         names = (_STEP.fullmatch(name) for name in self.storage.names(self.root))
         return sorted((int(match[1]) for match in names if match), reverse=True)
 
     def has_checkpoints(self) -> bool:
-        """Whether anything here was ever a complete checkpoint. On an object store a prefix without a manifest is a
-        save that did not end; a folder got its name when it was complete."""
+        """Return whether anything here was ever a complete checkpoint. On an object store a prefix without a manifest
+        is a save that did not end; a folder got its name when it was complete."""
         steps = self.steps()
         if self.storage.renames:
             return bool(steps)
         return any(self.storage.exists(self.storage.path(self._name(step), MANIFEST)) for step in steps)
 
-    def open(self, step: int) -> Checkpoint:
-        """Checkpoint of a step: manifest sound, all files there with the right sizes. Raises CheckpointError."""
-        return self._open(self.storage.path(self._name(step)), step)
+    def open(self, step: int) -> SavedCheckpoint:
+        """Open the checkpoint of a step. Raises CheckpointError unless the manifest is sound and all files are there,
+        with the right sizes."""
+        return self._open(self.folder(step), step)
 
-    def _open(self, folder: str, step: int | None = None) -> Checkpoint:
+    def _open(self, folder: str, step: int | None = None) -> SavedCheckpoint:
         manifest = read_manifest(self.storage, folder)
         if step is not None and manifest.step != step:
             raise CheckpointError(f"{folder}/{MANIFEST} is of step {manifest.step}")
         check_files(self.storage, folder, manifest)
-        return Checkpoint(folder, manifest)
+        return SavedCheckpoint(folder, manifest)
 
-    def verify(self, folder: str) -> Checkpoint:
+    def verify(self, folder: str) -> SavedCheckpoint:
         """Read every byte of a checkpoint and compare every hash. Raises CheckpointError, naming the file."""
         found = self._open(folder)
         check_hashes(self.storage, folder, found.manifest)
         return found
 
-    def candidates(self) -> Iterator[Checkpoint]:
-        """Checkpoints to resume from, newest first. Each one that is incomplete or damaged is passed with a warning.
+    def candidates(self) -> Iterator[SavedCheckpoint]:
+        """Yield the checkpoints to resume from, newest first; pass each incomplete or damaged one with a warning.
 
         The folders count, not the pointer: a run that was killed between the two has lost nothing.
         """
@@ -246,20 +243,8 @@ class CheckpointStore:
             except CheckpointError as error:
                 warnings.warn(f"{error}: skipped, trying the one before", SkyRLMegatronWarning, stacklevel=2)
 
-    def latest(self, *, deep: bool = False) -> Checkpoint | None:
-        """The newest complete checkpoint, None when there is none. ``deep`` also compares every hash; without it,
-        hashes are compared as the checkpoint is loaded."""
-        for found in self.candidates():
-            try:
-                if deep:
-                    check_hashes(self.storage, found.folder, found.manifest)
-                return found
-            except CheckpointError as error:
-                warnings.warn(f"{error}: skipped, trying the one before", SkyRLMegatronWarning, stacklevel=2)
-        return None
-
     def pointer(self) -> int | None:
-        """The step that the pointer file names; None when it is missing or not a number."""
+        """Return the step that the pointer file names; None when it is missing or not a number."""
         try:
             return int(self.storage.read(self.storage.path(POINTER)))
         except (OSError, ValueError):
@@ -280,21 +265,17 @@ class CheckpointStore:
                 stacklevel=3,
             )
 
-    def read_json(self, checkpoint: Checkpoint, name: str) -> dict[str, Any]:
-        """``data.json`` or ``trainer_state.json`` of a checkpoint, after its hash was checked."""
+    def read_json(self, checkpoint: SavedCheckpoint, name: str) -> dict[str, Any]:
+        """Return ``data.json`` or ``trainer_state.json`` of a checkpoint, after its hash was checked."""
         return dict(json.loads(read_verified(self.storage, checkpoint.folder, checkpoint.manifest, name)))
 
     # ------------------------------------------------------------------------------------------ retention
-    def prune(self, keep: int | None = None) -> list[int]:
+    def prune(self, keep: int, *, sound: int | None = None) -> list[int]:
         """Remove all but the newest ``keep`` complete checkpoints; returns the removed steps.
 
         Incomplete ones do not count. Before anything is removed, hashes are compared until one checkpoint is found
-        to be sound, and that one stays.
+        to be sound, and that one stays; ``sound``: a step whose hashes were taken from what was just written.
         """
-        return self._prune(self.keep if keep is None else keep, sound=None)
-
-    def _prune(self, keep: int, sound: int | None) -> list[int]:
-        """``sound``: a step whose hashes were taken from what was just written."""
         if keep < 0:
             return []
         self.open_for_writing()
@@ -306,7 +287,7 @@ class CheckpointStore:
             sound = next((step for step in complete if self._is_sound(step)), None)
         removed = [step for step in surplus if step != sound and sound is not None]
         for step in removed:
-            folder = self.storage.path(self._name(step))
+            folder = self.folder(step)
             if self.storage.renames:
                 self.storage.rename(folder, folder + _REMOVED)
                 folder += _REMOVED
@@ -325,13 +306,14 @@ class CheckpointStore:
 
     def _is_sound(self, step: int) -> bool:
         try:
-            self.verify(self.storage.path(self._name(step)))
+            self.verify(self.folder(step))
         except CheckpointError:
             return False
         return True
 
 
-def _json(value: Mapping[str, Any], name: str) -> bytes:
+def json_bytes(value: Mapping[str, Any], name: str) -> bytes:
+    """Return the content of the JSON file ``name``. Raises CheckpointError for what JSON cannot hold."""
     try:
         return json.dumps(dict(value), indent=1).encode()
     except (TypeError, ValueError) as error:

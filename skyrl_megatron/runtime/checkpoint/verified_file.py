@@ -47,7 +47,7 @@ class VerifiedFile:
         self._blocks = self._verified()
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Bytes ``[start, stop)``, valid until the next call. Raises CheckpointError on damage or a short file."""
+        """Return bytes ``[start, stop)``, valid until the next. Raises CheckpointError on damage or a short file."""
         if not (self._begin <= start and stop <= self._end):
             self._fill(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES))
         return self._memory[start - self._begin : stop - self._begin]

@@ -168,10 +168,10 @@ def _declared(
 
 def _carried(model: ModelChunks, template: Path | None) -> dict[str, Source]:
     """Multi-token-prediction tensors, which training does not touch, and where they come from."""
-    if template is None or not model.hf.plan.carried or not any(template.glob("*.safetensors")):
+    if template is None or not model.hf.plan.passthrough or not any(template.glob("*.safetensors")):
         return {}
     source = open_hf(template)
-    return {name: source for name in source.shapes() if model.hf.plan.is_carried(name)}
+    return {name: source for name in source.shapes() if model.hf.plan.is_passthrough(name)}
 
 
 def _config(model: ModelChunks, dtype: torch.dtype | None) -> dict[str, Any]:

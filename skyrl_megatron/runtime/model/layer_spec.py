@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from bridges.family import MegatronModelConfig
+from bridges.names import fused_norms
 from skyrl_megatron.runtime.hf.model import HfModel
 from skyrl_megatron.runtime.model.attention import PackedAttention
 from skyrl_megatron.runtime.model.experts import GroupedExperts
@@ -29,14 +30,6 @@ from skyrl_megatron.runtime.model.latent_attention import LatentAttention
 from skyrl_megatron.runtime.model.norm import FullWidthNorm, RMSNorm
 from skyrl_megatron.runtime.model.router import TokenWeightedRouter
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
-
-# Checkpoint keys are those of Transformer Engine, whose matrices hold the norm before them.
-_NORM_BEFORE_QKV = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-_NORMS_IN_MLA = {
-    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
-    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
-}
-_NORM_BEFORE_DENSE = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
 def block_spec(
@@ -51,7 +44,6 @@ def block_spec(
 def layer_spec(config: TransformerConfig, model: MegatronModelConfig, moe: bool, groups: ProcessGroups) -> ModuleSpec:
     """One layer with a dense or expert MLP."""
     latent = model.multi_latent_attention
-    keys = _NORMS_IN_MLA if latent else _NORM_BEFORE_QKV
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -61,7 +53,7 @@ def layer_spec(config: TransformerConfig, model: MegatronModelConfig, moe: bool,
             pre_mlp_layernorm=RMSNorm,
             mlp=_experts(config) if moe else _dense(),
             mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=keys if moe else keys | _NORM_BEFORE_DENSE,
+            sharded_state_dict_keys_map=fused_norms(mla=latent, moe=moe),  # checkpoint keys are those of TE
         ),
     )
 
