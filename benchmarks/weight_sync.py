@@ -42,7 +42,7 @@ LARGE = dict(
 
 
 def trainer(pipe: Any, bucket_bytes: int) -> None:
-    """Answers the calls of ``workers/sync_handles.py`` with a folder's model in one Megatron rank."""
+    """Answers the calls of ``workers/sync_calls.py`` with a folder's model in one Megatron rank."""
     import psutil
     import torch
     import torch.distributed as dist

@@ -14,7 +14,7 @@ from skyrl_megatron.envs import registry
 from skyrl_megatron.rollout.generator import SkyRLGymGenerator
 from skyrl_megatron.trainer import RayPPOTrainer
 from skyrl_megatron.trainer.tracking import Tracking
-from skyrl_megatron.workers.engines import Engines
+from skyrl_megatron.workers.inference_engine_client import Engines
 from skyrl_megatron.workers.placement import Placement, create_placement
 from skyrl_megatron.workers.ray_setup import initialize_ray
 

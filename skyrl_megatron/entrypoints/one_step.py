@@ -102,7 +102,7 @@ class _Step:
         from skyrl_megatron.inference.vllm.engine import EngineSettings
         from skyrl_megatron.workers.engine_actor import RayEngine
         from skyrl_megatron.workers.placement import BundleAllocation, reserve
-        from skyrl_megatron.workers.weights import weight_synchronizer
+        from skyrl_megatron.workers.policy_rank import weight_synchronizer
         from skyrl_megatron.workers.worker_group import WorkerGroup
 
         self.seed = seed

@@ -36,7 +36,7 @@ from skyrl_megatron.trainer.phases import Phases
 from skyrl_megatron.trainer.report import write_report
 from skyrl_megatron.trainer.stop import StopRequested, StopSignal
 from skyrl_megatron.types import TrainingBatch
-from skyrl_megatron.workers.weights import weight_synchronizer
+from skyrl_megatron.workers.policy_rank import weight_synchronizer
 from skyrl_megatron.workers.worker_group import WorkerGroup
 
 if TYPE_CHECKING:

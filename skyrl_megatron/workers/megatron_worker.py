@@ -133,7 +133,7 @@ class MegatronWorker:
         """What this rank sends to the engines, in order."""
         from skyrl_megatron.weight_sync.megatron_source import MegatronSource
         from skyrl_megatron.weight_sync.sender import WeightSender
-        from skyrl_megatron.workers.weights import transport_of
+        from skyrl_megatron.workers.policy_rank import transport_of
 
         source = MegatronSource(self.engine.model, self.engine.groups)
         self.sender = WeightSender(source, transport=transport_of(self.cfg))

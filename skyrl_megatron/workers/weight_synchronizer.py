@@ -24,7 +24,7 @@ from skyrl_megatron.weight_sync.bucket import TensorMeta
 from skyrl_megatron.weight_sync.metadata import check_metadata
 from skyrl_megatron.weight_sync.probe import HALF_EPSILON, Limit, gap, is_due, limit_of, probe_tokens
 from skyrl_megatron.weight_sync.transport import default_transport
-from skyrl_megatron.workers.sync_handles import Pool, SyncReport, TrainerRank
+from skyrl_megatron.workers.sync_calls import Pool, SyncReport, TrainerRank
 
 log = logging.getLogger(__name__)
 RESTARTS = 2

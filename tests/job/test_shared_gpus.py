@@ -113,6 +113,6 @@ def test_an_engine_on_two_nodes_is_refused():
     ],
 )
 def test_what_carries_the_weights(changes, transport):
-    from skyrl_megatron.workers.weights import transport_of
+    from skyrl_megatron.workers.policy_rank import transport_of
 
     assert transport_of(config(**changes)) == transport

@@ -1,4 +1,4 @@
-"""Real Megatron ranks as the publisher calls them (``workers/sync_handles.py``), in the processes of the rank pool."""
+"""Real Megatron ranks as the publisher calls them (``workers/sync_calls.py``), in the processes of the rank pool."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def FaultySender(source, bucket_bytes):
 
 
 class TrainerProcess:
-    """A ``TrainerRank`` (``workers/sync_handles.py``) in a process. :meth:`load` chooses what it sends."""
+    """A ``TrainerRank`` (``workers/sync_calls.py``) in a process. :meth:`load` chooses what it sends."""
 
     def __init__(self) -> None:
         self.folder: Any = None

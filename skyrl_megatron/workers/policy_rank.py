@@ -53,7 +53,7 @@ def transport_of(cfg: SkyRLTrainConfig) -> str:
 
 
 class PolicyRank:
-    """One rank of the policy as the publisher calls it (``workers/sync_handles.py``)."""
+    """One rank of the policy as the publisher calls it (``workers/sync_calls.py``)."""
 
     def __init__(self, actor: Any, policy: WorkerGroup, rank: int) -> None:
         self.actor, self.policy, self.rank = actor, policy, rank
