@@ -195,7 +195,7 @@ class _Step:
 
     def sync(self, version: str) -> tuple[float, float]:
         """(megabytes, seconds). Raises WeightSyncError when what arrived is not what was sent."""
-        report = self._run(self.weights.publish(version))
+        report = self._run(self.weights.sync(version))
         return report.nbytes / 1e6, report.total_seconds
 
     def stop(self) -> None:

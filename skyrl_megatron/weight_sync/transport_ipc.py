@@ -30,7 +30,7 @@ class Transport(transport.Transport):
     new_group = transport_gloo.Transport.new_group
 
     def broadcast(self, buffer: Tensor) -> Callable[[], None]:
-        """See the base class. The sender's kernels that filled ``buffer`` are waited for first."""
+        """Copy rank 0's bytes where they lie. The kernels that filled ``buffer`` are waited for first."""
         header = torch.zeros(2, dtype=torch.int64)
         if self.rank == 0:
             torch.cuda.synchronize()

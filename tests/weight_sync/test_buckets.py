@@ -27,7 +27,7 @@ def shapes(seed):
 
 def sync(seed, transport="gloo"):
     from skyrl_megatron.weight_sync.sender import WeightSender
-    from skyrl_megatron.weight_sync.source import StateSource
+    from tests.support.state_source import StateSource
     from tests.weight_sync.recording import received, sent
 
     tensors = shapes(seed)
@@ -101,7 +101,7 @@ def test_the_plan_is_made_once_and_again_when_weights_move():
     import torch
 
     from skyrl_megatron.weight_sync.sender import WeightSender
-    from skyrl_megatron.weight_sync.source import StateSource
+    from tests.support.state_source import StateSource
     from tests.weight_sync.recording import received, sent
 
     tensors = {"weight": torch.randn(4, 4)}
@@ -123,7 +123,7 @@ def test_a_row_larger_than_a_bucket_is_refused():
 
     from skyrl_megatron.errors import WeightSyncError
     from skyrl_megatron.weight_sync.sender import WeightSender
-    from skyrl_megatron.weight_sync.source import StateSource
+    from tests.support.state_source import StateSource
     from tests.weight_sync.recording import sent
 
     sender = WeightSender(StateSource({"wide": torch.zeros(2, 2000)}), bucket_bytes=4096)

@@ -16,7 +16,7 @@ def serve(connection) -> None:
     import torch
     from safetensors.torch import load_file
 
-    from skyrl_megatron.weight_sync.source import StateSource
+    from tests.support.state_source import StateSource
 
     torch.set_num_threads(1)
     sender, address = None, ("", 0)
@@ -139,8 +139,8 @@ class TrainerProcess:
     async def send_weights(self):
         return await asyncio.to_thread(self._ask, "send")
 
-    async def score(self, token_ids, *, nudge=0.0):
-        assert not nudge, "in fp32 nobody asks how far rounding goes"
+    async def score(self, token_ids, *, perturbation=0.0):
+        assert not perturbation, "in fp32 nobody asks how far rounding goes"
         from tests.support.engines import reference_logprobs
 
         return await asyncio.to_thread(reference_logprobs, self.folder, token_ids)

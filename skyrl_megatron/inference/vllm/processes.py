@@ -49,7 +49,7 @@ def start_server() -> None:
 
 
 def omp_threads() -> str:
-    """``OMP_NUM_THREADS`` of engine processes: OpenMP reads it when it is loaded, and never again."""
+    """Return ``OMP_NUM_THREADS`` of engine processes: OpenMP reads it when it is loaded, and never again."""
     return os.environ.get("OMP_NUM_THREADS", "1")
 
 
@@ -57,7 +57,7 @@ class _Popen(popen_forkserver.Popen):
     """A request to our server."""
 
     def _launch(self, process: context.ForkServerProcess) -> None:
-        """As CPython's ``popen_forkserver.Popen``: preparation and process, pickled, to a process newly forked."""
+        """Send preparation and process, pickled, to a newly forked process, as CPython's ``popen_forkserver`` does."""
         pickled = io.BytesIO()
         context.set_spawning_popen(self)
         try:
@@ -78,7 +78,6 @@ class EngineProcess(context.ForkServerProcess):
     _Popen = _Popen  # type: ignore[assignment]
 
     def start(self) -> None:
-        """See ``multiprocessing.Process``."""
         start_server()
         self._server_address = _server._forkserver_address
         self._environment = dict(os.environ)
@@ -88,7 +87,6 @@ class EngineProcess(context.ForkServerProcess):
         del self._output
 
     def run(self) -> None:
-        """See ``multiprocessing.Process``."""
         threading.Thread(target=_end_with, args=(self._starter,), name="end with the starter", daemon=True).start()
         for name in os.environ.keys() - self._environment.keys():
             del os.environ[name]
@@ -134,7 +132,7 @@ def _end_with(process: int) -> None:
 
 
 def _libraries() -> str:
-    """``LD_PRELOAD`` with vLLM's libraries, as far as they are there, before what is in it already."""
+    """Return ``LD_PRELOAD`` with vLLM's libraries, as far as they are there, before what is in it already."""
     already = os.environ.get("LD_PRELOAD", "")
     found: dict[str, str] = {}
     for package, pattern in _LIBRARIES:
@@ -147,7 +145,7 @@ def _libraries() -> str:
 
 @contextlib.contextmanager
 def _environment(**changes: str) -> Iterator[None]:
-    """Programs started within the block get these variables."""
+    """Give programs started within the block these variables."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:
