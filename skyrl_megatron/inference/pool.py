@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skyrl_megatron.errors import EngineError, EngineGoneError
-from skyrl_megatron.inference.protocol import Generation, InferenceEngine
-from skyrl_megatron.inference.vllm.settings import INITIAL_VERSION
+from skyrl_megatron.inference.protocol import INITIAL_VERSION, Generation, InferenceEngine
 
 SESSIONS_REMEMBERED = 65536
 

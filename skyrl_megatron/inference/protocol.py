@@ -13,6 +13,8 @@ from typing import Any, Literal, Protocol
 
 type OpenAIAnswer = AsyncGenerator[tuple[int, str] | bytes, None]
 """(status, content type) first, then the body in pieces."""
+INITIAL_VERSION = "initial"
+"""Version of the weights that an engine loads from its folder."""
 PauseMode = Literal["keep", "wait", "abort"]
 """What becomes of requests in flight: frozen until resume, finished first, or ended with what they have."""
 WeightMetadata = Sequence[Sequence[Any]]

@@ -90,7 +90,7 @@ def ranges_in_shards(entry: Entry, size: int, local: Tensor) -> tuple[RowRanges,
     split_rows = size > 1 and entry.split.dim == 0
     held = len(local)
     numbers = torch.arange(held * (size if split_rows else 1)).unsqueeze(1)
-    pieces = entry.to_hf(unshard(list(numbers.split(held)), entry))
+    pieces = entry.to_hf(unshard(list(torch.split(numbers, held)), entry))
     ranges: list[RowRanges] = []
     for piece, shape in zip(pieces, entry.bound.hf_shapes, strict=True):
         if piece.shape != (shape[0], 1) or entry.hf[0].index is not None:

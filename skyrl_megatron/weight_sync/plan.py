@@ -139,7 +139,9 @@ class ExportPlan:
             else:
                 rows_of_owner = self._take_inbox(sum(span.count for span in ranges), shard.local)
                 step.messages.append(Message(rows_of_owner, shard.group, owner))
-                for place, source in zip(places, rows_of_owner.split([span.count for span in ranges]), strict=True):
+                for place, source in zip(
+                    places, torch.split(rows_of_owner, [span.count for span in ranges]), strict=True
+                ):
                     step.copies.add(place, source)
 
     def _give(self, shard: TensorShard, rows: range, step: Step) -> None:
@@ -154,7 +156,7 @@ class ExportPlan:
             if not self._outbox.numel():
                 self._outbox = self._empty(self._bucket_bytes)
             packed = _view(self._outbox, sum(span.count for span in ranges), shard.local)
-            packing = Copies(list(packed.split([span.count for span in ranges])), sources)
+            packing = Copies(list(torch.split(packed, [span.count for span in ranges])), sources)
             step.messages.append(Message(packed, shard.group, owner, packing))
 
     def _take_inbox(self, rows: int, like: Tensor) -> Tensor:

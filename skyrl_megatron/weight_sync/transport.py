@@ -1,7 +1,8 @@
 """How bytes get from one trainer rank to the workers of all engines: a group of their own, joined once, used often.
 
 Every sending rank has a group: it is rank 0, the workers of all engines are ranks 1 … n. The default process group of
-either side is left alone. The modules ``transport_<name>`` differ in how the group is made, and in nothing else.
+either side is left alone. The classes in ``transport_<name>`` (``GlooTransport``, …) differ in how the group is made and how a buffer
+gets across, and in nothing else.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import importlib
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from skyrl_megatron import device
 
@@ -37,8 +38,9 @@ def open_transport(
     listener: socket.socket | None = None,
 ) -> Transport:
     """Open the transport called ``name``; wait until all ``world_size`` members are there, at most ``timeout_s``."""
-    kind = importlib.import_module(f"skyrl_megatron.weight_sync.transport_{name}").Transport
-    return cast(Transport, kind(host, port, rank, world_size, timeout_s, listener))
+    module = importlib.import_module(f"skyrl_megatron.weight_sync.transport_{name}")
+    kind: type[Transport] = getattr(module, f"{name.capitalize()}Transport")
+    return kind(host, port, rank, world_size, timeout_s, listener)
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
@@ -61,7 +63,7 @@ class Transport(ABC):
         self.timeout = datetime.timedelta(seconds=timeout_s)
         if rank == 0 and listener is None:
             listener = listen(host, port)
-        self._store: TCPStore | None = TCPStore(
+        self._store: Any = TCPStore(
             host,
             port if listener is None else listener.getsockname()[1],
             is_master=rank == 0,

@@ -314,7 +314,7 @@ class WeightSynchronizer:
                 await self.pool.mark_dead(slot, str(error))
 
 
-def _compare(slots: Sequence[EngineSlot], received: Sequence[list[list[int]]], sent: list[list[int]]) -> None:
+def _compare(slots: Sequence[EngineSlot], received: Sequence[list[list[list[int]]]], sent: list[list[int]]) -> None:
     """Raise AttemptFailed unless every worker of every engine got every bucket as it was sent."""
     wrong: list[str] = []
     nothing: list[int] = []

@@ -42,7 +42,8 @@ class Playback(Recorder):
 
 def transport(name: str, group):
     """The transport of that name, around ``group``."""
-    kind = importlib.import_module(f"skyrl_megatron.weight_sync.transport_{name}").Transport
+    module = importlib.import_module(f"skyrl_megatron.weight_sync.transport_{name}")
+    kind = getattr(module, f"{name.capitalize()}Transport")
     made = kind.__new__(kind)
     made.timeout, made.group = datetime.timedelta(seconds=10), group
     return made

@@ -59,7 +59,7 @@ def test_nccl_group_is_connected_before_the_first_broadcast(monkeypatch):
     import torch.distributed as dist
 
     from skyrl_megatron import device
-    from skyrl_megatron.weight_sync.transport_nccl import Transport
+    from skyrl_megatron.weight_sync.transport_nccl import NcclTransport
 
     calls = []
 
@@ -84,7 +84,7 @@ def test_nccl_group_is_connected_before_the_first_broadcast(monkeypatch):
             calls.append(("abort",))
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
-    transport = Transport("127.0.0.1", 0, 0, 3, 7.0)
+    transport = NcclTransport("127.0.0.1", 0, 0, 3, 7.0)
     wait = transport.broadcast("bucket")
     wait()
     transport.close()

@@ -166,19 +166,19 @@ def wait_without_spinning() -> None:
     """Let workers sleep at once between calls, but not for long. vLLM's ask for the next call in a loop for a second
     first, which takes a core from whoever has work where engines and trainer share a few. Its notification is dropped
     when the one before it has not been taken, and a worker that misses one sleeps forever."""
-    SpinCondition.__init__ = partialmethod(SpinCondition.__init__, busy_loop_s=0)  # type: ignore[assignment]
+    SpinCondition.__init__ = partialmethod(SpinCondition.__init__, busy_loop_s=0)
     original = SpinCondition.wait
 
     def wait(self: SpinCondition, timeout_ms: int | None = None) -> None:
         original(self, LOOK_AGAIN_MS if timeout_ms is None else min(timeout_ms, LOOK_AGAIN_MS))
 
-    SpinCondition.wait = wait  # type: ignore[method-assign]
+    SpinCondition.wait = wait
 
 
 def fork_engine_processes() -> None:
     """Fork engine cores and workers from a process that has imported vLLM, instead of importing it in each."""
     for module in (engine_utils, multiproc_executor):
-        module.get_mp_context = processes.EngineContext  # type: ignore[attr-defined]
+        module.get_mp_context = processes.EngineContext
 
 
 if current_platform.is_cpu():

@@ -16,6 +16,7 @@ import psutil
 from skyrl_megatron import device
 from skyrl_megatron.errors import EngineError, EngineGoneError, SkyRLMegatronError, WeightSyncError
 from skyrl_megatron.inference.protocol import (
+    INITIAL_VERSION,
     Generation,
     InferenceEngine,
     OpenAIAnswer,
@@ -27,7 +28,7 @@ from skyrl_megatron.inference.vllm import processes
 from skyrl_megatron.inference.vllm.asgi import call_app
 from skyrl_megatron.inference.vllm.log import child_output, last_errors
 from skyrl_megatron.inference.vllm.requests import generation_of, refusals, sampling_parameters
-from skyrl_megatron.inference.vllm.settings import INITIAL_VERSION, EngineSettings, cpu_bytes_needed, hf_config
+from skyrl_megatron.inference.vllm.settings import EngineSettings, cpu_bytes_needed, hf_config
 from skyrl_megatron.weight_sync.metadata import plain_metadata
 
 __all__ = ["EngineSettings", "VLLMEngine"]

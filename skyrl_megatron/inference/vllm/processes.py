@@ -38,7 +38,7 @@ _LIBRARIES = (
 """Shared libraries that vLLM's CPU processes want loaded before all others: package, pattern."""
 
 
-_server = forkserver.ForkServer()  # CPython's own is one for all of a process, with one list of what it imports
+_server: Any = forkserver.ForkServer()  # CPython's own is one for all of a process, with one list of what it imports
 _server.set_forkserver_preload(IMPORTED)
 
 
@@ -56,6 +56,8 @@ def omp_threads() -> str:
 class _Popen(popen_forkserver.Popen):
     """A request to our server."""
 
+    _fds: list[int]
+
     def _launch(self, process: context.ForkServerProcess) -> None:
         """Send preparation and process, pickled, to a newly forked process, as CPython's ``popen_forkserver`` does."""
         pickled = io.BytesIO()
@@ -66,7 +68,7 @@ class _Popen(popen_forkserver.Popen):
         finally:
             context.set_spawning_popen(None)
         self.sentinel, writer = _server.connect_to_new_process(self._fds)
-        self.finalizer = util.Finalize(self, util.close_fds, (os.dup(writer), self.sentinel))
+        self.finalizer = util.Finalize(self, util.close_fds, (os.dup(writer), self.sentinel))  # type: ignore[attr-defined]
         with open(writer, "wb") as file:
             file.write(pickled.getbuffer())
         self.pid = forkserver.read_signed(self.sentinel)
@@ -75,7 +77,7 @@ class _Popen(popen_forkserver.Popen):
 class EngineProcess(context.ForkServerProcess):
     """A process that the server forks, as if it had been spawned by the one that starts it."""
 
-    _Popen = _Popen  # type: ignore[assignment]
+    _Popen = _Popen
 
     def start(self) -> None:
         start_server()
@@ -102,7 +104,7 @@ class EngineProcess(context.ForkServerProcess):
 class EngineContext(context.ForkServerContext):
     """What ``vllm.utils.system_utils.get_mp_context`` returns on CPU."""
 
-    Process = EngineProcess  # type: ignore[assignment]
+    Process = EngineProcess
 
 
 class _Output:

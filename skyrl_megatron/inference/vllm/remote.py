@@ -13,6 +13,7 @@ import httpx
 
 from skyrl_megatron.errors import EngineError, EngineGoneError, RequestError, WeightSyncError
 from skyrl_megatron.inference.protocol import (
+    INITIAL_VERSION,
     Generation,
     InferenceEngine,
     OpenAIAnswer,
@@ -20,7 +21,6 @@ from skyrl_megatron.inference.protocol import (
     SampleRequest,
     WeightMetadata,
 )
-from skyrl_megatron.inference.vllm.settings import INITIAL_VERSION
 from skyrl_megatron.weight_sync.metadata import plain_metadata
 
 TOKENS = "/inference/v1/generate"

@@ -13,8 +13,6 @@ from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.errors import EngineError
 from skyrl_megatron.inference.sampling import truncations, warn_of_truncation
 
-INITIAL_VERSION = "initial"
-"""Version of the weights that an engine loads from its folder."""
 PROCESS_BYTES = 1 << 30
 """Memory of an engine process on CPU beside weights and KV cache: measured 0.9 to 1.1 GB with vLLM 0.32."""
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
