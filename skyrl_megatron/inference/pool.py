@@ -18,7 +18,7 @@ SESSIONS_REMEMBERED = 65536
 
 
 class EngineState(enum.Enum):
-    """What an engine may be asked for."""
+    """State of an engine."""
 
     STOPPED = "stopped"
     """Not started, or being started."""
@@ -44,7 +44,7 @@ class EngineSlot:
     """Version of the weights that were verified on it last."""
     restarts: int = 0
     why: str = ""
-    """What is wrong with an engine that is dead or dropped."""
+    """Reason why an engine is dead or dropped."""
     in_flight: set[asyncio.Task[Any]] = field(default_factory=set)
 
     def __post_init__(self) -> None:

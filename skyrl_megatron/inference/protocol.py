@@ -1,4 +1,4 @@
-"""What an inference engine must implement. Tokens in, tokens out; no Ray, no vLLM.
+"""The interface of an inference engine. Tokens in, tokens out; no Ray, no vLLM.
 
 :class:`InferenceEngine` declares every method once: ``vllm/engine.py`` implements it with vLLM in this process,
 ``vllm/remote.py`` with a server; ``workers/engine_actor.py`` puts the former into a Ray actor. An engine of another
@@ -16,9 +16,9 @@ type OpenAIAnswer = AsyncGenerator[tuple[int, str] | bytes, None]
 INITIAL_VERSION = "initial"
 """Version of the weights that an engine loads from its folder."""
 PauseMode = Literal["keep", "wait", "abort"]
-"""What becomes of requests in flight: frozen until resume, finished first, or ended with what they have."""
+"""Fate of the requests in flight: frozen until resume, finished first, or ended with what they have."""
 WeightMetadata = Sequence[Sequence[Any]]
-"""What each trainer rank sends: ``TensorMeta`` objects, or tuples of their fields."""
+"""Tensors that each trainer rank sends: ``TensorMeta`` objects, or tuples of their fields."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ PAGE = 4096  # bytes: size of a buffer is a multiple, see checksum()
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """What a rank sends of a tensor: HF name, dtype (``"float32"``), shape of the whole."""
+    """A tensor as a rank sends it: HF name, dtype (``"float32"``), shape of the whole."""
 
     name: str
     dtype: str

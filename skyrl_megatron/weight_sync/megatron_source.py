@@ -22,7 +22,7 @@ type RowRanges = tuple[RowRange, ...]
 
 
 class MegatronWeightSource:
-    """What a rank of ``model`` sends: HF names and shapes in module order. Experts travel one by one, or, where
+    """The weights of a rank of ``model``: HF names and shapes in module order. Experts travel one by one, or, where
     engines take them so (``metadata.FUSED_EXPERTS``), as rows of one tensor for all experts of the layer.
 
     Of the ranks that hold shards or copies of a tensor, the first of the first replica sends it: every pipeline

@@ -57,7 +57,7 @@ class Message:
 
 @dataclass(slots=True)
 class Step:
-    """What fills one bucket, or what a rank still owes to others after its last."""
+    """Messages and copies that fill one bucket, or that a rank still owes to others after its last."""
 
     messages: list[Message] = field(default_factory=list)
     copies: Copies = field(default_factory=Copies)

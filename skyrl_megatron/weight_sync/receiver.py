@@ -25,9 +25,9 @@ class WeightReceiver:
     def __init__(self, transports: Sequence[Transport], bucket_bytes: int, device: torch.device) -> None:
         self.transports, self.bucket_bytes, self.device = transports, bucket_bytes, device
         self.checksums: list[list[int]] = []
-        """Of the last update: per sender, per bucket."""
+        """Checksums of the last update: per sender, per bucket."""
         self.received_bytes = 0
-        """Of the update in progress, or of the last one."""
+        """Bytes of the update in progress, or of the last one."""
         self._senders: Sequence[Sequence[TensorMeta]] = []
         self._buckets: list[Bucket] = []
         self._buffers = _BufferPool(device)

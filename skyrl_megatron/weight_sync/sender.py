@@ -45,7 +45,7 @@ class WeightSender:
         self.bucket_bytes = bucket_bytes
         self.transport_name = transport or default_transport()
         self.sent_bytes = 0
-        """Of the sync in progress, or of the last one."""
+        """Bytes of the sync in progress, or of the last one."""
         self._listener: socket.socket | None = None
         self._transport: Transport | None = None
         self._plan: ExportPlan | None = None

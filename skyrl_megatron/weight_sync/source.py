@@ -1,4 +1,4 @@
-"""What a trainer rank sends: tensors by HF name, and the rows of them that each rank's shard holds."""
+"""Tensors that a trainer rank sends, by HF name, and the rows of them that each rank's shard holds."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """How bytes get from one trainer rank to the workers of all engines: a group of their own, joined once, used often.
 
 Every sending rank has a group: it is rank 0, the workers of all engines are ranks 1 … n. The default process group of
-either side is left alone. The classes in ``transport_<name>`` (``GlooTransport``, …) differ in how the group is made and how a buffer
-gets across, and in nothing else.
+either side is left alone. The classes in ``transport_<name>`` (``GlooTransport``, …) differ in how the group is made
+and how a buffer gets across, and in nothing else.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """What each sender sends: lists of :class:`TensorMeta` fields. None: the same as in the update before."""
+    """Metadata of each sender: lists of :class:`TensorMeta` fields. None: the same as in the update before."""
 
     senders: list[list[list[Any]]] | None = None
 

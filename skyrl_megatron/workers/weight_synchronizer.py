@@ -48,7 +48,7 @@ which are not to blame do not give up first."""
 
 @dataclass(slots=True)
 class SyncReport:
-    """What a sync cost and proved."""
+    """Cost and outcome of a sync."""
 
     version: str
     nbytes: int
@@ -58,11 +58,11 @@ class SyncReport:
     logprob_diffs: dict[str, LogprobDiff] = field(default_factory=dict)
     """Per engine, if the probe was due."""
     failures: list[str] = field(default_factory=list)
-    """What went wrong on the way."""
+    """Failures that were recovered from on the way."""
 
     @property
     def total_seconds(self) -> float:
-        """From the first pause to the last resume, of the last attempt."""
+        """Seconds from the first pause to the last resume, of the last attempt."""
         return sum(self.seconds.values())
 
     @property

@@ -102,7 +102,7 @@ class EngineProcess(context.ForkServerProcess):
 
 
 class EngineContext(context.ForkServerContext):
-    """What ``vllm.utils.system_utils.get_mp_context`` returns on CPU."""
+    """The context that ``vllm.utils.system_utils.get_mp_context`` returns on CPU."""
 
     Process = EngineProcess
 

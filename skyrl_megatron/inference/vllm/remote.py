@@ -32,7 +32,7 @@ NEEDED = {
     _EXTENSION: "checksums of received weights",
     '--weight-transfer-config \'{"backend":"skyrl_megatron"}\'': "weight updates from this trainer",
 }
-"""What a server has to be started with, and what for."""
+"""Flags that a server has to be started with, and their purpose."""
 
 
 class RemoteEngine(InferenceEngine):
