@@ -12,26 +12,31 @@ from typing import Any
 import ray
 
 from skyrl_megatron.errors import EngineGoneError, SkyRLMegatronError
-from skyrl_megatron.inference.protocol import OpenAIAnswer
+from skyrl_megatron.inference.protocol import InferenceEngine, OpenAIAnswer
 from skyrl_megatron.inference.vllm.engine import EngineSettings, VLLMEngine
 
 
-class EngineActor(VLLMEngine):
-    """The engine of an actor. ``gpus``: ids of the GPUs to see instead of those that Ray gave it, its own first."""
+def engine_actor(kind: type[InferenceEngine]) -> Any:
+    """Make a Ray actor class of an engine class, whose methods are then the actor's."""
 
-    def __init__(self, settings: EngineSettings, gpus: Sequence[str] | None = None) -> None:
-        if gpus is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        super().__init__(settings)
+    class EngineActor(kind):  # type: ignore[misc, valid-type]
+        """``gpus``: ids of the GPUs to see instead of those that Ray gave the actor, its own first."""
 
-    async def start(self) -> None:
-        await super().start()
-        gc.collect()
-        gc.freeze()  # the garbage of requests is not looked for among what the engine keeps
+        def __init__(self, settings: EngineSettings, gpus: Sequence[str] | None) -> None:
+            if gpus is not None:
+                os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+            super().__init__(settings)
 
-    def process_ids(self) -> list[int]:
-        """List the actor's process and the engine's, cores before their workers."""
-        return [os.getpid(), *super().process_ids()]
+        async def start(self) -> None:
+            await super().start()
+            gc.collect()
+            gc.freeze()  # the garbage of requests is not looked for among what the engine keeps
+
+        def process_ids(self) -> list[int]:
+            """List the actor's process, and those that the engine says it started."""
+            return [os.getpid(), *getattr(super(), "process_ids", list)()]
+
+    return ray.remote(num_cpus=1, max_concurrency=4096)(EngineActor)
 
 
 class RayEngine:
@@ -40,11 +45,17 @@ class RayEngine:
     A lost actor becomes EngineGoneError; an error inside keeps its type, without the actor's traceback around it.
     """
 
-    def __init__(self, settings: EngineSettings, *, gpus: Sequence[str] | None = None, **options: Any) -> None:
-        """``gpus``: see :class:`EngineActor`. ``options``: of the actor, such as ``num_cpus`` or a
-        ``scheduling_strategy``."""
-        actor: Any = ray.remote(num_cpus=1, max_concurrency=4096)(EngineActor)
-        self.actor = actor.options(**options).remote(settings, gpus)
+    def __init__(
+        self,
+        settings: EngineSettings,
+        *,
+        kind: type[InferenceEngine] = VLLMEngine,
+        gpus: Sequence[str] | None = None,
+        **options: Any,
+    ) -> None:
+        """``kind``: engine class, made of ``settings``. ``gpus``: ids of the GPUs that the engine sees (None: Ray's).
+        ``options``: of the actor, such as ``num_cpus`` or a ``scheduling_strategy``."""
+        self.actor = engine_actor(kind).options(**options).remote(settings, gpus)
         self._processes: list[int] = []
 
     async def start(self) -> None:
