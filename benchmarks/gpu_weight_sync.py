@@ -25,7 +25,7 @@ COUNTS = (1_000, 10_000, 50_000)
 
 
 def receiver(transport: str, pipe: Any) -> None:
-    """Answers (port, announcement): connects, then receives as often as it is told to."""
+    """Answers (port, weight metadata): connects, then receives as often as it is told to."""
     import torch
 
     from skyrl_megatron import device
@@ -34,11 +34,11 @@ def receiver(transport: str, pipe: Any) -> None:
 
     device.set_local_device(0)
     while (job := pipe.recv()) is not None:
-        port, announced = job
+        port, metadata = job
         ends = [open_transport(transport, "127.0.0.1", port, 1, 2, TIMEOUT_S)]
         receiving = WeightReceiver(ends, BUCKET_BYTES, device.device())
-        receiving.announce([announced])
-        places = {m.name: torch.empty(m.shape, dtype=m.torch_dtype, device=device.device()) for m in announced}
+        receiving.set_metadata([metadata])
+        places = {m.name: torch.empty(m.shape, dtype=m.torch_dtype, device=device.device()) for m in metadata}
         while pipe.recv():
             for name, tensor in receiving.tensors():
                 places[name].copy_(tensor)
@@ -50,7 +50,7 @@ def receiver(transport: str, pipe: Any) -> None:
 def transfers(tensors: dict[str, Any], transport: str, pipe: Any, rounds: int) -> list[float]:
     """Seconds of each transfer, the first one, which opens the buffers, left out."""
     from skyrl_megatron.weight_sync.sender import WeightSender
-    from skyrl_megatron.weight_sync.source import StateSource
+    from tests.support.state_source import StateSource
 
     sender = WeightSender(StateSource(tensors), bucket_bytes=BUCKET_BYTES, transport=transport)
     _, port = sender.listen("127.0.0.1")

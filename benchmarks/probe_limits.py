@@ -53,11 +53,11 @@ class Trainer:
         cfg = SkyRLTrainConfig.from_cli_overrides({"trainer.ref.model.path": str(folder)})
         self.engine = runtime.MegatronEngine(cfg, "ref")
 
-    def score(self, token_ids: list[int], *, nudge: float = 0.0) -> list[float]:
+    def score(self, token_ids: list[int], *, perturbation: float = 0.0) -> list[float]:
         """Log-probs of tokens 1 … n−1."""
         from skyrl_megatron.runtime.scoring import score_tokens
 
-        scores = score_tokens(self.engine, token_ids, nudge=nudge)
+        scores = score_tokens(self.engine, token_ids, perturbation=perturbation)
         assert scores is not None
         return scores
 
@@ -101,10 +101,10 @@ def swap(one: Any, other: Any) -> None:
 class Probe:
     """One probe's outcome: mean differences in nats."""
 
-    gap: float
+    diff: float
     """Between trainer and engine."""
     rounding: float
-    """Between the trainer's own scores and its nudged ones."""
+    """Between the trainer's own scores and its perturbed ones."""
     passes: bool
 
 
@@ -113,7 +113,7 @@ async def measure(folder: Path, vocab_size: int, probes: int) -> dict[str, list[
     from skyrl_megatron.inference.vllm.engine import VLLMEngine
     from skyrl_megatron.inference.vllm.settings import EngineSettings
     from skyrl_megatron.runtime import parallel_state
-    from skyrl_megatron.weight_sync.probe import HALF_EPSILON, gap, limit_of, probe_tokens
+    from skyrl_megatron.weight_sync.probe import HALF_EPSILON, limit_of, logprob_diff, probe_tokens
 
     engine = VLLMEngine(EngineSettings(str(folder), dtype=DTYPE, max_model_len=128, kv_cache_bytes=64 << 20))
     await engine.start()
@@ -127,7 +127,8 @@ async def measure(folder: Path, vocab_size: int, probes: int) -> dict[str, list[
             found[condition] = []
             for ids, theirs in zip(tokens, engines, strict=True):
                 ours = trainer.score(ids)
-                apart, rounding = gap(ours, theirs), gap(ours, trainer.score(ids, nudge=HALF_EPSILON[DTYPE]))
+                perturbed = trainer.score(ids, perturbation=HALF_EPSILON[DTYPE])
+                apart, rounding = logprob_diff(ours, theirs), logprob_diff(ours, perturbed)
                 found[condition].append(Probe(apart.mean, rounding.mean, apart.within(limit_of(DTYPE, rounding))))
             trainer.restore()
     parallel_state.destroy()
@@ -155,10 +156,10 @@ def main() -> None:
             found = asyncio.run(measure(folder, VOCAB_SIZE, args.probes))
         print(name)
         for condition, of in found.items():
-            gaps, roundings = [probe.gap for probe in of], [probe.rounding for probe in of]
-            times = [probe.gap / probe.rounding for probe in of]
+            diffs, roundings = [probe.diff for probe in of], [probe.rounding for probe in of]
+            times = [probe.diff / probe.rounding for probe in of]
             print(
-                f"  {condition:20s} mean {min(gaps):.3f} … {max(gaps):.3f}   rounding {min(roundings):.3f} … "
+                f"  {condition:20s} mean {min(diffs):.3f} … {max(diffs):.3f}   rounding {min(roundings):.3f} … "
                 f"{max(roundings):.3f}   times rounding {min(times):.1f} … {max(times):.1f}   "
                 f"within the limit {sum(probe.passes for probe in of)} of {len(of)}",
                 flush=True,

@@ -50,7 +50,7 @@ class InstantEngine:
         self.answer, self.logprobs = list(answer), [-0.5] * len(answer)
 
     async def generate(self, prompts: Sequence[Any], sampling: Any, sessions: Any = None) -> list[Generation]:
-        """See ``Engines.generate``."""
+        """See ``InferenceClient.generate``."""
         return [Generation(list(self.answer), list(self.logprobs), "stop") for _ in prompts]
 
 

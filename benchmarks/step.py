@@ -123,7 +123,7 @@ class OfLength:
         self.engines, self.lengths = engines, lengths
 
     async def generate(self, prompts: Any, sampling: Sequence[Mapping[str, Any]], sessions: Any = None) -> Any:
-        """See ``Engines.generate``."""
+        """See ``InferenceClient.generate``."""
         imposed = [
             {**one, "max_tokens": length, "min_tokens": length, "ignore_eos": True}
             for one, length in zip(sampling, self.lengths, strict=True)

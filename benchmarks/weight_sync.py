@@ -2,7 +2,7 @@
 
     python benchmarks/weight_sync.py [--rounds 5] [--bucket-mib 16]
 
-A Megatron rank sends, one vLLM engine receives, on this machine. In one run, medians of the rounds: a publication
+A Megatron rank sends, one vLLM engine receives, on this machine. In one run, medians of the rounds: a sync
 (pause, transfer with checksums, finish, resume); vLLM loading the same tensors from its own memory (start, load,
 finish: nothing travels), experts one by one as on disk and as one tensor a layer; a raw broadcast of the same bytes;
 the checksums of a side; what sender and receiver hold beyond their models; the fixed cost, from a model of 2 MB; and
@@ -42,7 +42,7 @@ LARGE = dict(
 
 
 def trainer(pipe: Any, bucket_bytes: int) -> None:
-    """Answers the calls of ``workers/sync_handles.py`` with a folder's model in one Megatron rank."""
+    """Answers the calls of ``workers/sync_calls.py`` with a folder's model in one Megatron rank."""
     import psutil
     import torch
     import torch.distributed as dist
@@ -53,7 +53,7 @@ def trainer(pipe: Any, bucket_bytes: int) -> None:
     from skyrl_megatron.runtime.hf.load import load_hf
     from skyrl_megatron.runtime.model.build import build_model
     from skyrl_megatron.weight_sync import sender as sending
-    from skyrl_megatron.weight_sync.megatron_source import MegatronSource
+    from skyrl_megatron.weight_sync.megatron_source import MegatronWeightSource
     from skyrl_megatron.weight_sync.transport import open_transport
 
     torch.set_num_threads(1)
@@ -67,7 +67,7 @@ def trainer(pipe: Any, bucket_bytes: int) -> None:
         if method == "load":
             model = build_model(arguments[0], groups, dtype=torch.bfloat16)
             load_hf(model, arguments[0], groups)
-            sender = sending.WeightSender(MegatronSource(model, groups), bucket_bytes=bucket_bytes)
+            sender = sending.WeightSender(MegatronWeightSource(model, groups), bucket_bytes=bucket_bytes)
             before = process.memory_info().rss
         elif method == "metadata":
             answer = list(sender.metadata())
@@ -98,7 +98,7 @@ def seconds_per_tensor(count: int, bucket_bytes: int) -> tuple[float, float]:
     import torch
 
     from skyrl_megatron.weight_sync.plan import ExportPlan
-    from skyrl_megatron.weight_sync.source import StateSource
+    from tests.support.state_source import StateSource
 
     source = StateSource({f"layers.{number}.weight": torch.zeros(16, 16) for number in range(count)})
     began = time.perf_counter()
@@ -131,7 +131,7 @@ def broadcast(transport: Any, nbytes: int, bucket_bytes: int) -> float:
 
 
 class Rank:
-    """The trainer process as the publisher calls it."""
+    """The trainer process as the synchronizer calls it."""
 
     def __init__(self, pipe: Any) -> None:
         self.pipe = pipe
@@ -177,16 +177,16 @@ async def measure(folder: Path, rank: Rank, rounds: int, bucket_bytes: int) -> d
     await pool.start()
     rank.ask("load", str(folder))
     config = json.loads((folder / "config.json").read_text())
-    publisher = WeightSynchronizer(pool, [rank], hf_config=config, dtype="bfloat16", bucket_bytes=bucket_bytes)
+    synchronizer = WeightSynchronizer(pool, [rank], hf_config=config, dtype="bfloat16", bucket_bytes=bucket_bytes)
     engine = pool.slots[0].engine._llm
     await engine.collective_rpc("bench_hold", args=(str(folder),))
     found: dict[str, list[float]] = defaultdict(list)
-    report = await publisher.publish("first")
+    report = await synchronizer.sync("first")
     for number in range(rounds):
         await engine.collective_rpc("bench_forget_peak")
-        report = await publisher.publish(str(number))
+        report = await synchronizer.sync(str(number))
         found["receiver"].append((await engine.collective_rpc("bench_peak"))[0])
-        found["publication"].append(report.total_seconds)
+        found["sync"].append(report.total_seconds)
         found["transfer"].append(report.seconds["transfer"] + report.seconds["finish"])
         for phase, value in report.seconds.items():
             found[f"phase {phase}"].append(value)
@@ -234,11 +234,11 @@ def main() -> None:
         fixed = asyncio.run(measure(small, rank, args.rounds, bucket_bytes))
     pipe.send(None)
     process.join(10)
-    seconds = {name: found[name] for name in ("publication", "transfer", "load only", "load only, one by one")}
+    seconds = {name: found[name] for name in ("sync", "transfer", "load only", "load only, one by one")}
     rate = {name: nbytes / value / 1e6 for name, value in seconds.items()}
     print(f"{nbytes / 1e6:.0f} MB in buckets of {bucket_bytes >> 20} MiB")
     for name, text in (
-        ("publication", "publication, checksums included"),
+        ("sync", "sync, checksums included"),
         ("transfer", "  of which transfer and finish"),
         ("load only", "load only, nothing travels"),
         ("load only, one by one", "  expert by expert, as on disk"),
@@ -246,10 +246,8 @@ def main() -> None:
         print(f"{text:33s} {seconds[name] * 1e3:7.0f} ms   {rate[name]:6.0f} MB/s")
     print(f"raw broadcast                     {raw * 1e3:7.0f} ms   {nbytes / raw / 1e6:6.0f} MB/s")
     for name, text in (("load only", "load only"), ("load only, one by one", "expert by expert")):
-        print(f"publication against {text:17s} {rate['publication'] / rate[name]:7.2f} (wanted: at least 0.65)")
-    print(
-        f"checksums of one side             {sums * 1e3:7.0f} ms = {sums / found['publication']:.1%} (wanted: < 10 %)"
-    )
+        print(f"sync against       {text:17s} {rate['sync'] / rate[name]:7.2f} (wanted: at least 0.65)")
+    print(f"checksums of one side             {sums * 1e3:7.0f} ms = {sums / found['sync']:.1%} (wanted: < 10 %)")
     print(
         f"sender's extra memory             {memory / 1e6:7.0f} MB = {memory / bucket_bytes:.1f} buckets (wanted: 2)"
     )
@@ -259,11 +257,11 @@ def main() -> None:
         f"(wanted: 2 buckets and the largest module, {(2 * bucket_bytes + largest) / 1e6:.0f} MB)"
     )
     print(f"sender's cost per tensor          {per_tensor * 1e6:7.2f} µs (wanted: 2); planned in {plan * 1e6:.0f} µs")
-    cost = fixed["publication"] - fixed["load only"]
+    cost = fixed["sync"] - fixed["load only"]
     print(f"fixed cost beyond start/finish    {cost * 1e3:7.0f} ms (wanted: < 50 ms)")
     phases = {name.removeprefix("phase "): value for name, value in fixed.items() if name.startswith("phase ")}
     spent = ", ".join(f"{name} {value * 1e3:.1f}" for name, value in phases.items())
-    print(f"  a publication of that model: {spent}; load only {fixed['load only'] * 1e3:.1f} ms")
+    print(f"  a sync of that model: {spent}; load only {fixed['load only'] * 1e3:.1f} ms")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from skyrl_megatron.envs import registry
 from skyrl_megatron.rollout.generator import SkyRLGymGenerator
 from skyrl_megatron.trainer import RayPPOTrainer
 from skyrl_megatron.trainer.tracking import Tracking
-from skyrl_megatron.workers.engines import Engines
+from skyrl_megatron.workers.inference_engine_client import InferenceEngineClient
 from skyrl_megatron.workers.placement import Placement, create_placement
 from skyrl_megatron.workers.ray_setup import initialize_ray
 
@@ -32,7 +32,7 @@ class BasePPOExp:
         self.train_dataset = self.get_train_dataset()
         self.eval_dataset = self.get_eval_dataset()
         self.colocate_pg: Placement | None = None
-        self.engines: Engines | None = None
+        self.engines: InferenceEngineClient | None = None
 
     # ------------------------------------------------------------------ parts
     def get_tokenizer(self, padding_side: str = "left") -> Any:
@@ -60,11 +60,11 @@ class BasePPOExp:
         wanted = self.train_dataset is None or trainer.eval_before_train or trainer.eval_interval > 0
         return self._dataset(self.cfg.data.val_data) if wanted and self.cfg.data.val_data else None
 
-    def get_inference_client(self) -> Engines:
+    def get_inference_client(self) -> InferenceEngineClient:
         """The engines; ``start()`` them before they are used."""
         assert self.colocate_pg is not None
         local = self.cfg.generator.inference_engine.run_engines_locally
-        return Engines(self.cfg, self.colocate_pg["engines"] if local else None)
+        return InferenceEngineClient(self.cfg, self.colocate_pg["engines"] if local else None)
 
     def get_generator(self, cfg: SkyRLTrainConfig, tokenizer: Any, inference_engine_client: Any) -> Any:
         """What turns prompts into trajectories. Raises DataError for environments that are not registered."""
@@ -113,7 +113,7 @@ class BasePPOExp:
             colocate_pg=self.colocate_pg,
         )
 
-    def start_engines(self) -> Engines:
+    def start_engines(self) -> InferenceEngineClient:
         """Reserve the places of the run and put the engines on theirs."""
         self.colocate_pg = create_placement(self.cfg)
         self.engines = self.get_inference_client()

@@ -102,7 +102,7 @@ class _Step:
         from skyrl_megatron.inference.vllm.engine import EngineSettings
         from skyrl_megatron.workers.engine_actor import RayEngine
         from skyrl_megatron.workers.placement import BundleAllocation, reserve
-        from skyrl_megatron.workers.weights import weight_synchronizer
+        from skyrl_megatron.workers.policy_rank import weight_synchronizer
         from skyrl_megatron.workers.worker_group import WorkerGroup
 
         self.seed = seed
@@ -195,7 +195,7 @@ class _Step:
 
     def sync(self, version: str) -> tuple[float, float]:
         """(megabytes, seconds). Raises WeightSyncError when what arrived is not what was sent."""
-        report = self._run(self.weights.publish(version))
+        report = self._run(self.weights.sync(version))
         return report.nbytes / 1e6, report.total_seconds
 
     def stop(self) -> None:

@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import itertools
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from skyrl_megatron.errors import EngineError, EngineGoneError
 from skyrl_megatron.inference.pool import EnginePool, EngineSlot, shares
-from skyrl_megatron.inference.protocol import Generation, SampleRequest
+from skyrl_megatron.inference.protocol import Generation, OpenAIAnswer, SampleRequest
 
 
 class InferenceClient:
@@ -37,7 +37,7 @@ class InferenceClient:
         sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]],
         session_ids: Sequence[str] | None = None,
     ) -> list[Generation]:
-        """One continuation for each prompt, in order.
+        """Sample one continuation for each prompt, in order.
 
         ``sampling_params``: keys of vLLM's ``SamplingParams``, for all or one mapping for each. ``session_ids``:
         requests of a session go to the engine that has its prefix. Raises RequestError for a prompt or key that no
@@ -49,25 +49,23 @@ class InferenceClient:
             raise ValueError(f"{count} prompts, {len(each)} sampling_params, {len(session_ids or each)} session_ids")
         if self.deterministic and count > 1:
             return await self._dealt(prompt_token_ids, each)
-        sessions = session_ids or [None] * count
+        sessions: Sequence[str | None] = session_ids or [None] * count
         tasks = [self.sample(*one) for one in zip(prompt_token_ids, each, sessions, strict=True)]
         return list(await _all_or_none(tasks))
 
     async def sample(
         self, prompt_token_ids: Sequence[int], sampling: Mapping[str, Any], session_id: str | None = None
     ) -> Generation:
-        """One continuation."""
+        """Sample one continuation."""
         [generation] = await self._attempts([(prompt_token_ids, sampling)], session_id)
         return generation
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probs of tokens 1 … n−1 by any engine at the published version, nats."""
+        """Return log-probs of tokens 1 … n−1 by any engine at the published version, nats."""
         return await self._retried(lambda slot: slot.engine.score(token_ids), None)
 
-    async def openai(
-        self, path: str, body: bytes, session_id: str | None = None
-    ) -> AsyncIterator[tuple[int, str] | bytes]:
-        """An OpenAI request, answered by one engine: (status, content type), then the body in pieces.
+    async def openai(self, path: str, body: bytes, session_id: str | None = None) -> OpenAIAnswer:
+        """Let one engine answer an OpenAI request.
 
         Retried as long as nothing was answered; a stream that breaks off raises EngineGoneError.
         """
@@ -109,7 +107,7 @@ class InferenceClient:
         session: str | None,
         first: EngineSlot | None = None,
     ) -> list[Generation]:
-        """Continuations of requests that go to one engine together."""
+        """Sample continuations of requests that go to one engine together."""
 
         async def attempt(slot: EngineSlot) -> list[Generation]:
             requests = [SampleRequest(f"{self._prefix}-{next(self._numbers)}", *one) for one in share]
@@ -127,7 +125,9 @@ class InferenceClient:
 
         return await self._retried(attempt, session, first)
 
-    async def _retried(self, attempt: Any, session: str | None, first: EngineSlot | None = None) -> Any:
+    async def _retried[T](
+        self, attempt: Callable[[EngineSlot], Awaitable[T]], session: str | None, first: EngineSlot | None = None
+    ) -> T:
         lost: EngineGoneError | None = None
         for number in range(self.retries + 1):
             async with self._room:
@@ -145,13 +145,13 @@ class InferenceClient:
         raise EngineError(f"a request was lost {self.retries + 1} times, last: {lost}") from lost
 
     def _suspect(self, slot: EngineSlot) -> None:
-        """An engine lost a request: nothing more goes there until somebody has looked at it."""
-        self.pool.hold(slot)
+        """Send nothing more to an engine that lost a request, until it was probed."""
+        self.pool.pause(slot)
         slot.why = slot.why or "lost a request"
 
 
 async def _all_or_none(work: Sequence[Any]) -> list[Any]:
-    """Results in order; when one fails the others are cancelled, so that nothing runs on for nobody."""
+    """Await all; when one fails the others are cancelled, so that nothing runs on unawaited."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one) for one in work]

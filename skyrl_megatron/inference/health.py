@@ -19,8 +19,8 @@ class HealthMonitor:
 
     A probe goes through the engine's core to every worker and back: it finds processes that died and processes that
     are stopped. It waits for the engine's current step, so ``timeout_s`` must be longer than any step.
-    ``bring_up_to_date(slot)`` gives a restarted engine the published weights; without it such an engine stays held
-    until the next update.
+    ``sync_engine(slot)`` gives a restarted engine the published weights; without it such an engine stays paused
+    until the next sync.
     """
 
     def __init__(
@@ -30,11 +30,11 @@ class HealthMonitor:
         interval_s: float = 10.0,
         timeout_s: float = 60.0,
         max_restarts: int = 3,
-        bring_up_to_date: Callable[[EngineSlot], Awaitable[None]] | None = None,
+        sync_engine: Callable[[EngineSlot], Awaitable[None]] | None = None,
     ) -> None:
         self.pool, self.interval_s, self.timeout_s, self.max_restarts = pool, interval_s, timeout_s, max_restarts
-        self.bring_up_to_date = bring_up_to_date
-        self._task: asyncio.Task | None = None
+        self.sync_engine = sync_engine
+        self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Watch in the background."""
@@ -57,19 +57,19 @@ class HealthMonitor:
                 log.exception("looking after the engines failed, tried again in %g s", self.interval_s)
 
     async def check(self) -> None:
-        """Look at every engine once and mend what is broken. Waits while an update is under way; what sleeps is left
-        to the update that will wake it."""
+        """Probe every engine once and restart those that are dead. Waits while a sync is under way; engines that sleep
+        are left to the sync that will wake them."""
         async with self.pool.changing:
             if self.pool.asleep:
                 return
             watched = [slot for slot in self.pool.slots if slot.state is not EngineState.DROPPED]
             await asyncio.gather(*(self._probe(slot) for slot in watched))
-            gone = [slot for slot in watched if slot.state is EngineState.DEAD]
-            await asyncio.gather(*(self._mend(slot) for slot in gone))
-            if self.bring_up_to_date is not None:
+            dead = [slot for slot in watched if slot.state is EngineState.DEAD]
+            await asyncio.gather(*(self._restart(slot) for slot in dead))
+            if self.sync_engine is not None:
                 for slot in self.pool.alive():
                     if slot.version != self.pool.published:
-                        await self._update(slot, self.bring_up_to_date)
+                        await self._update(slot, self.sync_engine)
 
     async def _probe(self, slot: EngineSlot) -> None:
         if slot.state is EngineState.DEAD:
@@ -77,17 +77,17 @@ class HealthMonitor:
         try:
             version = await slot.probe(self.timeout_s)
         except EngineGoneError as error:
-            await self._found(slot, str(error))
+            await self._mark_dead(slot, str(error))
         else:
             if version != slot.version or slot.state is EngineState.PAUSED:
-                self.pool.serve(slot, version)  # if it was only suspected; it stays held with other weights
+                self.pool.serve(slot, version)  # if it was only suspected; it stays paused with other weights
 
-    async def _found(self, slot: EngineSlot, why: str) -> None:
+    async def _mark_dead(self, slot: EngineSlot, why: str) -> None:
         lost = len(slot.in_flight)
         await self.pool.mark_dead(slot, why)
         log.warning("%s %s; its %d requests go to other engines", slot.name, why, lost)
 
-    async def _mend(self, slot: EngineSlot) -> None:
+    async def _restart(self, slot: EngineSlot) -> None:
         if slot.restarts >= self.max_restarts:
             await self.pool.mark_dead(slot, f"{slot.why}, after {slot.restarts} restarts", EngineState.DROPPED)
             log.error("%s is dropped: %s", slot.name, slot.why)
@@ -99,8 +99,8 @@ class HealthMonitor:
             slot.why, slot.state = str(error), EngineState.DEAD
             log.warning("%s could not be restarted: %s", slot.name, error)
 
-    async def _update(self, slot: EngineSlot, bring_up_to_date: Callable[[EngineSlot], Awaitable[None]]) -> None:
+    async def _update(self, slot: EngineSlot, sync_engine: Callable[[EngineSlot], Awaitable[None]]) -> None:
         try:
-            await bring_up_to_date(slot)
+            await sync_engine(slot)
         except SkyRLMegatronError as error:
-            log.warning("%s stays held, its weights could not be updated: %s", slot.name, error)
+            log.warning("%s stays paused, its weights could not be updated: %s", slot.name, error)

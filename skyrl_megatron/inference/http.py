@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, cast
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -25,7 +25,7 @@ TOKENS = "/inference/v1/generate"
 
 
 def build_app(client: InferenceClient, model: str, token: str, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
-    """The application. Every request needs ``Authorization: Bearer <token>``, but for ``GET /health``.
+    """Build the application. Every request needs ``Authorization: Bearer <token>``, but for ``GET /health``.
 
     Answers 401 without the token, 413 for a body above ``max_body_bytes``, 400 for a request that no engine can
     serve, 503 when no engine serves. The header ``x-session-id`` keeps a conversation on one engine; answers carry the
@@ -68,14 +68,17 @@ async def _answer(client: InferenceClient, work: Any) -> Response:
 
 async def _openai(client: InferenceClient, request: Request) -> Response:
     pieces = client.openai(request.url.path, await request.body(), request.headers.get(SESSION_HEADER))
-    status, content_type = await anext(pieces)
+    head = await anext(pieces)
+    assert isinstance(head, tuple)
+    status, content_type = head
+    body = cast(AsyncIterator[bytes], pieces)
     if content_type.startswith("text/event-stream"):
-        return StreamingResponse(pieces, status, media_type=content_type)
-    return Response(b"".join([piece async for piece in pieces]), status, media_type=content_type)
+        return StreamingResponse(body, status, media_type=content_type)
+    return Response(b"".join([piece async for piece in body]), status, media_type=content_type)
 
 
 async def _tokens(client: InferenceClient, model: str, request: Request) -> Response:
-    """The request and answer of vLLM's own route of this name, sampled tokens' log-probs included."""
+    """Answer as vLLM's own route of this name does, sampled tokens' log-probs included."""
     try:
         body = json.loads(await request.body())
         prompt, sampling = list(body["token_ids"]), dict(body.get("sampling_params") or {})
@@ -104,7 +107,7 @@ def _refusal(status: int, message: str) -> JSONResponse:
 class _Guard:
     """Token and size of a request, before anything reads it."""
 
-    def __init__(self, app: Callable[..., Any], token: str, max_body_bytes: int) -> None:
+    def __init__(self, app: Callable[..., Awaitable[None]], token: str, max_body_bytes: int) -> None:
         self.app, self.expected, self.max_body_bytes = app, f"Bearer {token}".encode(), max_body_bytes
 
     async def __call__(self, scope: dict[str, Any], receive: Callable[..., Any], send: Callable[..., Any]) -> None:

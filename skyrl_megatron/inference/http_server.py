@@ -27,7 +27,7 @@ class HttpServer:
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
         config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
         self._server = _Server(config)
-        self._task: asyncio.Task | None = None
+        self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Serve; returns once connections are taken."""
@@ -63,7 +63,7 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 def endpoint_token(path: Path) -> str:
-    """The token in a file that only its owner can read (mode 0600), made there if there is none.
+    """Return the token in a file that only its owner can read (mode 0600), made there if there is none.
 
     Raises LaunchError when the file is readable by others, empty, or cannot be made.
     """

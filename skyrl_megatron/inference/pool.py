@@ -9,29 +9,27 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any
 
 from skyrl_megatron.errors import EngineError, EngineGoneError
-from skyrl_megatron.inference.protocol import Generation, InferenceEngine
-from skyrl_megatron.inference.vllm.settings import INITIAL_VERSION
+from skyrl_megatron.inference.protocol import INITIAL_VERSION, Generation, InferenceEngine
 
-T = TypeVar("T")
 SESSIONS_REMEMBERED = 65536
 
 
 class EngineState(enum.Enum):
-    """What an engine may be asked for."""
+    """State of an engine."""
 
     STOPPED = "stopped"
     """Not started, or being started."""
     SERVING = "serving"
     """Runs on the published weights."""
     PAUSED = "paused"
-    """Alive, and generates nothing: an update is under way, or its weights are not the published ones."""
+    """Alive, and generates nothing: a sync is under way, or its weights are not the published ones."""
     DEAD = "dead"
     """Dead or hung; waits for a restart."""
     DROPPED = "dropped"
-    """Given up for the rest of the run."""
+    """Left out for the rest of the run."""
 
 
 @dataclass(eq=False)
@@ -43,19 +41,19 @@ class EngineSlot:
     engine: InferenceEngine = field(init=False)
     state: EngineState = EngineState.STOPPED
     version: str = INITIAL_VERSION
-    """Of the weights that were verified on it last."""
+    """Version of the weights that were verified on it last."""
     restarts: int = 0
     why: str = ""
-    """What is wrong with an engine that is gone or dropped."""
-    in_flight: set[asyncio.Task] = field(default_factory=set)
+    """Reason why an engine is dead or dropped."""
+    in_flight: set[asyncio.Task[Any]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.engine = self.make()
 
     async def probe(self, timeout_s: float) -> str:
-        """The version that the engine says it runs on, once every process of it has answered.
+        """Return the version that the engine says it runs on, once every process of it has answered.
 
-        Raises EngineGoneError whatever else happened: an engine that is going down says anything.
+        Raises EngineGoneError for any failure: an engine that is shutting down may raise any error.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -68,8 +66,8 @@ class EngineSlot:
         except Exception as error:
             raise EngineGoneError(f"is not healthy: {error!r}") from error
 
-    async def run(self, work: Awaitable[T]) -> T:
-        """Await a request to the engine. Raises EngineGoneError at once when the pool gives the engine up."""
+    async def run[T](self, work: Awaitable[T]) -> T:
+        """Await a request to the engine. Raises EngineGoneError as soon as the pool marks the engine dead."""
         task = asyncio.ensure_future(work)
         self.in_flight.add(task)
         try:
@@ -85,10 +83,10 @@ class EngineSlot:
 
 
 class EnginePool:
-    """Starts, routes to, and gives up engines. ``make``: one function per engine that makes its handle.
+    """Starts, routes to, and restarts or drops engines. ``make``: one function per engine that makes its handle.
 
     An engine serves when it runs on the weights of :attr:`published`, and only then. ``wait_s``: how long a request
-    waits for an engine that serves, as during an update or a restart.
+    waits for an engine that serves, as during a sync or a restart.
     """
 
     def __init__(self, make: Sequence[Callable[[], InferenceEngine]], *, wait_s: float = 600.0) -> None:
@@ -98,9 +96,9 @@ class EnginePool:
         self.published_before: set[str] = {INITIAL_VERSION}
         """Every version that was ever published; a frozen request may carry older ones."""
         self.asleep = False
-        """The engines' GPUs are somebody else's until the next version is published."""
+        """The engines' GPUs are the trainer's until the next version is published."""
         self.changing = asyncio.Lock()
-        """Held by whoever updates, restarts or drops engines."""
+        """Locked by whoever syncs, restarts or drops engines."""
         self._sessions: OrderedDict[str, EngineSlot] = OrderedDict()
         self._changed = asyncio.Event()
 
@@ -123,7 +121,7 @@ class EnginePool:
         await asyncio.gather(*(slot.engine.shutdown() for slot in self.slots), return_exceptions=True)
 
     async def restart(self, slot: EngineSlot) -> None:
-        """Replace a slot's engine by a fresh one, which is held until its weights are the published ones."""
+        """Replace a slot's engine by a fresh one, which is paused until its weights are the published ones."""
         await self.mark_dead(slot, slot.why or "restarted")
         slot.restarts += 1
         slot.engine = slot.make()
@@ -141,35 +139,35 @@ class EnginePool:
         self._notify()
 
     def serve(self, slot: EngineSlot, version: str) -> None:
-        """An engine runs on verified weights: it serves if they are the published ones, else it is held."""
+        """Let an engine whose weights were verified serve if they are the published ones, else pause it."""
         slot.version, slot.why = version, ""
         slot.state = EngineState.SERVING if version == self.published else EngineState.PAUSED
         self._notify()
 
-    def hold(self, slot: EngineSlot) -> None:
+    def pause(self, slot: EngineSlot) -> None:
         """Send nothing more to an engine."""
         if slot.state is EngineState.SERVING:
             slot.state = EngineState.PAUSED
 
     async def sleep(self, timeout_s: float) -> None:
-        """Free the GPU memory of all engines; requests wait for the next version, whose update wakes them. An engine
-        that does not sleep within ``timeout_s`` is given up."""
+        """Free the GPU memory of all engines; requests wait for the next version, whose sync wakes them. An engine
+        that does not sleep within ``timeout_s`` is marked dead."""
 
         async def put_to_sleep(slot: EngineSlot) -> None:
             try:
                 async with asyncio.timeout(timeout_s):
                     await slot.engine.sleep(2)
-            except Exception as error:  # an engine that is going down says anything
+            except Exception as error:  # an engine that is shutting down may raise any
                 await self.mark_dead(slot, f"did not go to sleep: {error!r}")
 
         self.asleep = True
         slots = self.alive()
         for slot in slots:
-            self.hold(slot)
+            self.pause(slot)
         await asyncio.gather(*map(put_to_sleep, slots))
 
     def publish(self, version: str) -> None:
-        """Only engines with this version serve from now on."""
+        """Let only engines with this version serve from now on."""
         self.published, self.asleep = version, False
         self.published_before.add(version)
         for slot in self.slots:
@@ -177,11 +175,11 @@ class EnginePool:
                 self.serve(slot, slot.version)
 
     def alive(self) -> list[EngineSlot]:
-        """Engines that answer: serving or held."""
+        """List the engines that answer: serving or paused."""
         return [slot for slot in self.slots if slot.state in (EngineState.SERVING, EngineState.PAUSED)]
 
-    def lost(self) -> list[EngineSlot]:
-        """Engines that wait for a restart."""
+    def dead(self) -> list[EngineSlot]:
+        """List the engines that wait for a restart."""
         return [slot for slot in self.slots if slot.state is EngineState.DEAD]
 
     async def drop(self, slot: EngineSlot, why: str) -> None:
@@ -189,12 +187,12 @@ class EnginePool:
         await self.mark_dead(slot, why, EngineState.DROPPED)
 
     def accepts(self, generation: Generation) -> bool:
-        """True when every token was sampled from published weights."""
+        """Return whether every token was sampled from published weights."""
         return all(version in self.published_before for version, _, _ in generation.versions)
 
     # ------------------------------------------------------------------ routing
     async def serving(self, session: str | None = None) -> EngineSlot:
-        """The engine for a request: the one of its session, else the one with the fewest requests.
+        """Choose the engine for a request: the one of its session, else the one with the fewest requests.
 
         Raises EngineError when none serves within ``wait_s``, or none ever will.
         """
@@ -219,18 +217,18 @@ class EnginePool:
         return slot
 
     async def fixed(self, key: str) -> EngineSlot:
-        """The engine that a key always goes to while the same engines serve."""
+        """Choose the engine that a key always goes to while the same engines serve."""
         await self.serving()
         candidates = [slot for slot in self.slots if slot.state is EngineState.SERVING]
         return candidates[zlib.crc32(key.encode()) % len(candidates)]
 
     async def all_serving(self) -> list[EngineSlot]:
-        """Every engine that serves, at least one, in order."""
+        """List every engine that serves, at least one, in order."""
         await self.serving()
         return [slot for slot in self.slots if slot.state is EngineState.SERVING]
 
     def describe(self) -> str:
-        """State of every engine in a line."""
+        """Describe the state of every engine in a line."""
         return "; ".join(
             f"{slot.name} {slot.state.value} at version {slot.version}" + (f" ({slot.why})" if slot.why else "")
             for slot in self.slots
@@ -242,5 +240,5 @@ class EnginePool:
 
 
 def shares(count: int, engines: int) -> Iterator[range]:
-    """Which of ``count`` requests each of ``engines`` gets when they are dealt out in turn."""
+    """Deal ``count`` requests out to ``engines`` in turn; yield the numbers of each engine's requests."""
     return (range(number, count, engines) for number in range(engines))

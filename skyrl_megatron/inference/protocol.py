@@ -1,15 +1,24 @@
-"""What the rest of the system asks of an inference engine. Tokens in, tokens out; no Ray, no vLLM."""
+"""The interface of an inference engine. Tokens in, tokens out; no Ray, no vLLM.
+
+:class:`InferenceEngine` declares every method once: ``vllm/engine.py`` implements it with vLLM in this process,
+``vllm/remote.py`` with a server; ``workers/engine_actor.py`` puts the former into a Ray actor. An engine of another
+kind needs all of its methods; one without GPUs to share may do nothing in ``sleep`` and ``wake``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+type OpenAIAnswer = AsyncGenerator[tuple[int, str] | bytes, None]
+"""(status, content type) first, then the body in pieces."""
+INITIAL_VERSION = "initial"
+"""Version of the weights that an engine loads from its folder."""
 PauseMode = Literal["keep", "wait", "abort"]
-"""What becomes of requests in flight: frozen until resume, finished first, or ended with what they have."""
+"""Fate of the requests in flight: frozen until resume, finished first, or ended with what they have."""
 WeightMetadata = Sequence[Sequence[Any]]
-"""What each trainer rank sends: ``TensorMeta`` objects, or tuples of their fields."""
+"""Tensors that each trainer rank sends: ``TensorMeta`` objects, or tuples of their fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +55,7 @@ class InferenceEngine(Protocol):
     """
 
     async def start(self) -> None:
-        """Load the model and get ready. Raises EngineError with the engine's own last words."""
+        """Load the model and get ready. Raises EngineError that quotes the engine's last errors."""
 
     async def generate(
         self, request_id: str, prompt_token_ids: Sequence[int], sampling: Mapping[str, Any]
@@ -58,7 +67,7 @@ class InferenceEngine(Protocol):
         batches every time."""
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probs of tokens 1 … n−1 given those before them, at temperature 1, under the current weights, nats."""
+        """Return log-probs of tokens 1 … n−1 given those before them, at temperature 1, nats."""
 
     async def abort(self, request_id: str) -> None:
         """End a request with the tokens it has."""
@@ -79,7 +88,7 @@ class InferenceEngine(Protocol):
         """Take memory again: ``weights``, ``kv_cache``, or both (None)."""
 
     async def worker_count(self) -> int:
-        """Processes that hold weights: tp · pp · dp."""
+        """Return the number of processes that hold weights: tp · pp · dp."""
 
     async def connect_weights(
         self, senders: Sequence[tuple[str, int]], rank_offset: int, world_size: int, **options: Any
@@ -90,8 +99,8 @@ class InferenceEngine(Protocol):
     async def start_update(self) -> None:
         """Get ready for new weights. The engine must be paused, and serves nothing until :meth:`finish_update`."""
 
-    async def receive_weights(self, announced: WeightMetadata) -> list[list[list[int]]]:
-        """Receive and load what the senders announced; checksums per worker, per sender, per bucket."""
+    async def receive_weights(self, metadata: WeightMetadata) -> list[list[list[int]]]:
+        """Receive and load the tensors of ``metadata``; return checksums per worker, per sender, per bucket."""
 
     async def finish_update(self, version: str) -> None:
         """Process what was loaded, forget cached keys and values, take on ``version``."""
@@ -100,7 +109,7 @@ class InferenceEngine(Protocol):
         """Leave an update that cannot be finished. The weights are wrong until the next whole update."""
 
     async def version(self) -> str:
-        """The version of the weights in use."""
+        """Return the version of the weights in use."""
 
     async def set_version(self, version: str) -> None:
         """Name the weights in use."""
@@ -108,8 +117,8 @@ class InferenceEngine(Protocol):
     async def health(self) -> None:
         """Return once every process of the engine has answered. Raises EngineGoneError."""
 
-    def openai(self, path: str, body: bytes) -> AsyncIterator[tuple[int, str] | bytes]:
-        """vLLM's own answer to an OpenAI request: first (status, content type), then the body in pieces."""
+    def openai(self, path: str, body: bytes) -> OpenAIAnswer:
+        """Answer an OpenAI request as vLLM's own server does."""
 
     async def shutdown(self) -> None:
         """End the engine and its processes."""

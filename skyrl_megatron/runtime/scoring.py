@@ -1,4 +1,4 @@
-"""Log-probs of a few given tokens, and how far rounding alone moves them: what trainer and engines are compared by."""
+"""Log-probs of a few given tokens, and how far rounding alone moves them: trainer and engines are compared by them."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ if TYPE_CHECKING:
     from skyrl_megatron.runtime.engine import MegatronEngine
 
 
-def score_tokens(engine: MegatronEngine, token_ids: Sequence[int], *, nudge: float = 0.0) -> list[float] | None:
-    """Log-probs of tokens 1 … n−1 at temperature 1, nats, on the first replica's rank that collects; None elsewhere.
+def score_tokens(engine: MegatronEngine, token_ids: Sequence[int], *, perturbation: float = 0.0) -> list[float] | None:
+    """Return log-probs of tokens 1 … n−1 at temperature 1, nats, on the first replica's rank that collects, else None.
 
-    ``nudge``: relative change of every embedding, up or down, at least half a unit in its last place; 0: none. How far
-    the scores move is how far rounding takes them in this model. All ranks call it together.
+    ``perturbation``: relative change of every embedding, up or down, at least half a unit in its last place; 0: none.
+    How far the scores move is how far rounding takes them in this model. All ranks call it together.
     """
     tokens = torch.tensor([list(token_ids)])
     ones = torch.ones(1, len(token_ids) - 1)
     batch = TrainingBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), ones, ones)
-    with _nudged_embeddings(engine, nudge) if nudge else contextlib.nullcontext():
+    with _perturbed_embeddings(engine, perturbation) if perturbation else contextlib.nullcontext():
         logprobs = engine.compute_logprobs(batch, temperature=1.0)
     return logprobs[0].tolist() if engine.is_collection_rank and engine.dp_rank == 0 else None
 
 
 @contextlib.contextmanager
-def _nudged_embeddings(engine: MegatronEngine, change: float) -> Iterator[None]:
-    def nudge(module: Any, arguments: Any, embedded: Tensor) -> Tensor:
+def _perturbed_embeddings(engine: MegatronEngine, change: float) -> Iterator[None]:
+    def perturb(module: Any, arguments: Any, embedded: Tensor) -> Tensor:
         seeded = torch.Generator().manual_seed(0)  # the same signs on all ranks of a tensor-parallel group
         signs = torch.randint(0, 2, embedded.shape, generator=seeded).to(embedded) * 2 - 1
         return embedded * (1 + signs * max(change, torch.finfo(embedded.dtype).eps / 2))
 
     first = [chunk for chunk in engine.model.chunks if chunk.pre_process]
-    hooks = [chunk.embedding.register_forward_hook(nudge) for chunk in first]
+    hooks = [chunk.embedding.register_forward_hook(perturb) for chunk in first]
     try:
         yield
     finally:

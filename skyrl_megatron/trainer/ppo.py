@@ -36,7 +36,7 @@ from skyrl_megatron.trainer.phases import Phases
 from skyrl_megatron.trainer.report import write_report
 from skyrl_megatron.trainer.stop import StopRequested, StopSignal
 from skyrl_megatron.types import TrainingBatch
-from skyrl_megatron.workers.weights import weight_synchronizer
+from skyrl_megatron.workers.policy_rank import weight_synchronizer
 from skyrl_megatron.workers.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ class RayPPOTrainer:
         """What gives the engines the policy's weights; ranks and engines are connected by the first sync."""
         engines = self.inference_engine_client
         self.weights = weight_synchronizer(self.cfg, self.policy, engines.pool, dtype=engines.dtype)
-        self.loop.run(engines.watch(self.weights.bring_up_to_date))
+        self.loop.run(engines.watch(self.weights.sync_engine))
 
     def before_training(self) -> None:
         """Evaluate the policy as it is, when ``eval_before_train`` and nothing was trained yet."""
@@ -316,17 +316,19 @@ class RayPPOTrainer:
 
     def begin_training(self) -> None:
         """The ranks are the trainer's until the next sync: engines that are restarted get no weights before."""
-        self.loop.run(self.weights.withdraw())
+        self.loop.run(self.weights.begin_training())
 
     def sync_weights(self) -> None:
         """The policy's weights into every engine, as version ``global_step``."""
         with self.phases("sync_weights"):
-            report = self.loop.run(self.weights.publish(str(self.global_step)))
+            report = self.loop.run(self.weights.sync(str(self.global_step)))
         for failure in report.failures:
             self.tracker.say(f"weight sync: {failure}")
         self.metrics["timing/sync_weights_only_transfer"] = report.seconds["transfer"]
-        if report.gaps:
-            self.metrics["trainer/weight_sync_probe_max_abs_diff"] = max(g.largest for g in report.gaps.values())
+        if report.logprob_diffs:
+            self.metrics["trainer/weight_sync_probe_max_abs_diff"] = max(
+                g.largest for g in report.logprob_diffs.values()
+            )
         self.metrics["trainer/weight_sync_gb_per_second"] = report.gigabytes_per_second
 
     # ------------------------------------------------------------------ evaluation, saving, logging

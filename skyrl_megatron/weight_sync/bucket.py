@@ -1,8 +1,8 @@
 """Buckets: what every trainer rank sends, laid into flat byte buffers in one order that all sides compute alike.
 
-A rank announces the tensors it contributes, each whole or some rows of it (an expert-parallel rank owns rows of a
-fused expert tensor, a pipeline stage its layers). :func:`plan_buckets` cuts the announcements of all ranks into
-buckets and puts the buckets into one order. Senders and receivers compute the plan from the same announcements.
+A rank's metadata list the tensors it sends, each whole or some rows of it (an expert-parallel rank owns rows of a
+fused expert tensor, a pipeline stage its layers). :func:`plan_buckets` cuts the tensors of all ranks into buckets and
+puts the buckets into one order. Senders and receivers compute the plan from the same metadata.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ PAGE = 4096  # bytes: size of a buffer is a multiple, see checksum()
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """What a rank contributes of a tensor as it travels: HF name, dtype (``"float32"``), shape of the whole."""
+    """A tensor as a rank sends it: HF name, dtype (``"float32"``), shape of the whole."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     rows: tuple[int, int] | None = None
-    """First row and row after the last of dim 0 that the rank contributes; None: the whole tensor."""
+    """First row and row after the last of dim 0 that the rank sends; None: the whole tensor."""
     position: int = -1
     """Place in the order in which all ranks walk through the model. −1: the place in the rank's own list.
 
@@ -36,14 +36,14 @@ class TensorMeta:
     """
 
     @property
-    def part_shape(self) -> tuple[int, ...]:
-        """Shape of what the rank contributes."""
+    def shard_shape(self) -> tuple[int, ...]:
+        """Shape of what the rank sends."""
         return self.shape if self.rows is None else (self.rows[1] - self.rows[0], *self.shape[1:])
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the rank contributes."""
-        return torch.Size(self.part_shape).numel() * self.torch_dtype.itemsize
+        """Bytes that the rank sends."""
+        return torch.Size(self.shard_shape).numel() * self.torch_dtype.itemsize
 
     @property
     def whole_nbytes(self) -> int:
@@ -52,7 +52,7 @@ class TensorMeta:
 
     @property
     def first_byte(self) -> int:
-        """Where the rank's contribution starts in the whole tensor."""
+        """Where the rank's rows start in the whole tensor, in bytes."""
         if self.rows is None:
             return 0
         return self.rows[0] * torch.Size(self.shape[1:]).numel() * self.torch_dtype.itemsize
@@ -71,12 +71,12 @@ class TensorMeta:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A stretch of one contribution in a bucket."""
+    """A stretch of one tensor in a bucket."""
 
     index: int
-    """Which of the sender's announcements."""
+    """Which of the sender's tensors, by its place in the metadata."""
     start: int
-    """First byte within the contribution."""
+    """First byte within what the sender sends of the tensor."""
     nbytes: int
     offset: int
     """First byte within the bucket."""
@@ -93,36 +93,36 @@ class Bucket:
 
 
 def plan_buckets(senders: Sequence[Sequence[TensorMeta]], bucket_bytes: int) -> list[Bucket]:
-    """All buckets of all senders in the order in which they travel.
+    """Plan the buckets of all senders, in the order in which they travel.
 
-    A contribution that does not fit into what is left of a bucket starts the next one; one larger than a bucket is cut
-    into several. Buckets are ordered by the place of their last tensor in the model, so that every bucket only waits
-    for work that lies before it. Raises WeightSyncError for a sender that walks backwards through the model.
+    A tensor that does not fit into what is left of a bucket starts the next one; one larger than a bucket is cut into
+    several. Buckets are ordered by the place of their last tensor in the model, so that every bucket only waits
+    for work that lies before it. Raises WeightSyncError for a sender whose tensors are not in the order of the model.
     """
     assert bucket_bytes % PAGE == 0, bucket_bytes
     plan: list[Bucket] = []
-    for sender, announced in enumerate(senders):
+    for sender, metadata in enumerate(senders):
         segments: list[Segment] = []
         size, place = 0, -1
-        for index, meta in enumerate(announced):
+        for index, meta in enumerate(metadata):
             if 0 <= meta.position < place:
-                raise WeightSyncError(f"sender {sender}: {meta.name} stands before the tensor announced before it")
+                raise WeightSyncError(f"sender {sender}: {meta.name} comes after a tensor that the model has later")
             place = meta.position
             for start, nbytes in cuts(meta, bucket_bytes):
                 if segments and size + nbytes > bucket_bytes:
-                    plan.append(_bucket(sender, announced, segments, size))
+                    plan.append(_bucket(sender, metadata, segments, size))
                     segments, size = [], 0
                 segments.append(Segment(index, start, nbytes, size))
                 size += -(-nbytes // ALIGNMENT) * ALIGNMENT
         if segments:
-            plan.append(_bucket(sender, announced, segments, size))
+            plan.append(_bucket(sender, metadata, segments, size))
     return sorted(plan, key=lambda bucket: (bucket.position, bucket.sender))
 
 
 def cuts(meta: TensorMeta, bucket_bytes: int) -> list[tuple[int, int]]:
-    """(first byte, bytes) of the stretches in which a contribution travels: whole rows, at most a bucket each.
+    """Cut what is sent of a tensor into stretches, (first byte, bytes): whole rows, at most a bucket each.
 
-    They depend on nothing but the tensor, so that ranks that hold shares of it know them too. Raises WeightSyncError
+    They depend on nothing but the tensor, so that ranks that hold shards of it know them too. Raises WeightSyncError
     when a row is larger than a bucket.
     """
     if meta.nbytes <= bucket_bytes:
@@ -135,15 +135,15 @@ def cuts(meta: TensorMeta, bucket_bytes: int) -> list[tuple[int, int]]:
     return [(start, min(most, meta.nbytes - start)) for start in range(0, meta.nbytes, most)]
 
 
-def _bucket(sender: int, announced: Sequence[TensorMeta], segments: list[Segment], size: int) -> Bucket:
+def _bucket(sender: int, metadata: Sequence[TensorMeta], segments: list[Segment], size: int) -> Bucket:
     last = segments[-1]
-    position = announced[last.index].position
+    position = metadata[last.index].position
     place = (position if position >= 0 else last.index, last.start)
     return Bucket(sender, tuple(segments), max(-(-size // PAGE) * PAGE, PAGE), place)
 
 
 def checksum(buffer: Tensor) -> Tensor:
-    """64-bit checksum ([] int64) of a buffer ([n · PAGE] uint8), on CPU and CUDA alike.
+    """Compute a 64-bit checksum ([] int64) of a buffer ([n · PAGE] uint8), the same on CPU and CUDA.
 
     The bytes are read as a matrix of int64 words, 512 to the row. Sums over its rows and over its columns, each times
     an odd number that depends on the place, are added modulo 2⁶⁴: a flipped bit, a lost or stale stretch and any two

@@ -1,4 +1,4 @@
-"""A Megatron model as the source of HF tensors: which rows of which rank's share make up each of them."""
+"""A Megatron model as the source of HF tensors: which rows of which rank's shard make up each of them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from skyrl_megatron.runtime.model.local_weights import local_weights
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
 from skyrl_megatron.weight_sync.bucket import TensorMeta
 from skyrl_megatron.weight_sync.metadata import FUSED_EXPERTS
-from skyrl_megatron.weight_sync.source import Part, Run, as_rows, dtype_name
+from skyrl_megatron.weight_sync.source import RowRange, TensorShard, as_rows, dtype_name
 
-type Runs = tuple[Run, ...]
+type RowRanges = tuple[RowRange, ...]
 
 
-class MegatronSource:
-    """What a rank of ``model`` contributes: HF names and shapes in module order. Experts travel one by one, or, where
-    engines take them so (``announcement.FUSED_EXPERTS``), as rows of one tensor for all experts of the layer.
+class MegatronWeightSource:
+    """The weights of a rank of ``model``: HF names and shapes in module order. Experts travel one by one, or, where
+    engines take them so (``metadata.FUSED_EXPERTS``), as rows of one tensor for all experts of the layer.
 
-    Of the ranks that hold shares or copies of a tensor, the first of the first replica contributes it: every pipeline
+    Of the ranks that hold shards or copies of a tensor, the first of the first replica sends it: every pipeline
     stage its layers, every expert-parallel rank its experts. A value head is left out, engines have none.
     """
 
@@ -33,14 +33,12 @@ class MegatronSource:
         self.model, self.groups = model, groups
 
     def metadata(self) -> Sequence[TensorMeta]:
-        """See ``WeightSource``."""
-        return [part.meta for part in self.parts() if part.rank == 0]
+        return [shard.meta for shard in self.shards() if shard.rank == 0]
 
-    def parts(self) -> Sequence[Part]:
-        """See ``WeightSource``. Raises WeightSyncError for a family whose tensors on disk are not rows of
-        Megatron's."""
-        parts: list[Part] = []
-        known: dict[tuple[BoundRow, int, int], tuple[Runs, ...]] = {}
+    def shards(self) -> Sequence[TensorShard]:
+        """Raise WeightSyncError for a family whose tensors on disk are not rows of Megatron's."""
+        shards: list[TensorShard] = []
+        known: dict[tuple[BoundRow, int, int], tuple[RowRanges, ...]] = {}
         place = 0  # of a HF tensor, the same on all ranks of the groups it is put together in
         for weight in local_weights(self.model, self.groups):
             if weight.is_copy:
@@ -51,74 +49,74 @@ class MegatronSource:
             if replicas.rank() != 0 or (entry.split.dim is None and over.rank() != 0):
                 continue
             size = 1 if entry.split.dim is None else over.size()
-            share = as_rows(weight.name, weight.tensor)
-            key = (entry.bound, size, len(share))
+            local = as_rows(weight.name, weight.tensor)
+            key = (entry.bound, size, len(local))
             if key not in known:
-                known[key] = rows_of_shares(entry, size, share)
+                known[key] = ranges_in_shards(entry, size, local)
             first = place - len(entry.hf)
-            for number, (name, shape, rows, runs) in enumerate(self._tensors(entry, known[key])):
-                meta = TensorMeta(name, dtype_name(share), shape, rows, position=first + number)
-                parts.append(Part(meta, share, runs, over if size > 1 else None))
-        return parts
+            for number, (name, shape, rows, ranges) in enumerate(self._tensors(entry, known[key])):
+                meta = TensorMeta(name, dtype_name(local), shape, rows, position=first + number)
+                shards.append(TensorShard(meta, local, ranges, over if size > 1 else None))
+        return shards
 
     def _tensors(
-        self, entry: Entry, pieces: tuple[Runs, ...]
-    ) -> Iterator[tuple[str, tuple[int, ...], tuple[int, int] | None, Runs]]:
-        """(name, shape, rows, runs) of what engines get of an entry, whose HF tensors are ``pieces``."""
+        self, entry: Entry, pieces: tuple[RowRanges, ...]
+    ) -> Iterator[tuple[str, tuple[int, ...], tuple[int, int] | None, RowRanges]]:
+        """Yield (name, shape, rows, ranges) of what engines get of an entry; ``pieces``: ranges of its HF tensors."""
         if entry.expert is None or self.model.hf.config["model_type"] not in FUSED_EXPERTS:
-            for piece, runs in zip(entry.hf, pieces, strict=True):
-                yield piece.name, piece.shape, None, runs
+            for piece, ranges in zip(entry.hf, pieces, strict=True):
+                yield piece.name, piece.shape, None, ranges
             return
         layer, _, _ = entry.hf[0].name.rpartition(f".{entry.expert}.")
         height, width = entry.hf[0].shape
         joined = [
-            replace(run, start=number * height + run.start) for number, runs in enumerate(pieces) for run in runs
+            replace(span, start=number * height + span.start)
+            for number, ranges in enumerate(pieces)
+            for span in ranges
         ]
         shape = (self.model.config.num_moe_experts, len(pieces) * height, width)
         name = "gate_up_proj" if len(pieces) == 2 else "down_proj"
         yield f"{layer}.{name}", shape, (entry.expert, entry.expert + 1), tuple(joined)
 
     def addresses(self) -> list[int]:
-        """See ``WeightSource``."""
         chunks = self.model.chunks
         return [t.data_ptr() for chunk in chunks for t in [*chunk.parameters(), *chunk.buffers()]]
 
 
-def rows_of_shares(entry: Entry, size: int, share: Tensor) -> tuple[Runs, ...]:
-    """For each HF tensor of an entry, where its rows lie in the shares ([rows, columns] each) of ``size`` ranks.
-
-    Found by sending row numbers through the conversion itself.
+def ranges_in_shards(entry: Entry, size: int, local: Tensor) -> tuple[RowRanges, ...]:
+    """Find, for each HF tensor of an entry, where its rows lie in the shards ([rows, columns] each) of ``size`` ranks,
+    by sending row numbers through the conversion itself. ``local``: this rank's shard.
     """
     split_rows = size > 1 and entry.split.dim == 0
-    held = len(share)
+    held = len(local)
     numbers = torch.arange(held * (size if split_rows else 1)).unsqueeze(1)
-    pieces = entry.to_hf(unshard(list(numbers.split(held)), entry))
-    runs: list[Runs] = []
+    pieces = entry.to_hf(unshard(list(torch.split(numbers, held)), entry))
+    ranges: list[RowRanges] = []
     for piece, shape in zip(pieces, entry.bound.hf_shapes, strict=True):
         if piece.shape != (shape[0], 1) or entry.hf[0].index is not None:
             raise WeightSyncError(
-                f"{entry.hf[0].name} is not made of rows of {entry.name}: weights of this family cannot be published "
+                f"{entry.hf[0].name} is not made of rows of {entry.name}: weights of this family cannot be sent "
                 "to engines"
             )
-        found = even_runs(piece[:, 0].tolist(), held)
+        found = row_ranges(piece[:, 0].tolist(), held)
         if not split_rows and size > 1:
-            width = share.shape[1]
+            width = local.shape[1]
             found = [
-                Run(owner, run.start, run.count, run.first, run.step, owner * width)
+                RowRange(owner, span.start, span.count, span.first, span.step, owner * width)
                 for owner in range(size)
-                for run in found
+                for span in found
             ]
-        runs.append(tuple(found))
-    return tuple(runs)
+        ranges.append(tuple(found))
+    return tuple(ranges)
 
 
-def even_runs(numbers: Sequence[int], held: int) -> list[Run]:
-    """Evenly rising numbers are one run; ``held`` rows belong to each owner.
+def row_ranges(numbers: Sequence[int], held: int) -> list[RowRange]:
+    """Join evenly rising row numbers into ranges; each owner holds ``held`` rows.
 
-    >>> even_runs([0, 2, 4, 1, 3, 5], held=3)[0]
-    Run(owner=0, start=0, count=2, first=0, step=2, column=0)
+    >>> row_ranges([0, 2, 4, 1, 3, 5], held=3)[0]
+    RowRange(owner=0, start=0, count=2, first=0, step=2, column=0)
     """
-    runs: list[Run] = []
+    ranges: list[RowRange] = []
     start = 0
     while start < len(numbers):
         owner, first = divmod(numbers[start], held)
@@ -130,6 +128,6 @@ def even_runs(numbers: Sequence[int], held: int) -> list[Run]:
             elif ahead != step:
                 break
             stop += 1
-        runs.append(Run(owner, start, stop - start, first, step))
+        ranges.append(RowRange(owner, start, stop - start, first, step))
         start = stop
-    return runs
+    return ranges

@@ -1,7 +1,7 @@
-"""What the trainer ranks together announce, checked before a byte is sent.
+"""The metadata of what all trainer ranks send, checked before a byte travels.
 
 An engine fills a module that it got only a part of with garbage and says nothing, and it ignores names that it does
-not know. So the announcements of all ranks must make up the model exactly: every tensor, whole, once.
+not know. So the tensors of all ranks must make up the model exactly: every tensor, whole, once.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _FUSED = re.compile(r"^(?P<layer>.*\.experts)\.(?P<projection>gate_up_proj|down_
 Shape = tuple[int, ...]
 
 
-def plain_metadata(announced: Sequence[Sequence[Any]]) -> list[list[list[Any]]]:
-    """Announcements of all senders as lists of plain fields, as they go to workers. ``TensorMeta`` or tuples."""
-    return [[list(astuple(m) if is_dataclass(m) and not isinstance(m, type) else m) for m in s] for s in announced]
+def plain_metadata(metadata: Sequence[Sequence[Any]]) -> list[list[list[Any]]]:
+    """Turn the metadata of all senders, ``TensorMeta`` or tuples, into the lists of fields that go to workers."""
+    return [[list(astuple(m) if is_dataclass(m) and not isinstance(m, type) else m) for m in s] for s in metadata]
 
 
-def check_metadata(announced: Sequence[Sequence[TensorMeta]], hf_config: Mapping[str, Any]) -> None:
-    """Raise WeightSyncError unless the senders announce exactly the tensors of the model that ``hf_config`` (a HF
+def check_metadata(metadata: Sequence[Sequence[TensorMeta]], hf_config: Mapping[str, Any]) -> None:
+    """Raise WeightSyncError unless the senders send exactly the tensors of the model that ``hf_config`` (a HF
     ``config.json``) describes, in one of the namings that the engine loads.
 
     Experts may travel one by one, as on disk, or fused over a layer: ``experts.gate_up_proj`` [E, 2·ffn, H] and
-    ``experts.down_proj`` [E, H, ffn]. A tied output layer may be announced or not.
+    ``experts.down_proj`` [E, H, ffn]. A tied output layer may be sent or not.
     """
     problems: list[str] = []
-    found = _wholes(announced, problems)
+    found = _wholes(metadata, problems)
     plan = Plan.of(hf_config)
     expected: dict[str, Shape] = {name: tuple(shape) for name, shape in plan.hf.items()}
     for copy in plan.copies:
@@ -63,25 +63,25 @@ def check_metadata(announced: Sequence[Sequence[TensorMeta]], hf_config: Mapping
         raise WeightSyncError("the trainer's weights are not the whole model: " + "; ".join(problems))
 
 
-def _wholes(announced: Sequence[Sequence[TensorMeta]], problems: list[str]) -> dict[str, Shape]:
-    """Name → shape of every tensor announced; parts must make up their tensor without gap or overlap."""
-    parts: dict[str, list[TensorMeta]] = {}
-    for sender in announced:
+def _wholes(metadata: Sequence[Sequence[TensorMeta]], problems: list[str]) -> dict[str, Shape]:
+    """Return name → shape of every tensor; rows sent by several ranks must make it up without gap or overlap."""
+    shards: dict[str, list[TensorMeta]] = {}
+    for sender in metadata:
         for meta in sender:
-            parts.setdefault(meta.name, []).append(meta)
-    for name, pieces in parts.items():
+            shards.setdefault(meta.name, []).append(meta)
+    for name, pieces in shards.items():
         if len({(meta.shape, meta.dtype) for meta in pieces}) > 1:
-            problems.append(f"{name} is announced with different shapes or types")
+            problems.append(f"{name} is listed with different shapes or dtypes")
         end = 0
         for start, stop in sorted(meta.rows or (0, meta.shape[0] if meta.shape else 1) for meta in pieces):
             if start < end:
-                problems.append(f"rows {start} to {min(end, stop)} of {name} are announced twice")
+                problems.append(f"rows {start} to {min(end, stop)} of {name} are sent twice")
             elif start > end:
                 problems.append(f"rows {end} to {start} of {name} are missing")
             end = max(end, stop)
         if pieces[0].shape and end != pieces[0].shape[0]:
             problems.append(f"rows {end} to {pieces[0].shape[0]} of {name} are missing")
-    return {name: pieces[0].shape for name, pieces in parts.items()}
+    return {name: pieces[0].shape for name, pieces in shards.items()}
 
 
 def _unfused(fused: re.Match[str], shape: Shape) -> dict[str, Shape]:

@@ -1,4 +1,4 @@
-"""The export plan of a rank: every copy and message of a pass, found out once, then repeated.
+"""The export plan of a rank: every copy and message of a pass, worked out once, then repeated.
 
 All ranks of a tensor's group cut it into the same stretches (``bucket.cuts``) and walk through them in one order. For
 each, the ranks that hold rows of it send them to the group's rank 0, which receives them where they belong in the
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from skyrl_megatron.weight_sync.bucket import ALIGNMENT, Bucket, cuts, plan_buckets
-from skyrl_megatron.weight_sync.source import Part, Run, WeightSource
+from skyrl_megatron.weight_sync.source import RowRange, TensorShard, WeightSource
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class Copies:
     sources: list[Tensor] = field(default_factory=list)
 
     def add(self, target: Tensor, source: Tensor) -> None:
-        """One more."""
+        """Add a copy."""
         self.targets.append(target)
         self.sources.append(source)
 
@@ -45,7 +45,7 @@ class Message:
     group: Any
     owner: int
     packing: Copies | None = None
-    """Of the rank that sends."""
+    """Copies that the sending rank makes into ``tensor`` first; None on the receiving rank."""
 
     def __call__(self) -> None:
         if self.packing is None:
@@ -57,7 +57,7 @@ class Message:
 
 @dataclass(slots=True)
 class Step:
-    """What fills one bucket, or what a rank still owes to others after its last."""
+    """Messages and copies that fill one bucket, or that a rank still owes to others after its last."""
 
     messages: list[Message] = field(default_factory=list)
     copies: Copies = field(default_factory=Copies)
@@ -76,20 +76,22 @@ class ExportPlan:
     """
 
     def __init__(self, source: WeightSource, bucket_bytes: int, device: torch.device) -> None:
-        parts = source.parts()
+        shards = source.shards()
         self.addresses = source.addresses()
-        self.buckets: list[Bucket] = plan_buckets([[part.meta for part in parts if part.rank == 0]], bucket_bytes)
+        self.buckets: list[Bucket] = plan_buckets([[shard.meta for shard in shards if shard.rank == 0]], bucket_bytes)
         self._bucket_bytes, self._device = bucket_bytes, device
         largest = max((bucket.nbytes for bucket in self.buckets), default=0)
         self._buffers = [self._empty(largest), self._empty(largest)]
         self._inbox = self._outbox = self._empty(0)
         self._taken = 0  # bytes of the inbox that the bucket being compiled uses
-        self._steps = self._compile(parts)
+        self._steps = self._compile(shards)
         self._done = 0  # steps of the pass under way
 
     def fill(self, number: int) -> Tensor:
-        """The buffer of bucket ``number``, filled: [nbytes] uint8, good until the bucket after the next is filled.
-        Buckets are filled in order; :meth:`finish` ends the pass. Raises RuntimeError (torch) when a rank is gone."""
+        """Fill bucket ``number`` and return its buffer: [nbytes] uint8, valid until bucket ``number + 2`` is filled.
+
+        Buckets are filled in order; :meth:`finish` ends the pass. Raises RuntimeError (torch) when a rank is gone.
+        """
         assert number == self._done, (number, self._done)
         self._done += 1
         self._steps[number]()
@@ -102,61 +104,63 @@ class ExportPlan:
             step()
 
     # ------------------------------------------------------------------ compiling
-    def _compile(self, parts: Sequence[Part]) -> list[Step]:
-        """A step per bucket, and one for the end. Rows for others go out before the bucket that comes next."""
+    def _compile(self, shards: Sequence[TensorShard]) -> list[Step]:
+        """Make a step for each bucket, and one for the end. Rows for others go out before the next bucket."""
         ours = [(number, segment) for number, bucket in enumerate(self.buckets) for segment in bucket.segments]
         steps = [Step() for _ in range(len(self.buckets) + 1)]
         following = 0
-        for part in parts:
-            for start, nbytes in cuts(part.meta, self._bucket_bytes):
-                first = start // part.meta.row_nbytes if nbytes else 0
-                rows = range(first, first + (nbytes // part.meta.row_nbytes if nbytes else 0))
+        for shard in shards:
+            for start, nbytes in cuts(shard.meta, self._bucket_bytes):
+                first = start // shard.meta.row_nbytes if nbytes else 0
+                rows = range(first, first + (nbytes // shard.meta.row_nbytes if nbytes else 0))
                 number = ours[following][0] if following < len(ours) else len(self.buckets)
-                if part.rank == 0:
+                if shard.rank == 0:
                     segment = ours[following][1]
                     if following == 0 or ours[following - 1][0] != number:
                         self._taken = 0
                     following += 1
                     stretch = self._buffers[number % 2][segment.offset : segment.offset + nbytes]
-                    self._collect(part, rows, stretch, steps[number])
+                    self._collect(shard, rows, stretch, steps[number])
                 else:
-                    self._give(part, rows, steps[number])
+                    self._give(shard, rows, steps[number])
         return steps
 
-    def _collect(self, part: Part, rows: range, stretch: Tensor, step: Step) -> None:
-        """Fill a stretch of a bucket with ``rows`` of a part of this rank."""
-        target = stretch.view(part.share.dtype).view(len(rows), -1) if rows else stretch.view(0, 1)
-        width = part.share.shape[1]
-        for owner, runs in _by_owner(part, rows):
-            places = [target[r.start : r.start + r.count, r.column : r.column + width] for r in runs]
-            if owner == part.rank:
-                for place, run in zip(places, runs, strict=True):
-                    step.copies.add(place, _source(part, run))
+    def _collect(self, shard: TensorShard, rows: range, stretch: Tensor, step: Step) -> None:
+        """Fill a stretch of a bucket with ``rows`` of a tensor that this rank sends."""
+        target = stretch.view(shard.local.dtype).view(len(rows), -1) if rows else stretch.view(0, 1)
+        width = shard.local.shape[1]
+        for owner, ranges in _by_owner(shard, rows):
+            places = [target[r.start : r.start + r.count, r.column : r.column + width] for r in ranges]
+            if owner == shard.rank:
+                for place, span in zip(places, ranges, strict=True):
+                    step.copies.add(place, _source(shard, span))
             elif len(places) == 1 and places[0].is_contiguous():
-                step.messages.append(Message(places[0], part.group, owner))
+                step.messages.append(Message(places[0], shard.group, owner))
             else:
-                rows_of_owner = self._take_inbox(sum(run.count for run in runs), part.share)
-                step.messages.append(Message(rows_of_owner, part.group, owner))
-                for place, source in zip(places, rows_of_owner.split([run.count for run in runs]), strict=True):
+                rows_of_owner = self._take_inbox(sum(span.count for span in ranges), shard.local)
+                step.messages.append(Message(rows_of_owner, shard.group, owner))
+                for place, source in zip(
+                    places, torch.split(rows_of_owner, [span.count for span in ranges]), strict=True
+                ):
                     step.copies.add(place, source)
 
-    def _give(self, part: Part, rows: range, step: Step) -> None:
-        """Send this rank's share of ``rows`` to the part's rank."""
-        for owner, runs in _by_owner(part, rows):
-            if owner != part.rank:
+    def _give(self, shard: TensorShard, rows: range, step: Step) -> None:
+        """Send what this rank holds of ``rows`` to rank 0 of the shard's group."""
+        for owner, ranges in _by_owner(shard, rows):
+            if owner != shard.rank:
                 continue
-            sources = [_source(part, run) for run in runs]
+            sources = [_source(shard, span) for span in ranges]
             if len(sources) == 1 and sources[0].is_contiguous():
-                step.messages.append(Message(sources[0], part.group, owner, Copies()))
+                step.messages.append(Message(sources[0], shard.group, owner, Copies()))
                 continue
             if not self._outbox.numel():
                 self._outbox = self._empty(self._bucket_bytes)
-            packed = _view(self._outbox, sum(run.count for run in runs), part.share)
-            packing = Copies(list(packed.split([run.count for run in runs])), sources)
-            step.messages.append(Message(packed, part.group, owner, packing))
+            packed = _view(self._outbox, sum(span.count for span in ranges), shard.local)
+            packing = Copies(list(torch.split(packed, [span.count for span in ranges])), sources)
+            step.messages.append(Message(packed, shard.group, owner, packing))
 
     def _take_inbox(self, rows: int, like: Tensor) -> Tensor:
-        """[rows, columns of ``like``] beside the bucket."""
+        """Take [rows, columns of ``like``] of the memory beside the bucket."""
         if not self._inbox.numel():
             self._inbox = self._empty(self._bucket_bytes)
         taken = _view(self._inbox[self._taken :], rows, like)
@@ -168,22 +172,22 @@ class ExportPlan:
 
 
 def _view(memory: Tensor, rows: int, like: Tensor) -> Tensor:
-    """[rows, columns of ``like``] at the beginning of ``memory``."""
+    """View the beginning of ``memory`` as [rows, columns of ``like``]."""
     return memory[: rows * like.shape[1] * like.itemsize].view(like.dtype).view(rows, like.shape[1])
 
 
-def _by_owner(part: Part, rows: range) -> Iterator[tuple[int, list[Run]]]:
-    """The runs that make up ``rows`` of a part, counted from their first, by owner."""
-    found: dict[int, list[Run]] = {}
-    for run in part.runs:
-        start, stop = max(run.start, rows.start), min(run.start + run.count, rows.stop)
+def _by_owner(shard: TensorShard, rows: range) -> Iterator[tuple[int, list[RowRange]]]:
+    """Yield, by owner, the ranges that make up ``rows`` of a tensor; their starts count from the first of ``rows``."""
+    found: dict[int, list[RowRange]] = {}
+    for span in shard.ranges:
+        start, stop = max(span.start, rows.start), min(span.start + span.count, rows.stop)
         if start < stop:
-            first = run.first + (start - run.start) * run.step
-            clipped = replace(run, start=start - rows.start, count=stop - start, first=first)
-            found.setdefault(run.owner, []).append(clipped)
+            first = span.first + (start - span.start) * span.step
+            clipped = replace(span, start=start - rows.start, count=stop - start, first=first)
+            found.setdefault(span.owner, []).append(clipped)
     yield from found.items()
 
 
-def _source(part: Part, run: Run) -> Tensor:
-    """The rows of a run in this rank's share."""
-    return part.share[run.first : run.first + run.step * (run.count - 1) + 1 : run.step]
+def _source(shard: TensorShard, span: RowRange) -> Tensor:
+    """View the rows of ``span`` in this rank's shard."""
+    return shard.local[span.first : span.first + span.step * (span.count - 1) + 1 : span.step]

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from skyrl_megatron.errors import WeightSyncError
 
 PROBE_TOKENS = 64
-
-
 FP32_LIMIT = 1e-4
 """How far two log-probs of any token may be apart in fp32, nats."""
 HALF_EPSILON = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -27,7 +25,7 @@ at most 0.12 or 1.8 times rounding, with a stale output layer at least 0.77 and 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """How large a gap may be."""
+    """How large a difference may be."""
 
     nats: float
     of_mean: bool
@@ -35,35 +33,37 @@ class Limit:
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
-    """|trainer − engine| over the tokens of a probe, nats."""
+class LogprobDiff:
+    """|log-prob of the trainer − that of the engine| over the tokens of a probe, nats."""
 
     largest: float
     mean: float
 
     def within(self, limit: Limit) -> bool:
-        """True unless weights differ. NaN is never within."""
+        """Return whether the weights may be equal. NaN is never within a limit."""
         return (self.mean if limit.of_mean else self.largest) <= limit.nats
 
 
 def probe_tokens(vocab_size: int, seed: int = 0) -> list[int]:
-    """The tokens to score: [PROBE_TOKENS] ids, the same for the same arguments."""
+    """Draw the tokens to score: [PROBE_TOKENS] ids, the same for the same arguments."""
     draw = random.Random(seed)
     return [draw.randrange(vocab_size) for _ in range(PROBE_TOKENS)]
 
 
-def gap(trainer: Sequence[float], engine: Sequence[float]) -> Gap:
-    """Raises WeightSyncError when the two scored different numbers of tokens."""
+def logprob_diff(trainer: Sequence[float], engine: Sequence[float]) -> LogprobDiff:
+    """Compare log-probs of the same tokens. Raises WeightSyncError when the two scored different numbers of tokens."""
     if len(trainer) != len(engine) or not trainer:
         raise WeightSyncError(f"probe: the trainer scored {len(trainer)} tokens, the engine {len(engine)}")
     apart = [abs(a - b) for a, b in zip(trainer, engine, strict=True)]
     largest = max(apart) if all(a == a for a in apart) else float("nan")
-    return Gap(largest, sum(apart) / len(apart))
+    return LogprobDiff(largest, sum(apart) / len(apart))
 
 
-def limit_of(dtype: str, rounding: Gap | None = None) -> Limit:
-    """The limit for an engine's dtype (``"float32"``); ``rounding``: the gap between the trainer's own scores and its
-    nudged ones, for half precision."""
+def limit_of(dtype: str, rounding: LogprobDiff | None = None) -> Limit:
+    """Return the limit for an engine's dtype (``"float32"``).
+
+    ``rounding``: how far the trainer's own scores move under a perturbation, for half precision.
+    """
     if dtype not in HALF_LIMITS:
         return Limit(FP32_LIMIT, of_mean=False)
     assert rounding is not None
@@ -71,5 +71,5 @@ def limit_of(dtype: str, rounding: Gap | None = None) -> Limit:
 
 
 def is_due(syncs_before: int, interval: int) -> bool:
-    """True for the first sync and every ``interval``-th after it; 0: for the first alone."""
+    """Return whether to probe: at the first sync and every ``interval``-th after it; 0: at the first alone."""
     return syncs_before == 0 or (interval > 0 and syncs_before % interval == 0)

@@ -25,22 +25,22 @@ class WeightReceiver:
     def __init__(self, transports: Sequence[Transport], bucket_bytes: int, device: torch.device) -> None:
         self.transports, self.bucket_bytes, self.device = transports, bucket_bytes, device
         self.checksums: list[list[int]] = []
-        """Of the last update: per sender, per bucket."""
+        """Checksums of the last update: per sender, per bucket."""
         self.received_bytes = 0
-        """Of the update in progress, or of the last one."""
+        """Bytes of the update in progress, or of the last one."""
         self._senders: Sequence[Sequence[TensorMeta]] = []
         self._buckets: list[Bucket] = []
         self._buffers = _BufferPool(device)
 
-    def announce(self, senders: Sequence[Sequence[TensorMeta]]) -> None:
-        """What the senders will send, in the order of their transports."""
+    def set_metadata(self, senders: Sequence[Sequence[TensorMeta]]) -> None:
+        """Take what each sender will send, in the order of the transports."""
         if len(senders) != len(self.transports):
-            raise WeightSyncError(f"{len(senders)} ranks announced weights, {len(self.transports)} are connected")
+            raise WeightSyncError(f"weight metadata of {len(senders)} ranks, {len(self.transports)} are connected")
         self._senders = senders
         self._buckets = plan_buckets(senders, self.bucket_bytes)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Receive everything announced: (name, whole tensor), each as soon as it is whole.
+        """Receive everything that the metadata list: (name, whole tensor), each as soon as it is whole.
 
         A tensor is a view into a bucket if it lies in one. Checksums are taken before anything of a bucket is yielded.
         Raises WeightSyncError when a sender is gone or silent.
@@ -52,7 +52,9 @@ class WeightReceiver:
                 meta = self._senders[bucket.sender][segment.index]
                 data = buffer[segment.offset : segment.offset + segment.nbytes]
                 if segment.nbytes != meta.whole_nbytes:
-                    whole, missing = unfinished.pop(meta.name, None) or (self._empty(meta), meta.whole_nbytes)
+                    if meta.name not in unfinished:
+                        unfinished[meta.name] = self._empty(meta), meta.whole_nbytes
+                    whole, missing = unfinished.pop(meta.name)
                     start = meta.first_byte + segment.start
                     whole[start : start + segment.nbytes].copy_(data)
                     missing -= segment.nbytes
@@ -75,7 +77,7 @@ class WeightReceiver:
         return torch.empty(meta.whole_nbytes, dtype=torch.uint8, device=self.device)
 
     def _received(self) -> Iterator[tuple[Bucket, Tensor]]:
-        """Buckets with their bytes; one is received while the consumer has another."""
+        """Yield buckets with their bytes; one is received while the consumer has another."""
         ahead: queue.Queue[tuple[Bucket, Tensor, int] | BaseException | None] = queue.Queue()
         room = threading.Semaphore(2)
         stopped = threading.Event()
@@ -123,7 +125,7 @@ class _BufferPool:
         self._buffers: list[tuple[Tensor, int]] = []  # (buffer, references to its memory when nobody uses it)
 
     def take(self, nbytes: int) -> Tensor:
-        """[nbytes] uint8."""
+        """Return a free buffer, [nbytes] uint8."""
         for buffer, idle in self._buffers:
             if buffer.numel() >= nbytes and _references(buffer) == idle:
                 return buffer[:nbytes]
@@ -133,7 +135,7 @@ class _BufferPool:
 
 
 def _references(buffer: Tensor) -> int:
-    """Tensors that live in the buffer's memory, counted by torch itself: views that loaders keep count too."""
+    """Count the tensors that live in the buffer's memory, as torch does: views that loaders keep count too."""
     storage = buffer.untyped_storage()
     count: int = torch._C._storage_Use_Count(storage._cdata)
     return count

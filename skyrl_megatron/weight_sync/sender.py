@@ -1,12 +1,7 @@
 """The sending side of a weight update, in a trainer rank: every rank sends the tensors it owns, bucket by bucket.
 
-Order of a sync, driven from outside (engines and ranks are told concurrently)::
-
-    once:   sender.metadata() of every rank; sender.listen(…); sender.connect(…) ‖ engine.connect_weights(…)
-    each:   engine.pause → engine.start_update → engine.receive_weights(metadata) ‖ sender.send() of every rank
-            → checksums of both sides compared → engine.finish_update(version) → engine.resume
-
-A rank's broadcasts wait for the receivers, which take the buckets of all ranks in one order (``bucket.py``).
+A rank's broadcasts wait for the receivers, which take the buckets of all ranks in one order (``bucket.py``). The order
+of a whole sync is that of ``workers/weight_synchronizer.py``.
 """
 
 from __future__ import annotations
@@ -50,17 +45,17 @@ class WeightSender:
         self.bucket_bytes = bucket_bytes
         self.transport_name = transport or default_transport()
         self.sent_bytes = 0
-        """Of the sync in progress, or of the last one."""
+        """Bytes of the sync in progress, or of the last one."""
         self._listener: socket.socket | None = None
         self._transport: Transport | None = None
         self._plan: ExportPlan | None = None
 
     def metadata(self) -> Sequence[TensorMeta]:
-        """What this rank will send, in order."""
+        """List what this rank will send, in order."""
         return self.source.metadata()
 
     def listen(self, host: str) -> tuple[str, int]:
-        """Take a free port of ``host``; returns the address for the receivers."""
+        """Take a free port of ``host``; return the address for the receivers."""
         self._listener = listen(host)
         return host, int(self._listener.getsockname()[1])
 
@@ -86,10 +81,11 @@ class WeightSender:
         self._transport = self._plan = None
 
     def send(self) -> list[int]:
-        """Send every bucket; returns their checksums, in order. The next bucket is filled while one travels. A rank
-        that sends nothing to engines calls it too, without :meth:`connect`: others may need its shares.
+        """Send every bucket; return their checksums, in order. The next bucket is filled while one travels.
 
-        Raises WeightSyncError when the source is not as announced, EngineGoneError when a receiver is gone or silent.
+        A rank that sends nothing to engines calls it too, without :meth:`connect`: others may need its shards.
+
+        Raises WeightSyncError when no engine is connected, EngineGoneError when a receiver is gone or silent.
         The group is then closed: receivers get an error too, and it has to be made anew.
         """
         try:
@@ -111,11 +107,11 @@ class WeightSender:
 
         def arrived() -> None:
             wait, nbytes = travelling.pop(0)
-            with _as(EngineGoneError, "an engine worker is gone or silent", progress):
+            with _raising(EngineGoneError, "an engine worker is gone or silent", progress):
                 wait()
             self.sent_bytes += nbytes
 
-        with _as(DistributedError, "a trainer rank with shares of the same weights is gone or silent", progress):
+        with _raising(DistributedError, "a trainer rank with shards of the same weights is gone or silent", progress):
             try:
                 for number, bucket in enumerate(plan.buckets):
                     if len(travelling) == 2:
@@ -123,7 +119,7 @@ class WeightSender:
                     buffer = plan.fill(number)
                     sums.append(checksum(buffer))
                     assert transport is not None
-                    with _as(EngineGoneError, "an engine worker is gone", progress):
+                    with _raising(EngineGoneError, "an engine worker is gone", progress):
                         travelling.append((transport.broadcast(buffer), bucket.nbytes))
             except EngineGoneError:
                 plan.finish()  # the ranks stay in step, and can send again
@@ -134,7 +130,7 @@ class WeightSender:
         return torch.stack(sums).tolist() if sums else []
 
     def _current_plan(self) -> ExportPlan:
-        """The plan made before, unless the weights have moved."""
+        """Return the plan made before, or a new one where the weights have moved."""
         if self._plan is None or self._plan.addresses != self.source.addresses():
             self._plan = None  # its buckets are freed before there are new ones
             self._plan = ExportPlan(self.source, self.bucket_bytes, device.device())
@@ -142,8 +138,8 @@ class WeightSender:
 
 
 @contextlib.contextmanager
-def _as(kind: type[SkyRLMegatronError], what: str, progress: Callable[[], str]) -> Iterator[None]:
-    """An error of torch.distributed as one of ours."""
+def _raising(kind: type[SkyRLMegatronError], what: str, progress: Callable[[], str]) -> Iterator[None]:
+    """Turn an error of torch.distributed into one of ours."""
     try:
         yield
     except RuntimeError as error:

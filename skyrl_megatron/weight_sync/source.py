@@ -1,8 +1,8 @@
-"""What a trainer rank sends: tensors by HF name, and where in the memory of which ranks their rows lie."""
+"""Tensors that a trainer rank sends, by HF name, and the rows of them that each rank's shard holds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,82 +13,65 @@ from skyrl_megatron.weight_sync.bucket import TensorMeta
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Rows of a tensor that lie evenly spaced in one rank's share: ``tensor[start + i] = share[first + i · step]``."""
+class RowRange:
+    """Rows of a tensor that lie evenly spaced in one rank's shard: ``tensor[start + i] = shard[first + i · step]``."""
 
     owner: int
-    """Rank in the group of the tensor's shares."""
+    """Rank in the group of the tensor's shards."""
     start: int
     count: int
     first: int
     step: int = 1
     column: int = 0
-    """First column of the tensor that the share holds."""
+    """First column of the tensor that the shard holds."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A tensor that rank 0 of a group contributes, put together from the shares of the group's ranks."""
+class TensorShard:
+    """This rank's shard of a tensor, which rank 0 of a group puts together from the shards of its ranks and sends."""
 
     meta: TensorMeta
-    share: Tensor
-    """[rows, columns], this rank's: a view of memory that stays where it is."""
-    runs: Sequence[Run]
+    local: Tensor
+    """[rows, columns]: a view of memory that stays where it is."""
+    ranges: Sequence[RowRange]
+    """Where every row of the tensor lies, in the shards of all ranks."""
     group: Any = None
-    """Process group of the shares; None: the rank has all of it."""
+    """Process group of the shards; None: the rank has all of it."""
 
     @property
     def rank(self) -> int:
-        """This rank's in the group."""
+        """This rank's number in the group; the tensor is sent by rank 0."""
         return 0 if self.group is None else int(self.group.rank())
 
 
 class WeightSource(Protocol):
-    """Ranks that hold shares of the same tensors list them in the same order."""
+    """Ranks that hold shards of the same tensors list them in the same order."""
 
     def metadata(self) -> Sequence[TensorMeta]:
-        """What this rank contributes, in order, without transferring anything."""
+        """List what this rank sends, in order, without transferring anything."""
 
-    def parts(self) -> Sequence[Part]:
-        """What this rank contributes, and what it has shares of."""
-
-    def addresses(self) -> list[int]:
-        """Where the memory is now. When it has moved, parts are asked for anew."""
-
-
-class StateSource:
-    """Tensors that one rank has whole, as of a state dict; their contents change between syncs.
-
-    Raises WeightSyncError for a tensor of more than two dimensions whose memory is not contiguous.
-    """
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.tensors = tensors
-
-    def metadata(self) -> Sequence[TensorMeta]:
-        return [TensorMeta(name, dtype_name(t), tuple(t.shape)) for name, t in self.tensors.items()]
-
-    def parts(self) -> Sequence[Part]:
-        shares = [as_rows(name, tensor) for name, tensor in self.tensors.items()]
-        metadata = zip(self.metadata(), shares, strict=True)
-        return [Part(meta, share, (Run(0, 0, len(share), 0),)) for meta, share in metadata]
+    def shards(self) -> Sequence[TensorShard]:
+        """List the shards that this rank holds, of tensors that it sends and of tensors that others send."""
 
     def addresses(self) -> list[int]:
-        return [tensor.data_ptr() for tensor in self.tensors.values()]
+        """Return where the memory is now. When it has moved, the shards are asked for anew."""
 
 
 def as_rows(name: str, tensor: Tensor) -> Tensor:
-    """A view [rows, columns] of a tensor's memory; a vector has one column. Raises WeightSyncError."""
+    """View a tensor's memory as [rows, columns]; a vector has one column.
+
+    Raises WeightSyncError for a tensor of more than two dimensions whose memory is not contiguous.
+    """
     tensor = tensor.detach()
     if tensor.dim() == 2:
         return tensor
     if tensor.dim() < 2:
         return tensor.unsqueeze(-1) if tensor.dim() else tensor.view(1, 1)
     if not tensor.is_contiguous():
-        raise WeightSyncError(f"{name} {list(tensor.shape)} has gaps in memory: give a contiguous tensor")
+        raise WeightSyncError(f"{name} {list(tensor.shape)} is not contiguous in memory: give a contiguous tensor")
     return tensor.flatten(0, -2)
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """``float32`` of a torch.float32 tensor."""
+    """Return the name of a tensor's dtype: ``float32`` for torch.float32."""
     return str(tensor.dtype).removeprefix("torch.")

@@ -1,7 +1,8 @@
 """How bytes get from one trainer rank to the workers of all engines: a group of their own, joined once, used often.
 
 Every sending rank has a group: it is rank 0, the workers of all engines are ranks 1 … n. The default process group of
-either side is left alone. The modules ``transport_<name>`` differ in how the group is made, and in nothing else.
+either side is left alone. The classes in ``transport_<name>`` (``GlooTransport``, …) differ in how the group is made
+and how a buffer gets across, and in nothing else.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import importlib
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from skyrl_megatron import device
 
@@ -22,7 +24,7 @@ DEFAULT_TIMEOUT_S = 120.0
 
 
 def default_transport() -> str:
-    """NCCL where there is a GPU, else gloo."""
+    """Choose NCCL where there is a GPU, else gloo."""
     return device.NCCL if device.has_cuda() else device.GLOO
 
 
@@ -35,13 +37,14 @@ def open_transport(
     timeout_s: float,
     listener: socket.socket | None = None,
 ) -> Transport:
-    """The transport called ``name``; waits until all ``world_size`` members are there, at most ``timeout_s``."""
-    kind = importlib.import_module(f"skyrl_megatron.weight_sync.transport_{name}").Transport
-    return cast(Transport, kind(host, port, rank, world_size, timeout_s, listener))
+    """Open the transport called ``name``; wait until all ``world_size`` members are there, at most ``timeout_s``."""
+    module = importlib.import_module(f"skyrl_megatron.weight_sync.transport_{name}")
+    kind: type[Transport] = getattr(module, f"{name.capitalize()}Transport")
+    return kind(host, port, rank, world_size, timeout_s, listener)
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
-    """A listening socket for rank 0 on ``host`` alone; port 0 takes a free one."""
+    """Open a listening socket for rank 0 on ``host`` alone; port 0 takes a free one."""
     return socket.create_server((host, port))
 
 
@@ -60,7 +63,7 @@ class Transport(ABC):
         self.timeout = datetime.timedelta(seconds=timeout_s)
         if rank == 0 and listener is None:
             listener = listen(host, port)
-        self._store = dist.TCPStore(
+        self._store: Any = TCPStore(
             host,
             port if listener is None else listener.getsockname()[1],
             is_master=rank == 0,
@@ -69,11 +72,11 @@ class Transport(ABC):
             # torch takes the descriptor over
             master_listen_fd=None if listener is None else listener.detach(),
         )
-        self.group: Any = self.new_group(dist.PrefixStore("weights", self._store), host, rank, world_size)
+        self.group: Any = self.new_group(PrefixStore("weights", self._store), host, rank, world_size)
 
     @abstractmethod
-    def new_group(self, store: dist.Store, host: str, rank: int, world_size: int) -> Any:
-        """The process group. Waits for its members."""
+    def new_group(self, store: Store, host: str, rank: int, world_size: int) -> Any:
+        """Make the process group. Waits for its members."""
 
     def broadcast(self, buffer: Tensor) -> Callable[[], None]:
         """Start sending rank 0's bytes into everybody's ``buffer``; call what is returned to wait for the end."""
@@ -92,13 +95,13 @@ class Transport(ABC):
 
 
 def own_address(peer: str) -> str:
-    """This machine's address on the way to ``peer``: the interface that a group binds to."""
+    """Return this machine's address on the way to ``peer``: the interface that a group binds to."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((peer, 9))
         return str(probe.getsockname()[0])
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error of torch, which appends a C++ stack."""
+    """Return the first line of an error of torch, which appends a C++ stack."""
     lines = str(error).splitlines()
     return lines[0] if lines else type(error).__name__

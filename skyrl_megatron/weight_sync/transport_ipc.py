@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from skyrl_megatron.weight_sync import transport, transport_gloo
+from skyrl_megatron.weight_sync.transport import Transport
+from skyrl_megatron.weight_sync.transport_gloo import GlooTransport
 
 
-class Transport(transport.Transport):
+class IpcTransport(Transport):
     """Buffers by handle; the group (over CPU) carries which buffer is ready, and who has read it."""
 
     def __init__(self, host: str, port: int, rank: int, world_size: int, *rest: Any) -> None:
@@ -27,10 +28,10 @@ class Transport(transport.Transport):
         self._mapped: dict[int, Tensor] = {}  # number → the sender's buffer as seen from here
         super().__init__(host, port, rank, world_size, *rest)
 
-    new_group = transport_gloo.Transport.new_group
+    new_group = GlooTransport.new_group
 
     def broadcast(self, buffer: Tensor) -> Callable[[], None]:
-        """See the base class. The sender's kernels that filled ``buffer`` are waited for first."""
+        """Copy rank 0's bytes where they lie. The kernels that filled ``buffer`` are waited for first."""
         header = torch.zeros(2, dtype=torch.int64)
         if self.rank == 0:
             torch.cuda.synchronize()
@@ -48,7 +49,7 @@ class Transport(transport.Transport):
         return lambda: barrier.wait(self.timeout) and None
 
     def _export(self, buffer: Tensor) -> int:
-        storage = buffer.untyped_storage()
+        storage: Any = buffer.untyped_storage()
         if storage.data_ptr() not in self._exported:
             number = len(self._exported)
             where = torch.cuda.get_device_properties(buffer.device).uuid

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
-from skyrl_megatron.weight_sync import transport
+from skyrl_megatron.weight_sync.transport import Transport
 
 
-class Transport(transport.Transport):
+class NcclTransport(Transport):
     """Broadcast on the current CUDA device. The communicator is made at once, not at the first bucket."""
 
-    def new_group(self, store: dist.Store, host: str, rank: int, world_size: int) -> Any:
+    def new_group(self, store: Store, host: str, rank: int, world_size: int) -> Any:
         from skyrl_megatron import device
 
         options = dist.ProcessGroupNCCL.Options()

@@ -132,10 +132,10 @@ class MegatronWorker:
     def weight_metadata(self) -> list[TensorMeta]:
         """What this rank sends to the engines, in order."""
         from skyrl_megatron.config.rules.role_layout import weight_transport
-        from skyrl_megatron.weight_sync.megatron_source import MegatronSource
+        from skyrl_megatron.weight_sync.megatron_source import MegatronWeightSource
         from skyrl_megatron.weight_sync.sender import WeightSender
 
-        source = MegatronSource(self.engine.model, self.engine.groups)
+        source = MegatronWeightSource(self.engine.model, self.engine.groups)
         self.sender = WeightSender(source, transport=weight_transport(self.cfg))
         return list(self.sender.metadata())
 
@@ -152,11 +152,11 @@ class MegatronWorker:
         """Send this rank's tensors; returns the checksum of each bucket."""
         return self.sender.send()
 
-    def score(self, token_ids: Sequence[int], nudge: float) -> list[float] | None:
-        """See ``runtime/scoring.py``."""
+    def score(self, token_ids: Sequence[int], perturbation: float) -> list[float] | None:
+        """Score tokens, see ``runtime/scoring.py``."""
         from skyrl_megatron.runtime.scoring import score_tokens
 
-        return score_tokens(self.engine, token_ids, nudge=nudge)
+        return score_tokens(self.engine, token_ids, perturbation=perturbation)
 
     def offload(self) -> None:
         """Free GPU memory for engines on the same GPU, until the next training pass."""

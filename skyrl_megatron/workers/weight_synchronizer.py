@@ -1,10 +1,11 @@
-"""Publishing a policy version: all engines get the trainer's weights, prove it, and only then generate with them.
+"""The weight sync: all engines get the trainer's weights, prove it, and only then generate with them.
 
-    hold and pause all → connect (once, and after engines changed) → start → send ‖ receive → compare checksums of
-    every worker → finish → trainer and engines score the same tokens → publish → resume
+    pause all → connect (once, and after engines changed) → start → send ‖ receive → compare checksums of every worker
+    → finish → trainer and engines score the same tokens → publish the version → resume
 
-An engine that fails is restarted and the update is made anew for all, or it is dropped while others are left. Until
-the version is published nothing is delivered from the new weights, and a failed update leaves engines held.
+Ranks and engines are called concurrently (``sync_calls.py``). An engine that fails is restarted and the sync is made
+anew for all, or it is dropped while others are left. Until the version is published nothing is delivered from the new
+weights, and a failed sync leaves engines paused.
 """
 
 from __future__ import annotations
@@ -14,52 +15,74 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from skyrl_megatron.errors import EngineError, EngineGoneError, WeightSyncError
+from skyrl_megatron.errors import EngineError, WeightSyncError
+from skyrl_megatron.inference.pool import EnginePool, EngineSlot
+from skyrl_megatron.inference.protocol import InferenceEngine
 from skyrl_megatron.weight_sync import DEFAULT_BUCKET_BYTES
 from skyrl_megatron.weight_sync.bucket import TensorMeta
 from skyrl_megatron.weight_sync.metadata import check_metadata
-from skyrl_megatron.weight_sync.probe import HALF_EPSILON, Limit, gap, is_due, limit_of, probe_tokens
+from skyrl_megatron.weight_sync.probe import (
+    HALF_EPSILON,
+    Limit,
+    LogprobDiff,
+    is_due,
+    limit_of,
+    logprob_diff,
+    probe_tokens,
+)
 from skyrl_megatron.weight_sync.transport import default_transport
-from skyrl_megatron.workers.sync_handles import Pool, SyncReport, TrainerRank
+from skyrl_megatron.workers.sync_calls import AttemptFailed, EnginesLost, SyncCalls, TrainerRank
 
 log = logging.getLogger(__name__)
 RESTARTS = 2
-"""Of one engine within one publication."""
-ENGINE_SHARE = 0.8
-"""Of a phase: the longest wait of a rank for engines. Ranks wait for one another longer, so that those which are not
-to blame do not give up first."""
-ANSWER_S = 30.0
-"""How long an engine may take to show that it is alive after a failure."""
+"""Restarts of one engine within one sync."""
+ENGINE_FRACTION = 0.8
+"""The longest wait of a rank for engines, as a fraction of a phase. Ranks wait for one another longer, so that those
+which are not to blame do not give up first."""
 
 
-class _EnginesLost(Exception):
-    """Engines that do not answer, or whose weights are wrong: only a restart helps."""
+@dataclass(slots=True)
+class SyncReport:
+    """Cost and outcome of a sync."""
 
-    def __init__(self, phase: str, causes: Mapping[Any, str]) -> None:
-        super().__init__("; ".join(f"{slot.name}, phase {phase}: {why}" for slot, why in causes.items()))
-        self.slots = list(causes)
+    version: str
+    nbytes: int
+    engines: int
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall clock of each phase; of the last attempt, if engines failed."""
+    logprob_diffs: dict[str, LogprobDiff] = field(default_factory=dict)
+    """Per engine, if the probe was due."""
+    failures: list[str] = field(default_factory=list)
+    """Failures that were recovered from on the way."""
 
+    @property
+    def total_seconds(self) -> float:
+        """Seconds from the first pause to the last resume, of the last attempt."""
+        return sum(self.seconds.values())
 
-class _AttemptFailed(Exception):
-    """The update went wrong although every engine answers, as when bytes arrived that were not sent."""
+    @property
+    def gigabytes_per_second(self) -> float:
+        """Bytes sent per second of transfer, in 10⁹; each engine received as many."""
+        return self.nbytes / self.seconds["transfer"] / 1e9
 
 
 class WeightSynchronizer:
-    """Publishes versions to the engines of a pool; owns nothing but the order of things.
+    """Gives the weights of ``ranks`` to the engines of a pool; owns nothing but the order of the calls.
 
     ``hf_config``: of the model, for the check of completeness. ``dtype``: of the engines' weights. ``deadline_s``: for
-    one publication, restarts included; ``phase_s``: for any phase of it, and the longest wait of any rank or worker.
+    one sync, restarts included; ``phase_s``: for any phase of it, and the longest wait of any rank or worker.
     ``probe_interval``: syncs from one probe to the next (``weight_sync_probe_interval``). ``shared_gpus``: trainer and
     engines take turns on the same GPUs, and engines sleep while the trainer works.
     """
 
     def __init__(
         self,
-        pool: Pool,
+        pool: EnginePool,
         ranks: Sequence[TrainerRank],
         *,
         hf_config: Mapping[str, Any],
@@ -71,70 +94,72 @@ class WeightSynchronizer:
         phase_s: float = 600.0,
         shared_gpus: bool = False,
     ) -> None:
-        self.pool, self.ranks = pool, list(ranks)
+        self.pool, self.calls = pool, SyncCalls(ranks, phase_s)
         self.hf_config, self.dtype, self.probe_interval = hf_config, dtype, probe_interval
-        self.options = {
+        self.options: dict[str, Any] = {
             "transport": transport or default_transport(),
             "bucket_bytes": bucket_bytes,
-            "timeout_s": ENGINE_SHARE * phase_s,
+            "timeout_s": ENGINE_FRACTION * phase_s,
         }
         self.deadline_s, self.phase_s, self.shared_gpus = deadline_s, phase_s, shared_gpus
         self.syncs = 0
-        self.withdrawn = True
+        self.training = True
+        """Whether the trainer may have moved on from the weights of the last sync."""
         self._metadata: list[list[TensorMeta]] = []
-        self._connected: list[Any] = []  # engines that the ranks' groups were made for
-        self._ends = 0.0
+        self._connected: list[InferenceEngine] = []  # engines that the ranks' groups were made for
 
-    async def publish(self, version: str) -> SyncReport:
+    async def sync(self, version: str) -> SyncReport:
         """Give every engine the trainer's weights as ``version``. Requests in flight are frozen meanwhile.
 
         Raises WeightSyncError when no engine could be verified: none generates then, the version is not published, and
         the trainer's state is untouched. Errors of trainer ranks come through as they are.
         """
         async with self.pool.changing:
-            self._ends = time.monotonic() + self.deadline_s
+            self.calls.ends = time.monotonic() + self.deadline_s
             report = await self._until_verified(version)
             slots = self.pool.alive()
             for slot in slots:
                 slot.version = version
             self.pool.publish(version)
             with _timed(report, "resume"):
-                await self._each(slots, "resume", lambda engine: engine.resume())
+                await self.calls.on_engines(slots, "resume", lambda engine: engine.resume())
             self.syncs += 1
-            self.withdrawn = False
+            self.training = False
             return report
 
-    async def withdraw(self) -> None:
-        """The trainer is about to use its ranks or change its weights: returns once no update is under way and engines
-        on the same GPUs sleep; until the next publication :meth:`bring_up_to_date` refuses."""
+    async def begin_training(self) -> None:
+        """Wait until no sync is under way and engines on the same GPUs sleep.
+
+        The trainer may then use its ranks and change its weights; until the next sync :meth:`sync_engine` refuses.
+        """
         async with self.pool.changing:
-            self.withdrawn = True
+            self.training = True
             if self.shared_gpus:
                 await self.pool.sleep(self.phase_s)
 
-    async def bring_up_to_date(self, slot: Any) -> None:
-        """Give a restarted engine the published version, while the trainer still holds just these weights: from a
-        publication to :meth:`withdraw`. Called with the pool's lock held. Raises WeightSyncError."""
-        if self.withdrawn:
+    async def sync_engine(self, slot: EngineSlot) -> None:
+        """Give a restarted engine the published version, while the trainer still has just these weights: until
+        :meth:`begin_training`. Called with the pool's lock taken. Raises WeightSyncError."""
+        if self.training:
             raise WeightSyncError(f"the trainer is past version {self.pool.published}; the next version is for it too")
-        self._ends = time.monotonic() + self.deadline_s
+        self.calls.ends = time.monotonic() + self.deadline_s
         version = self.pool.published
         try:
             await self._update([slot], version, SyncReport(version, 0, 1))
-            await self._each([slot], "resume", lambda engine: engine.resume())
-        except (_EnginesLost, _AttemptFailed) as error:
+            await self.calls.on_engines([slot], "resume", lambda engine: engine.resume())
+        except (EnginesLost, AttemptFailed) as error:
             await self.pool.mark_dead(slot, str(error))
             raise WeightSyncError(str(error)) from error
         self.pool.serve(slot, version)
 
     async def _until_verified(self, version: str) -> SyncReport:
         failures: list[str] = []
-        restarts: Counter[Any] = Counter()
+        restarts: Counter[EngineSlot] = Counter()
         again = False
         if self.shared_gpus:
-            await self._all_ranks("make room", lambda rank: rank.offload())
+            await self.calls.on_ranks("offload", lambda rank: rank.offload())
         while True:
-            await self._mend(restarts, failures)
+            await self._restart_dead(restarts, failures)
             slots = self.pool.alive()
             if not slots:
                 raise WeightSyncError(
@@ -145,10 +170,10 @@ class WeightSynchronizer:
             try:
                 await self._update(slots, version, report)
                 return report
-            except _EnginesLost as error:
+            except EnginesLost as error:
                 failures.append(str(error))
                 lost = error.slots
-            except _AttemptFailed as error:
+            except AttemptFailed as error:
                 if again:
                     await self._leave_update(slots)
                     raise WeightSyncError(
@@ -165,44 +190,43 @@ class WeightSynchronizer:
             await self._leave_update([slot for slot in slots if slot not in lost])
 
     # ------------------------------------------------------------------ one attempt
-    async def _update(self, slots: list[Any], version: str, report: SyncReport) -> None:
-        """All phases for these engines. Raises _EnginesLost, _AttemptFailed, or what a trainer rank raised."""
+    async def _update(self, slots: list[EngineSlot], version: str, report: SyncReport) -> None:
+        """Run all phases for these engines. Raises EnginesLost, AttemptFailed, or what a trainer rank raised."""
         with _timed(report, "pause"):
             for slot in slots:
-                self.pool.hold(slot)
-            await self._each(slots, "pause", lambda engine: engine.pause("keep"))
+                self.pool.pause(slot)
+            await self.calls.on_engines(slots, "pause", lambda engine: engine.pause("keep"))
             if self.shared_gpus:
-                await self._each(slots, "wake weights", lambda engine: engine.wake(["weights"]))
+                await self.calls.on_engines(slots, "wake weights", lambda engine: engine.wake(["weights"]))
         with _timed(report, "connect"):
             await self._connect(slots)
-        report.nbytes = sum(meta.nbytes for announced in self._metadata for meta in announced)
+        report.nbytes = sum(meta.nbytes for sender in self._metadata for meta in sender)
         with _timed(report, "start"):
-            await self._each(slots, "start", lambda engine: engine.start_update())
+            await self.calls.on_engines(slots, "start", lambda engine: engine.start_update())
         with _timed(report, "transfer"):
-            announced = [sender for sender in self._metadata if sender]
-            received, sent = await self._together(
+            metadata = [sender for sender in self._metadata if sender]
+            received, sent = await self.calls.together(
                 slots,
                 "transfer",
-                lambda engine: engine.receive_weights(announced),
+                lambda engine: engine.receive_weights(metadata),
                 lambda _, rank: rank.send_weights(),
             )
         _compare(slots, received, [sums for sums, sender in zip(sent, self._metadata, strict=True) if sender])
         with _timed(report, "finish"):
-            await self._each(slots, "finish", lambda engine: engine.finish_update(version))
+            await self.calls.on_engines(slots, "finish", lambda engine: engine.finish_update(version))
         with _timed(report, "probe"):
             await self._probe(slots, report)
 
-    async def _connect(self, slots: list[Any]) -> None:
+    async def _connect(self, slots: list[EngineSlot]) -> None:
         engines = [slot.engine for slot in slots]
         if engines == self._connected:
             return
         self._connected = []
-        announced = await self._all_ranks("announce", lambda rank: rank.weight_metadata())
-        self._metadata = [[m if isinstance(m, TensorMeta) else TensorMeta(*m) for m in one] for one in announced]
+        self._metadata = await self.calls.on_ranks("metadata", lambda rank: rank.weight_metadata())
         check_metadata(self._metadata, self.hf_config)
         sends = [bool(sender) for sender in self._metadata]
-        workers = await self._each(slots, "connect", lambda engine: engine.worker_count())
-        addresses = await self._all_ranks("connect", lambda rank: rank.listen_for_engines())
+        workers = await self.calls.on_engines(slots, "connect", lambda engine: engine.worker_count())
+        addresses = await self.calls.on_ranks("connect", lambda rank: rank.listen_for_engines())
         senders = [address for address, sending in zip(addresses, sends, strict=True) if sending]
         offsets = {id(slot.engine): 1 + sum(workers[:number]) for number, slot in enumerate(slots)}
         world = 1 + sum(workers)
@@ -211,7 +235,7 @@ class WeightSynchronizer:
             if sends[number]:
                 await rank.connect_engines(world - 1, self.options["timeout_s"])
 
-        await self._together(
+        await self.calls.together(
             slots,
             "connect",
             lambda engine: engine.connect_weights(senders, offsets[id(engine)], world, **self.options),
@@ -219,23 +243,26 @@ class WeightSynchronizer:
         )
         self._connected = engines
 
-    async def _probe(self, slots: list[Any], report: SyncReport) -> None:
-        """Frozen requests go on for as long as the probe takes: their tokens are delivered once the version is
-        published, or never."""
+    async def _probe(self, slots: list[EngineSlot], report: SyncReport) -> None:
+        """Let trainer and engines score the same tokens, if it is due.
+
+        Frozen requests go on for as long as that takes: their tokens are delivered once the version is published, or
+        never.
+        """
         due = is_due(self.syncs, self.probe_interval)
         tokens = probe_tokens(int(self.hf_config["vocab_size"]), self.syncs)
         expected = await self._expected(tokens) if due else None
         if self.shared_gpus:
-            await self._each(slots, "wake cache", lambda engine: engine.wake(["kv_cache"]))
+            await self.calls.on_engines(slots, "wake cache", lambda engine: engine.wake(["kv_cache"]))
         if expected is None:
             return
         trainer, limit = expected
-        await self._each(slots, "probe", lambda engine: engine.resume())
-        engines = await self._each(slots, "probe", lambda engine: engine.score(tokens))
-        await self._each(slots, "probe", lambda engine: engine.pause("keep"))
+        await self.calls.on_engines(slots, "probe", lambda engine: engine.resume())
+        engines = await self.calls.on_engines(slots, "probe", lambda engine: engine.score(tokens))
+        await self.calls.on_engines(slots, "probe", lambda engine: engine.pause("keep"))
         wrong = {}
         for slot, logprobs in zip(slots, engines, strict=True):
-            report.gaps[slot.name] = found = gap(trainer, logprobs)
+            report.logprob_diffs[slot.name] = found = logprob_diff(trainer, logprobs)
             if not found.within(limit):
                 wrong[slot] = (
                     f"log-probs of {len(tokens)} tokens differ from the trainer's by up to {found.largest:.2e}, on "
@@ -248,28 +275,28 @@ class WeightSynchronizer:
                 "arrived as they were sent: trainer and engine disagree about what they mean"
             )
         if wrong:
-            raise _EnginesLost("probe", wrong)
+            raise EnginesLost("probe", wrong)
 
     async def _expected(self, tokens: list[int]) -> tuple[list[float], Limit]:
-        """The trainer's scores, and how far an engine's may be from them."""
+        """Return the trainer's scores, and how far an engine's may be from them."""
 
-        async def score(nudge: float) -> list[float]:
-            scored = await self._all_ranks("probe", lambda rank: rank.score(tokens, nudge=nudge))
+        async def score(perturbation: float) -> list[float]:
+            scored = await self.calls.on_ranks("probe", lambda rank: rank.score(tokens, perturbation=perturbation))
             return next(logprobs for logprobs in scored if logprobs is not None)
 
-        trainer, epsilon = await score(nudge=0.0), HALF_EPSILON.get(self.dtype)
-        rounding = gap(trainer, await score(nudge=epsilon)) if epsilon else None
+        trainer, epsilon = await score(perturbation=0.0), HALF_EPSILON.get(self.dtype)
+        rounding = logprob_diff(trainer, await score(perturbation=epsilon)) if epsilon else None
         return trainer, limit_of(self.dtype, rounding)
 
     # ------------------------------------------------------------------ failures
-    async def _mend(self, restarts: Counter[Any], failures: list[str]) -> None:
-        """Restart engines that are gone, within the deadline; drop one that does not come up, or fails again."""
-        for slot in self.pool.lost():
+    async def _restart_dead(self, restarts: Counter[EngineSlot], failures: list[str]) -> None:
+        """Restart engines that are dead, within the deadline; drop one that does not come up, or fails again."""
+        for slot in self.pool.dead():
             restarts[slot] += 1
             try:
                 if restarts[slot] > RESTARTS:
                     raise EngineError(f"failed again after {RESTARTS} restarts")
-                async with asyncio.timeout(max(self._ends - time.monotonic(), 0.0)):
+                async with asyncio.timeout(max(self.calls.ends - time.monotonic(), 0.0)):
                     await self.pool.restart(slot)
             except (EngineError, TimeoutError) as error:
                 why = str(error) or f"not restarted within deadline_s={self.deadline_s:g}"
@@ -277,81 +304,23 @@ class WeightSynchronizer:
                 failures.append(f"{slot.name} is dropped: {why}")
                 log.error(failures[-1])
 
-    async def _leave_update(self, slots: Sequence[Any]) -> None:
-        """Bring engines out of an update that will not be finished; the next one starts with new groups."""
+    async def _leave_update(self, slots: Sequence[EngineSlot]) -> None:
+        """Bring engines out of a sync that will not be finished; the next one starts with new groups."""
         self._connected = []
         for slot in slots:
             try:
-                await self._within("abort", slot.engine.abort_update())
+                await self.calls.within(slot.engine.abort_update())
             except (EngineError, WeightSyncError) as error:
                 await self.pool.mark_dead(slot, str(error))
 
-    # ------------------------------------------------------------------ calls
-    async def _each(self, slots: list[Any], phase: str, call: Callable[[Any], Awaitable[Any]]) -> list[Any]:
-        """Results of all engines."""
-        return (await self._together(slots, phase, call, None))[0]
 
-    async def _all_ranks(self, phase: str, call: Callable[[TrainerRank], Awaitable[Any]]) -> list[Any]:
-        """Results of all ranks."""
-        return (await self._together([], phase, None, lambda _, rank: call(rank)))[1]
-
-    async def _together(
-        self,
-        slots: list[Any],
-        phase: str,
-        of_engine: Callable[[Any], Awaitable[Any]] | None,
-        of_rank: Callable[[int, TrainerRank], Awaitable[Any]] | None,
-    ) -> tuple[list[Any], list[Any]]:
-        """Results of engines and ranks, called at the same time.
-
-        One that fails makes those that wait for it fail too. A rank's own error explains everything; else an engine
-        that does not answer afterwards does; else nobody is to blame and the attempt failed.
-        """
-        work = [self._within(phase, of_engine(slot.engine)) for slot in slots] if of_engine else []
-        if of_rank:
-            work += [self._within(phase, of_rank(number, rank)) for number, rank in enumerate(self.ranks)]
-        results = await asyncio.gather(*work, return_exceptions=True)
-        of_engines, of_ranks = results[: len(slots)], results[len(slots) :]
-        failed = {slot: str(e) for slot, e in zip(slots, of_engines, strict=True) if isinstance(e, BaseException)}
-        waited = []
-        for number, error in enumerate(of_ranks):
-            if isinstance(error, EngineError):
-                waited.append(f"trainer rank {number}, phase {phase}: {error}")
-            elif isinstance(error, BaseException):
-                raise error
-        if not failed and not waited:
-            return list(of_engines), list(of_ranks)
-        silent = {slot: why for slot, why in failed.items() if not await self._answers(slot)}
-        if silent:
-            raise _EnginesLost(phase, silent)
-        told = [f"{slot.name}, phase {phase}: {why}" for slot, why in failed.items()]
-        raise _AttemptFailed("; ".join(told + waited))
-
-    async def _answers(self, slot: Any) -> bool:
-        try:
-            await slot.probe(min(self.phase_s, ANSWER_S))
-        except EngineGoneError as error:
-            log.info("%s does not answer: %s", slot.name, error)
-            return False
-        return True
-
-    async def _within(self, phase: str, work: Awaitable[Any]) -> Any:
-        """Await with the deadlines of the phase and of the publication; a little more than the callee's own, whose
-        error says more."""
-        left = max(min(self.phase_s, self._ends - time.monotonic()), 0.0) + 5.0
-        try:
-            async with asyncio.timeout(left):
-                return await work
-        except TimeoutError:
-            raise EngineError(f"no answer within {left:.0f} s") from None
-
-
-def _compare(slots: Sequence[Any], received: Sequence[Any], sent: list[list[int]]) -> None:
-    """Raise _AttemptFailed unless every worker of every engine got every bucket as it was sent."""
-    wrong = []
+def _compare(slots: Sequence[EngineSlot], received: Sequence[list[list[list[int]]]], sent: list[list[int]]) -> None:
+    """Raise AttemptFailed unless every worker of every engine got every bucket as it was sent."""
+    wrong: list[str] = []
+    nothing: list[int] = []
     for slot, workers in zip(slots, received, strict=True):
         for worker, sums in enumerate(workers):
-            for sender, (got, want) in enumerate(zip_longest(sums, sent, fillvalue=[])):
+            for sender, (got, want) in enumerate(zip_longest(sums, sent, fillvalue=nothing)):
                 if got != want:
                     first = next(n for n, pair in enumerate(zip_longest(got, want)) if pair[0] != pair[1])
                     wrong.append(
@@ -359,7 +328,7 @@ def _compare(slots: Sequence[Any], received: Sequence[Any], sent: list[list[int]
                         "what was sent (checksums differ)"
                     )
     if wrong:
-        raise _AttemptFailed("; ".join(wrong[:4]))
+        raise AttemptFailed("; ".join(wrong[:4]))
 
 
 @contextlib.contextmanager

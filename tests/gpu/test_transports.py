@@ -39,7 +39,7 @@ def test_nccl_in_a_group_of_one():
     transport.close()
 
 
-def receive(port, announced, pipe):
+def receive(port, metadata, pipe):
     """The engine's side, in a process of its own."""
     import torch
 
@@ -48,7 +48,7 @@ def receive(port, announced, pipe):
 
     transport = open_transport("ipc", "127.0.0.1", port, 1, 2, TIMEOUT_S)
     receiver = WeightReceiver([transport], BUCKET_BYTES, torch.device("cuda", 0))
-    receiver.announce([announced])
+    receiver.set_metadata([metadata])
     for _ in range(2):  # the second time nothing is opened anew
         pipe.send(({name: tensor.cpu() for name, tensor in receiver.tensors()}, receiver.checksums))
     pipe.recv()  # until the sender is done with its buffers
@@ -59,7 +59,7 @@ def test_ipc_between_two_processes():
     import torch
 
     from skyrl_megatron.weight_sync.sender import WeightSender
-    from skyrl_megatron.weight_sync.source import StateSource
+    from tests.support.state_source import StateSource
 
     source = tensors()
     sender = WeightSender(StateSource(source), bucket_bytes=BUCKET_BYTES, transport="ipc")

@@ -98,8 +98,8 @@ def test_a_server_is_sampled_from_and_updated(loop, tmp_path):
         options = dict(hf_config=config, dtype="float32", bucket_bytes=BUCKET_BYTES, phase_s=60.0)
         for model, version in ((models[0], None), (models[1], "7")):
             if version is not None:
-                report = loop(WeightSynchronizer(pool, [trainer], **options).publish(version))
-                assert not report.failures and report.gaps["engine 0"].largest <= 1e-4
+                report = loop(WeightSynchronizer(pool, [trainer], **options).sync(version))
+                assert not report.failures and report.logprob_diffs["engine 0"].largest <= 1e-4
             sample = loop(client.sample(TOKENS, sampling))
             expected = reference_logprobs(model, TOKENS + sample.token_ids, temperature=0.8)[len(TOKENS) - 1 :]
             assert largest_gap(sample.logprobs, expected) <= 1e-5
@@ -125,7 +125,7 @@ async def lose_a_worker(pool, client, url):
     [worker] = [p for p in server_processes(url) if "Worker" in p.name() or "Worker" in " ".join(p.cmdline())]
     worker.kill()
     pool.wait_s = 1.0
-    with pytest.raises(EngineError, match=r"no engine served within 1 s: engine 0 held .*lost a request"):
+    with pytest.raises(EngineError, match=r"no engine served within 1 s: engine 0 paused .*lost a request"):
         await work
     await monitor.check()
     assert slot.state.value == "dead" and f"no vLLM server at {url}" in slot.why

@@ -148,6 +148,48 @@ def test_a_batch_goes_out_once_a_replica_and_comes_back_in_order(ray_slots, rows
     assert torch.equal(sharded.collect(places, results), expected)
 
 
+class Echo:
+    """An engine class with nothing behind it."""
+
+    def __init__(self, settings):
+        self.settings = settings
+
+    async def start(self):
+        pass
+
+    async def version(self):
+        return self.settings, os.environ["CUDA_VISIBLE_DEVICES"]
+
+    async def health(self):
+        from skyrl_megatron.errors import RequestError
+
+        raise RequestError("ill")
+
+    async def openai(self, path, body):
+        yield 200, path
+        yield body
+
+
+def test_an_engine_of_any_class_is_an_actor(ray_slots):
+    import asyncio
+
+    from skyrl_megatron.errors import EngineGoneError, RequestError
+    from skyrl_megatron.workers.engine_actor import RayEngine
+
+    async def use():
+        engine = RayEngine("settings", kind=Echo, gpus=["3", "1"])
+        await engine.start()
+        assert await engine.version() == ("settings", "3,1")
+        with pytest.raises(RequestError, match="ill"):
+            await engine.health()
+        assert [piece async for piece in engine.openai("/v1", b"body")] == [(200, "/v1"), b"body"]
+        await engine.kill()
+        with pytest.raises(EngineGoneError, match="the engine's actor is gone"):
+            await engine.version()
+
+    asyncio.run(use())
+
+
 def test_an_impossible_placement_says_what_is_missing(ray_slots):
     from skyrl_megatron.errors import LaunchError
     from skyrl_megatron.workers.placement import reserve

@@ -23,10 +23,10 @@ LAYER = {
     "types": 0,
     "device": 0,
 }
-# First layer that may import the package, and files below it that may too.
+# First layer that may import the package (99: none), and files below it that may too.
 HEAVY = {
     "ray": (6, {"skyrl_megatron/algorithms/registry.py"}),
-    "vllm": (4, set()),
+    "vllm": (99, {"skyrl_megatron/inference/vllm/compat.py", "skyrl_megatron/weight_sync/vllm_backend.py"}),
     "megatron": (2, set()),
     "transformer_engine": (2, set()),
     "apex": (2, set()),

@@ -1,4 +1,4 @@
-"""Real Megatron ranks as the publisher calls them (``workers/sync_handles.py``), in the processes of the rank pool."""
+"""Real Megatron ranks as ``TrainerRank`` (``workers/sync_calls.py``), in the processes of the rank pool."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class Rank:
         save_hf(self.engine.model, self.engine.groups, folder)
 
     def weight_metadata(self):
-        from skyrl_megatron.weight_sync.megatron_source import MegatronSource
+        from skyrl_megatron.weight_sync.megatron_source import MegatronWeightSource
 
-        self.sender = FaultySender(MegatronSource(self.engine.model, self.engine.groups), self.bucket_bytes)
+        self.sender = FaultySender(MegatronWeightSource(self.engine.model, self.engine.groups), self.bucket_bytes)
         return list(self.sender.metadata())
 
     def plant(self, fault: str) -> None:
@@ -71,10 +71,10 @@ class Rank:
     def send_weights(self):
         return self.sender.send()
 
-    def score(self, token_ids, nudge):
+    def score(self, token_ids, perturbation):
         from skyrl_megatron.runtime.scoring import score_tokens
 
-        return score_tokens(self.engine, token_ids, nudge=nudge)
+        return score_tokens(self.engine, token_ids, perturbation=perturbation)
 
 
 class MegatronRanks:
@@ -122,7 +122,7 @@ class MegatronRanks:
 
 
 class Handle:
-    """One rank as the publisher calls it."""
+    """One rank as the weight sync calls it."""
 
     def __init__(self, pipe) -> None:
         self.pipe = pipe
@@ -145,8 +145,8 @@ class Handle:
     async def send_weights(self):
         return await self("send_weights")
 
-    async def score(self, token_ids, *, nudge=0.0):
-        return await self("score", list(token_ids), nudge)
+    async def score(self, token_ids, *, perturbation=0.0):
+        return await self("score", list(token_ids), perturbation)
 
     async def offload(self):
         raise AssertionError("nobody shares a GPU")

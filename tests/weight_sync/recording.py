@@ -42,7 +42,8 @@ class Playback(Recorder):
 
 def transport(name: str, group):
     """The transport of that name, around ``group``."""
-    kind = importlib.import_module(f"skyrl_megatron.weight_sync.transport_{name}").Transport
+    module = importlib.import_module(f"skyrl_megatron.weight_sync.transport_{name}")
+    kind = getattr(module, f"{name.capitalize()}Transport")
     made = kind.__new__(kind)
     made.timeout, made.group = datetime.timedelta(seconds=10), group
     return made
@@ -56,7 +57,7 @@ def sent(sender, name: str = "gloo") -> Recorder:
     return group
 
 
-def received(announced, buckets, bucket_bytes: int, name: str = "gloo"):
+def received(metadata, buckets, bucket_bytes: int, name: str = "gloo"):
     """(tensors by name, groups) that a receiver makes of the buckets of all senders."""
     import torch
 
@@ -64,5 +65,5 @@ def received(announced, buckets, bucket_bytes: int, name: str = "gloo"):
 
     groups = [Playback(each) for each in buckets]
     receiver = WeightReceiver([transport(name, group) for group in groups], bucket_bytes, torch.device("cpu"))
-    receiver.announce(announced)
+    receiver.set_metadata(metadata)
     return {name: tensor.clone() for name, tensor in receiver.tensors()}, groups

@@ -27,7 +27,7 @@ def shapes(seed):
 
 def sync(seed, transport="gloo"):
     from skyrl_megatron.weight_sync.sender import WeightSender
-    from skyrl_megatron.weight_sync.source import StateSource
+    from tests.support.state_source import StateSource
     from tests.weight_sync.recording import received, sent
 
     tensors = shapes(seed)
@@ -59,7 +59,7 @@ def test_nccl_group_is_connected_before_the_first_broadcast(monkeypatch):
     import torch.distributed as dist
 
     from skyrl_megatron import device
-    from skyrl_megatron.weight_sync.transport_nccl import Transport
+    from skyrl_megatron.weight_sync.transport_nccl import NcclTransport
 
     calls = []
 
@@ -84,7 +84,7 @@ def test_nccl_group_is_connected_before_the_first_broadcast(monkeypatch):
             calls.append(("abort",))
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
-    transport = Transport("127.0.0.1", 0, 0, 3, 7.0)
+    transport = NcclTransport("127.0.0.1", 0, 0, 3, 7.0)
     wait = transport.broadcast("bucket")
     wait()
     transport.close()
@@ -101,7 +101,7 @@ def test_the_plan_is_made_once_and_again_when_weights_move():
     import torch
 
     from skyrl_megatron.weight_sync.sender import WeightSender
-    from skyrl_megatron.weight_sync.source import StateSource
+    from tests.support.state_source import StateSource
     from tests.weight_sync.recording import received, sent
 
     tensors = {"weight": torch.randn(4, 4)}
@@ -123,7 +123,7 @@ def test_a_row_larger_than_a_bucket_is_refused():
 
     from skyrl_megatron.errors import WeightSyncError
     from skyrl_megatron.weight_sync.sender import WeightSender
-    from skyrl_megatron.weight_sync.source import StateSource
+    from tests.support.state_source import StateSource
     from tests.weight_sync.recording import sent
 
     sender = WeightSender(StateSource({"wide": torch.zeros(2, 2000)}), bucket_bytes=4096)

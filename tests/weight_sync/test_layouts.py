@@ -92,7 +92,7 @@ class Model:
             self.loop(pool.shutdown())
         return self.fresh[content]
 
-    def publisher(self, trainer, phase_s=60.0, deadline_s=200.0):
+    def synchronizer(self, trainer, phase_s=60.0, deadline_s=200.0):
         from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
         times = {"phase_s": phase_s, "deadline_s": deadline_s}
@@ -103,12 +103,12 @@ class Model:
     def check(self, ranks, world, layout, exports) -> None:
         """A → B → A from ranks in ``layout``, each compared with a fresh engine on what they export."""
         with MegatronRanks(ranks, self.folders["A"], world, layout, BUCKET_BYTES) as trainer:
-            publisher = self.publisher(trainer)
+            synchronizer = self.synchronizer(trainer)
             for number, name in enumerate("ABA"):
                 trainer.together("load", self.folders[name])
-                report = self.loop(publisher.publish(f"{name}{number}"), 250)
+                report = self.loop(synchronizer.sync(f"{name}{number}"), 250)
                 assert not report.failures
-                assert report.gaps["engine 0"].largest <= 1e-4
+                assert report.logprob_diffs["engine 0"].largest <= 1e-4
                 trainer.together("export", exports / f"{name}{number}")
                 assert digest(exports / f"{name}{number}") == digest(self.folders[name])
                 assert self.answers(self.pool) == self.fresh_answers(exports / f"{name}{number}")
@@ -151,11 +151,11 @@ def test_ranks_stay_in_step_when_an_engine_is_lost(ranks, qwen3_moe, tmp_path, n
     """Ranks that need rows from one another can send again, to the engine that takes the place of the lost one."""
     model, layout = qwen3_moe, dict(tp=2, ep=2)
     with MegatronRanks(ranks, model.folders["B"], 2, layout, BUCKET_BYTES) as trainer:
-        publisher = model.publisher(trainer, phase_s=20.0, deadline_s=300.0)
-        model.loop(publisher.publish("before"), 250)
+        synchronizer = model.synchronizer(trainer, phase_s=20.0, deadline_s=300.0)
+        model.loop(synchronizer.sync("before"), 250)
         engine = model.pool.slots[0].engine
         model.loop(trainer.handles[0]("plant", f"signal {int(number)} {engine.process_ids()[-1]}"))
-        report = model.loop(publisher.publish("after"), 350)
+        report = model.loop(synchronizer.sync("after"), 350)
         assert report.failures and model.pool.slots[0].engine is not engine
         trainer.together("export", tmp_path / "after")
         assert model.answers(model.pool) == model.fresh_answers(tmp_path / "after")
@@ -163,17 +163,17 @@ def test_ranks_stay_in_step_when_an_engine_is_lost(ranks, qwen3_moe, tmp_path, n
 
 @pytest.mark.full_matrix
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_dies_ends_the_publication(ranks, qwen3_moe, rank):
+def test_a_rank_that_dies_ends_the_sync(ranks, qwen3_moe, rank):
     from skyrl_megatron.errors import DistributedError
 
     model, layout = qwen3_moe, dict(tp=2, ep=2)
     with MegatronRanks(ranks, model.folders["B"], 2, layout, BUCKET_BYTES) as trainer:
-        publisher = model.publisher(trainer, phase_s=20.0)
-        model.loop(publisher.publish("before"), 250)
+        synchronizer = model.synchronizer(trainer, phase_s=20.0)
+        model.loop(synchronizer.sync("before"), 250)
         trainer.may_die = True
         model.loop(trainer.handles[rank]("plant", "the trainer dies"))
         with pytest.raises(DistributedError, match="gone"):
-            model.loop(publisher.publish("after"), 250)
+            model.loop(synchronizer.sync("after"), 250)
     assert model.pool.published == "before" and model.pool.slots[0].state.value == "paused"
 
 

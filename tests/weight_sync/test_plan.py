@@ -13,16 +13,16 @@ IN_THE_PLAIN_SUITE = ("tp2·cp2·etp2·ep2", "pp2·vpp2")
 
 
 def sent_by_rank(folder, other, world, layout):
-    """Body of a rank: what it announces, and the buckets of two syncs, the second with another folder's weights."""
+    """Body of a rank: what it sends, and the buckets of two syncs, the second with another folder's weights."""
     from tests.weight_sync.megatron_ranks import Rank
     from tests.weight_sync.recording import sent
 
     rank = Rank(folder, world, layout, BUCKET_BYTES)
-    announced, syncs = rank.weight_metadata(), []
+    metadata, syncs = rank.weight_metadata(), []
     for weights in (folder, other):
         rank.load(weights)
         syncs.append(sent(rank.sender).sent)
-    return announced, syncs
+    return metadata, syncs
 
 
 def one_by_one(tensors):
@@ -50,7 +50,7 @@ def check(ranks, tmp_path, model_type, world, layout, **overrides):
     results = [(a, s) for a, s in ranks(world, sent_by_rank, *folders, world, layout) if a]
     for number, folder in enumerate(folders):
         buckets = [syncs[number] for _, syncs in results]
-        found, _ = received([announced for announced, _ in results], buckets, BUCKET_BYTES)
+        found, _ = received([metadata for metadata, _ in results], buckets, BUCKET_BYTES)
         assert any(name.endswith(".experts.down_proj") for name in found) == (model_type in FUSED_EXPERTS)
         found = dict(one_by_one(found))
         expected = load_file(folder / "model.safetensors")

@@ -5,19 +5,21 @@ import pytest
 
 def test_limits():
     from skyrl_megatron.errors import WeightSyncError
-    from skyrl_megatron.weight_sync.probe import Gap, gap, limit_of
+    from skyrl_megatron.weight_sync.probe import LogprobDiff as Diff
+    from skyrl_megatron.weight_sync.probe import limit_of, logprob_diff
 
-    assert gap([-1.0, -2.0], [-1.5, -2.0]) == Gap(0.5, 0.25)
-    assert Gap(9e-5, 9e-5).within(limit_of("float32")) and not Gap(2e-4, 1e-6).within(limit_of("float32"))
-    small, large = Gap(0.2, 0.01), Gap(1.0, 0.4)
-    assert Gap(3.0, 0.14).within(limit_of("bfloat16", small)) and not Gap(0.2, 0.16).within(
-        limit_of("bfloat16", small)
+    assert logprob_diff([-1.0, -2.0], [-1.5, -2.0]) == Diff(0.5, 0.25)
+    assert Diff(9e-5, 9e-5).within(limit_of("float32")) and not Diff(2e-4, 1e-6).within(limit_of("float32"))
+    small, large = Diff(0.2, 0.01), Diff(1.0, 0.4)
+    assert Diff(3.0, 0.14).within(limit_of("bfloat16", small))
+    assert not Diff(0.2, 0.16).within(limit_of("bfloat16", small))
+    assert Diff(3.0, 1.1).within(limit_of("bfloat16", large)) and not Diff(3.0, 1.3).within(
+        limit_of("bfloat16", large)
     )
-    assert Gap(3.0, 1.1).within(limit_of("bfloat16", large)) and not Gap(3.0, 1.3).within(limit_of("bfloat16", large))
     for dtype in ("float32", "bfloat16"):
-        assert not gap([-1.0, float("nan")], [-1.0, -1.0]).within(limit_of(dtype, small))
+        assert not logprob_diff([-1.0, float("nan")], [-1.0, -1.0]).within(limit_of(dtype, small))
     with pytest.raises(WeightSyncError, match="scored 1 tokens, the engine 2"):
-        gap([-1.0], [-1.0, -1.0])
+        logprob_diff([-1.0], [-1.0, -1.0])
 
 
 def score(folder, layout):
@@ -28,15 +30,17 @@ def score(folder, layout):
 
     engine = MegatronEngine(config(folder, world=2, **layout))
     tokens = probe_tokens(engine.model.vocab_size)
-    return [score_tokens(engine, tokens, nudge=nudge) for nudge in (0.0, 2.0**-8, 1e-12, 0.0)]
+    return [score_tokens(engine, tokens, perturbation=perturbation) for perturbation in (0.0, 2.0**-8, 1e-12, 0.0)]
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}])
-def test_a_nudge_moves_scores_and_leaves_nothing_behind(ranks, tmp_path, layout):
+def test_a_perturbation_moves_scores_and_leaves_nothing_behind(ranks, tmp_path, layout):
     from tests.support.tiny_models import write_tiny_model
 
     found = [scores for scores in ranks(2, score, write_tiny_model("qwen3_moe", tmp_path / "m"), layout) if scores[0]]
-    ((plain, nudged, least, again),) = found
-    distance = [sum(abs(a - b) for a, b in zip(plain, other, strict=True)) / len(plain) for other in (nudged, least)]
+    ((plain, perturbed, least, again),) = found
+    distance = [
+        sum(abs(a - b) for a, b in zip(plain, other, strict=True)) / len(plain) for other in (perturbed, least)
+    ]
     assert 1e-3 < distance[0] < 0.3 and 0 < distance[1] < 1e-4
     assert again == plain

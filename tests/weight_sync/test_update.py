@@ -17,7 +17,7 @@ def send_folder(connection, folder: str, bucket_bytes: int) -> None:
     from safetensors.torch import load_file
 
     from skyrl_megatron.weight_sync.sender import WeightSender
-    from skyrl_megatron.weight_sync.source import StateSource
+    from tests.support.state_source import StateSource
 
     torch.set_num_threads(1)
     sender = WeightSender(StateSource(load_file(f"{folder}/model.safetensors")), bucket_bytes=bucket_bytes)

@@ -16,7 +16,7 @@ def serve(connection) -> None:
     import torch
     from safetensors.torch import load_file
 
-    from skyrl_megatron.weight_sync.source import StateSource
+    from tests.support.state_source import StateSource
 
     torch.set_num_threads(1)
     sender, address = None, ("", 0)
@@ -104,7 +104,7 @@ def FaultySender(source, bucket_bytes):
 
 
 class TrainerProcess:
-    """A ``TrainerRank`` (``workers/sync_handles.py``) in a process. :meth:`load` chooses what it sends."""
+    """A ``TrainerRank`` (``workers/sync_calls.py``) in a process. :meth:`load` chooses what it sends."""
 
     def __init__(self) -> None:
         self.folder: Any = None
@@ -139,8 +139,8 @@ class TrainerProcess:
     async def send_weights(self):
         return await asyncio.to_thread(self._ask, "send")
 
-    async def score(self, token_ids, *, nudge=0.0):
-        assert not nudge, "in fp32 nobody asks how far rounding goes"
+    async def score(self, token_ids, *, perturbation=0.0):
+        assert not perturbation, "in fp32 nobody asks how far rounding goes"
         from tests.support.engines import reference_logprobs
 
         return await asyncio.to_thread(reference_logprobs, self.folder, token_ids)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
+from skyrl_megatron.inference.protocol import OpenAIAnswer
 
-async def call_app(app: Any, path: str, body: bytes) -> AsyncIterator[tuple[int, str] | bytes]:
+
+async def call_app(app: Any, path: str, body: bytes) -> OpenAIAnswer:
     """POST a JSON ``body`` to ``path``: first (status, content type), then the response's body as it comes.
 
     Leaving the iterator early tells the application that its client is gone.

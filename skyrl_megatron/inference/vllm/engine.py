@@ -1,4 +1,4 @@
-"""One real vLLM engine behind :class:`~skyrl_megatron.inference.protocol.InferenceEngine`."""
+"""vLLM's engine as an :class:`~skyrl_megatron.inference.protocol.InferenceEngine`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import os
 import tempfile
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,21 @@ import psutil
 
 from skyrl_megatron import device
 from skyrl_megatron.errors import EngineError, EngineGoneError, SkyRLMegatronError, WeightSyncError
-from skyrl_megatron.inference.protocol import Generation, PauseMode, SampleRequest, WeightMetadata
+from skyrl_megatron.inference.protocol import (
+    INITIAL_VERSION,
+    Generation,
+    InferenceEngine,
+    OpenAIAnswer,
+    PauseMode,
+    SampleRequest,
+    WeightMetadata,
+)
 from skyrl_megatron.inference.vllm import processes
 from skyrl_megatron.inference.vllm.asgi import call_app
 from skyrl_megatron.inference.vllm.log import child_output, last_errors
 from skyrl_megatron.inference.vllm.model_folder import hf_config
 from skyrl_megatron.inference.vllm.requests import generation_of, refusals, sampling_parameters
-from skyrl_megatron.inference.vllm.settings import INITIAL_VERSION, EngineSettings
+from skyrl_megatron.inference.vllm.settings import EngineSettings
 from skyrl_megatron.weight_sync.metadata import plain_metadata
 
 __all__ = ["EngineSettings", "VLLMEngine"]
@@ -30,7 +38,7 @@ WITHDRAW_S = 10.0
 """How long an engine has to take back the requests of a batch that failed."""
 
 
-class VLLMEngine:
+class VLLMEngine(InferenceEngine):
     """AsyncLLM with sampled-token log-probs after temperature, and weights updated by our transfer backend.
 
     The engine's cores and workers are child processes of this one, and write what they print to ``log_file``.
@@ -43,7 +51,7 @@ class VLLMEngine:
         )
         self._llm: Any = None
         self._processes: list[psutil.Process] = []
-        self._announced: list[list[list[Any]]] | None = None
+        self._metadata: list[list[list[Any]]] | None = None
         self._openai: Any = None
         self._paused, self._pausing = False, asyncio.Lock()
 
@@ -57,12 +65,13 @@ class VLLMEngine:
         if not device.has_cuda():
             processes.start_server()  # it imports vLLM while this process does
         from skyrl_megatron.inference.vllm import compat
+        from skyrl_megatron.weight_sync import vllm_backend
 
         os.environ.update(compat.worker_environment())
         platform = compat.platform_arguments(hf)
         arguments = {
             "worker_extension_cls": compat.WORKER_EXTENSION,
-            "weight_transfer_config": {"backend": compat.BACKEND},
+            "weight_transfer_config": {"backend": vllm_backend.BACKEND},
         } | (settings.arguments() | platform | dict(settings.extra))
 
         def launch() -> Any:
@@ -91,14 +100,13 @@ class VLLMEngine:
             raise EngineError(f"vLLM did not start on {settings.model}: {said}") from error
 
     async def shutdown(self) -> None:
-        """See the protocol."""
         llm, self._llm = self._llm, None
         if llm is not None:
             await asyncio.to_thread(llm.shutdown)
         await self.kill()
 
     async def kill(self) -> None:
-        """See the protocol. A stopped process (SIGSTOP) is killed too."""
+        """Kill the processes, stopped ones (SIGSTOP) too."""
         for process in self._processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -111,11 +119,11 @@ class VLLMEngine:
             self.log_file.unlink(missing_ok=True)
 
     def process_ids(self) -> list[int]:
-        """The engine's processes, cores before their workers."""
+        """List the engine's processes, cores before their workers."""
         return [process.pid for process in self._processes]
 
     async def health(self) -> None:
-        """See the protocol: asks the core, and through it every worker."""
+        """Ask the core, and through it every worker."""
         with self._alive():
             await self._llm.check_health()
             await self._llm.collective_rpc("skyrl_ping")
@@ -124,13 +132,13 @@ class VLLMEngine:
     async def generate(
         self, request_id: str, prompt_token_ids: Sequence[int], sampling: Mapping[str, Any]
     ) -> Generation:
-        """See the protocol. Without stop strings nothing is turned into text."""
+        """Sample one continuation; without stop strings nothing is turned into text."""
         return generation_of(
             await self._finished(request_id, prompt_token_ids, sampling_parameters(request_id, sampling))
         )
 
     async def generate_batch(self, requests: Sequence[SampleRequest]) -> list[Generation]:
-        """See the protocol. The scheduler is paused while the requests are admitted."""
+        """Sample all requests; the scheduler is paused while they are admitted."""
         from skyrl_megatron.inference.vllm import compat
 
         prepared = [(r, sampling_parameters(r.request_id, r.sampling)) for r in requests]
@@ -156,7 +164,6 @@ class VLLMEngine:
                 raise
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """See the protocol."""
         request_id = f"score-{uuid.uuid4().hex}"
         parameters = sampling_parameters(request_id, {"max_tokens": 1, "prompt_logprobs": 0, "logprobs": None})
         final = await self._finished(request_id, token_ids, parameters)
@@ -164,7 +171,7 @@ class VLLMEngine:
         return [position[token].logprob for token, position in scored]
 
     async def _finished(self, request_id: str, token_ids: Sequence[int], parameters: Any) -> Any:
-        """vLLM's output of one request."""
+        """Return vLLM's output of one request."""
         from skyrl_megatron.inference.vllm import compat
 
         output = None
@@ -176,12 +183,11 @@ class VLLMEngine:
         return output
 
     async def abort(self, request_id: str) -> None:
-        """See the protocol."""
         with self._alive():
             await self._llm.abort(request_id)
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """See the protocol. Keeps the KV cache of frozen requests."""
+        """Stop generating, and keep the KV cache of frozen requests."""
         from skyrl_megatron.inference.vllm import compat
 
         with self._alive():
@@ -190,31 +196,27 @@ class VLLMEngine:
                 await compat.pause(self._llm, mode)
 
     async def resume(self) -> None:
-        """See the protocol."""
         with self._alive():
             async with self._pausing:
                 await self._llm.resume_generation()
                 self._paused = False
 
     async def reset_prefix_cache(self) -> None:
-        """See the protocol."""
         with self._alive():
             await self._llm.reset_prefix_cache()
 
     async def sleep(self, level: int = 1) -> None:
-        """See the protocol. Without GPUs there is nothing to free."""
+        """Free memory; without GPUs there is none to free."""
         if self.settings.sleep_mode:
             with self._alive():
                 await self._llm.sleep(level, mode="keep")
 
     async def wake(self, tags: Sequence[str] | None = None) -> None:
-        """See the protocol."""
         if self.settings.sleep_mode:
             with self._alive():
                 await self._llm.wake_up(None if tags is None else list(tags))
 
-    async def openai(self, path: str, body: bytes) -> AsyncIterator[tuple[int, str] | bytes]:
-        """See the protocol."""
+    async def openai(self, path: str, body: bytes) -> OpenAIAnswer:
         from skyrl_megatron.inference.vllm import compat
 
         with self._alive():
@@ -226,67 +228,50 @@ class VLLMEngine:
 
     # ------------------------------------------------------------------ weights
     async def worker_count(self) -> int:
-        """See the protocol."""
         return self.settings.workers
 
     async def connect_weights(
         self, senders: Sequence[tuple[str, int]], rank_offset: int, world_size: int, **options: Any
     ) -> None:
-        """See the protocol."""
-        from skyrl_megatron.inference.vllm import compat
+        from skyrl_megatron.weight_sync.vllm_backend import WeightTransferInitRequest
 
-        self._announced = None
+        self._metadata = None
         info = {"senders": [list(s) for s in senders], "rank_offset": rank_offset, "world_size": world_size} | options
         with self._alive("connect"):
-            await self._llm.init_weight_transfer_engine(compat.WeightTransferInitRequest(init_info=info))
+            await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
 
     async def start_update(self) -> None:
-        """See the protocol."""
         with self._alive("start"):
             await self._llm.start_weight_update()
 
-    async def receive_weights(self, announced: WeightMetadata) -> list[list[list[int]]]:
-        """See the protocol. What was announced before is not sent to the workers again."""
-        from skyrl_megatron.inference.vllm import compat
+    async def receive_weights(self, metadata: WeightMetadata) -> list[list[list[int]]]:
+        """Receive and load; metadata equal to those of the update before are not sent to the workers again."""
+        from skyrl_megatron.weight_sync.vllm_backend import WeightTransferUpdateRequest
 
-        plain = plain_metadata(announced)
-        info = {"senders": None if plain == self._announced else plain}
+        plain = plain_metadata(metadata)
+        info = {"senders": None if plain == self._metadata else plain}
         with self._alive("receive"):
-            self._announced = None
-            await self._llm.update_weights(compat.WeightTransferUpdateRequest(update_info=info))
-            self._announced = plain
-        return await self.weight_checksums()
+            self._metadata = None
+            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+            self._metadata = plain
+        with self._alive():
+            checksums: list[list[list[int]]] = await self._llm.collective_rpc("skyrl_checksums")
+        return checksums
 
     async def finish_update(self, version: str) -> None:
-        """See the protocol."""
         with self._alive("finish"):
             await self._llm.finish_weight_update(version)
             await self._llm.reset_prefix_cache()
 
     async def abort_update(self) -> None:
-        """See the protocol."""
         with self._alive("abort"):
             await self._llm.collective_rpc("skyrl_abort_update")
 
-    async def update_weights(self, announced: WeightMetadata, version: str) -> None:
-        """Start, receive and finish in one."""
-        await self.start_update()
-        await self.receive_weights(announced)
-        await self.finish_update(version)
-
-    async def weight_checksums(self) -> list[list[list[int]]]:
-        """Of the last update, per worker, per sender, per bucket."""
-        with self._alive():
-            checksums: list[list[list[int]]] = await self._llm.collective_rpc("skyrl_checksums")
-        return checksums
-
     async def version(self) -> str:
-        """See the protocol."""
         with self._alive():
             return str(await self._llm.get_weight_version())
 
     async def set_version(self, version: str) -> None:
-        """See the protocol."""
         with self._alive():
             await self._llm.update_weight_version(version)
 

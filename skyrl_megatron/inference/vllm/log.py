@@ -1,4 +1,4 @@
-"""The output of an engine's processes: kept in a file, so that its last words can be told when it dies."""
+"""The output of an engine's processes: kept in a file, so that an error can quote its last lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TELLING = re.compile(
 
 @contextlib.contextmanager
 def child_output(path: Path) -> Iterator[None]:
-    """Processes started within the block write what they print to ``path``, as does this process meanwhile.
+    """Let processes started within the block write what they print to ``path``, as this process does meanwhile.
 
     File descriptors belong to the whole process: blocks of several threads take turns.
     """
@@ -40,7 +40,7 @@ def child_output(path: Path) -> Iterator[None]:
 
 
 def last_errors(path: Path, count: int = 4) -> list[str]:
-    """The last few lines of an engine's output that name an error, each once, without vLLM's prefixes."""
+    """Return the last few lines of an engine's output that name an error, each once, without vLLM's prefixes."""
     try:
         text = path.read_bytes()[-200_000:].decode(errors="replace")
     except OSError:

@@ -38,7 +38,7 @@ _LIBRARIES = (
 """Shared libraries that vLLM's CPU processes want loaded before all others: package, pattern."""
 
 
-_server = forkserver.ForkServer()  # CPython's own is one for all of a process, with one list of what it imports
+_server: Any = forkserver.ForkServer()  # CPython's own is one for all of a process, with one list of what it imports
 _server.set_forkserver_preload(IMPORTED)
 
 
@@ -49,15 +49,17 @@ def start_server() -> None:
 
 
 def omp_threads() -> str:
-    """``OMP_NUM_THREADS`` of engine processes: OpenMP reads it when it is loaded, and never again."""
+    """Return ``OMP_NUM_THREADS`` of engine processes: OpenMP reads it when it is loaded, and never again."""
     return os.environ.get("OMP_NUM_THREADS", "1")
 
 
 class _Popen(popen_forkserver.Popen):
     """A request to our server."""
 
+    _fds: list[int]
+
     def _launch(self, process: context.ForkServerProcess) -> None:
-        """As CPython's ``popen_forkserver.Popen``: preparation and process, pickled, to a process newly forked."""
+        """Send preparation and process, pickled, to a newly forked process, as CPython's ``popen_forkserver`` does."""
         pickled = io.BytesIO()
         context.set_spawning_popen(self)
         try:
@@ -66,7 +68,7 @@ class _Popen(popen_forkserver.Popen):
         finally:
             context.set_spawning_popen(None)
         self.sentinel, writer = _server.connect_to_new_process(self._fds)
-        self.finalizer = util.Finalize(self, util.close_fds, (os.dup(writer), self.sentinel))
+        self.finalizer = util.Finalize(self, util.close_fds, (os.dup(writer), self.sentinel))  # type: ignore[attr-defined]
         with open(writer, "wb") as file:
             file.write(pickled.getbuffer())
         self.pid = forkserver.read_signed(self.sentinel)
@@ -75,10 +77,9 @@ class _Popen(popen_forkserver.Popen):
 class EngineProcess(context.ForkServerProcess):
     """A process that the server forks, as if it had been spawned by the one that starts it."""
 
-    _Popen = _Popen  # type: ignore[assignment]
+    _Popen = _Popen
 
     def start(self) -> None:
-        """See ``multiprocessing.Process``."""
         start_server()
         self._server_address = _server._forkserver_address
         self._environment = dict(os.environ)
@@ -88,7 +89,6 @@ class EngineProcess(context.ForkServerProcess):
         del self._output
 
     def run(self) -> None:
-        """See ``multiprocessing.Process``."""
         threading.Thread(target=_end_with, args=(self._starter,), name="end with the starter", daemon=True).start()
         for name in os.environ.keys() - self._environment.keys():
             del os.environ[name]
@@ -102,9 +102,9 @@ class EngineProcess(context.ForkServerProcess):
 
 
 class EngineContext(context.ForkServerContext):
-    """What ``vllm.utils.system_utils.get_mp_context`` returns on CPU."""
+    """The context that ``vllm.utils.system_utils.get_mp_context`` returns on CPU."""
 
-    Process = EngineProcess  # type: ignore[assignment]
+    Process = EngineProcess
 
 
 class _Output:
@@ -134,7 +134,7 @@ def _end_with(process: int) -> None:
 
 
 def _libraries() -> str:
-    """``LD_PRELOAD`` with vLLM's libraries, as far as they are there, before what is in it already."""
+    """Return ``LD_PRELOAD`` with vLLM's libraries, as far as they are there, before what is in it already."""
     already = os.environ.get("LD_PRELOAD", "")
     found: dict[str, str] = {}
     for package, pattern in _LIBRARIES:
@@ -147,7 +147,7 @@ def _libraries() -> str:
 
 @contextlib.contextmanager
 def _environment(**changes: str) -> Iterator[None]:
-    """Programs started within the block get these variables."""
+    """Give programs started within the block these variables."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:

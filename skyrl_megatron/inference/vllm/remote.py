@@ -6,29 +6,37 @@ import asyncio
 import contextlib
 import os
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
 
 from skyrl_megatron.errors import EngineError, EngineGoneError, RequestError, WeightSyncError
-from skyrl_megatron.inference.protocol import Generation, PauseMode, SampleRequest, WeightMetadata
-from skyrl_megatron.inference.vllm.settings import INITIAL_VERSION
+from skyrl_megatron.inference.protocol import (
+    INITIAL_VERSION,
+    Generation,
+    InferenceEngine,
+    OpenAIAnswer,
+    PauseMode,
+    SampleRequest,
+    WeightMetadata,
+)
 from skyrl_megatron.weight_sync.metadata import plain_metadata
 
 TOKENS = "/inference/v1/generate"
+_EXTENSION = "--worker-extension-cls skyrl_megatron.inference.vllm.compat.WorkerExtension"
 NEEDED = {
     "VLLM_SERVER_DEV_MODE=1": "the RL endpoints (pause, weight updates, versions)",
     "--enable-scale-out": f"{TOKENS} (tokens in, tokens out)",
     "--logprobs-mode processed_logprobs": "log-probs at the sampling temperature",
-    "--worker-extension-cls skyrl_megatron.inference.vllm.compat.WorkerExtension": "checksums of received weights",
+    _EXTENSION: "checksums of received weights",
     '--weight-transfer-config \'{"backend":"skyrl_megatron"}\'': "weight updates from this trainer",
 }
-"""What a server has to be started with, and what for."""
+"""Flags that a server has to be started with, and their purpose."""
 
 
-class RemoteEngine:
-    """The methods of ``InferenceEngine`` against a server. Start and end of the server are somebody else's.
+class RemoteEngine(InferenceEngine):
+    """An ``InferenceEngine`` that is a server, which somebody else starts and ends.
 
     ``url``: of the server, for control. ``proxy_url``: where requests for samples go instead, as to a router in front
     of several servers. The environment's ``VLLM_API_KEY`` is sent as bearer token.
@@ -42,7 +50,7 @@ class RemoteEngine:
             timeout=httpx.Timeout(timeout_s, connect=10),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
         )
-        self._announced: list[list[list[Any]]] | None = None
+        self._metadata: list[list[list[Any]]] | None = None
         self._model = ""
 
     # ------------------------------------------------------------------ start and end
@@ -54,8 +62,7 @@ class RemoteEngine:
         except (httpx.HTTPError, ValueError, LookupError) as error:
             raise EngineError(f"no vLLM server at {self.proxy_url} ({error!r}): start it, or fix the URL") from error
         await self._require("VLLM_SERVER_DEV_MODE=1", "GET", f"{self.url}/weight_info")
-        extension = "--worker-extension-cls skyrl_megatron.inference.vllm.compat.WorkerExtension"
-        await self._require(extension, "POST", f"{self.url}/collective_rpc", {"method": "skyrl_ping"})
+        await self._require(_EXTENSION, "POST", f"{self.url}/collective_rpc", {"method": "skyrl_ping"})
         greedy = {"token_ids": [1], "sampling_params": {"max_tokens": 1, "temperature": 0.5, "logprobs": 0, "seed": 0}}
         sampled = await self._require("--enable-scale-out", "POST", f"{self.proxy_url}{TOKENS}", greedy)
         entry = sampled["choices"][0]["logprobs"]["content"][0]
@@ -69,17 +76,15 @@ class RemoteEngine:
         await self._http.aclose()
 
     async def kill(self) -> None:
-        """Nothing: the server is somebody else's."""
+        """Do nothing: the server is somebody else's."""
 
     async def health(self) -> None:
-        """See the protocol."""
         await self._control("/collective_rpc", {"method": "skyrl_ping"})
 
     # ------------------------------------------------------------------ sampling
     async def generate(
         self, request_id: str, prompt_token_ids: Sequence[int], sampling: Mapping[str, Any]
     ) -> Generation:
-        """See the protocol."""
         parameters = {**sampling, "logprobs": None if sampling.get("logprobs", 0) is None else 0}
         choice = (await self._tokens(request_id, prompt_token_ids, parameters))["choices"][0]
         content = (choice.get("logprobs") or {}).get("content") or []
@@ -97,18 +102,15 @@ class RemoteEngine:
         )
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """See the protocol."""
         parameters = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 0}
         answer = await self._tokens(f"score-{uuid.uuid4().hex}", token_ids, parameters)
         scored = zip(token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
         return [position[str(token)]["logprob"] for token, position in scored]
 
     async def abort(self, request_id: str) -> None:
-        """See the protocol."""
         await self._post(f"{self.proxy_url}/inference/v1/abort_requests", {"request_ids": [request_id]})
 
-    async def openai(self, path: str, body: bytes) -> AsyncIterator[tuple[int, str] | bytes]:
-        """See the protocol."""
+    async def openai(self, path: str, body: bytes) -> OpenAIAnswer:
         headers = {"content-type": "application/json"}
         with self._reachable():
             async with self._http.stream("POST", self.proxy_url + path, content=body, headers=headers) as response:
@@ -117,71 +119,60 @@ class RemoteEngine:
                     yield piece
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """See the protocol."""
         await self._control(f"/pause?mode={mode}&clear_cache=false")
 
     async def resume(self) -> None:
-        """See the protocol."""
         await self._control("/resume")
 
     async def reset_prefix_cache(self) -> None:
-        """See the protocol."""
         await self._control("/reset_prefix_cache")
 
     async def sleep(self, level: int = 1) -> None:
-        """Nothing: a server elsewhere shares no GPU with the trainer."""
+        """Do nothing: a server elsewhere shares no GPU with the trainer."""
 
     async def wake(self, tags: Sequence[str] | None = None) -> None:
-        """Nothing, see :meth:`sleep`."""
+        """Do nothing, see :meth:`sleep`."""
 
     # ------------------------------------------------------------------ weights
     async def worker_count(self) -> int:
-        """See the protocol."""
         return int((await self._get("/get_world_size"))["world_size"])
 
     async def connect_weights(
         self, senders: Sequence[tuple[str, int]], rank_offset: int, world_size: int, **options: Any
     ) -> None:
-        """See the protocol."""
-        self._announced = None
+        self._metadata = None
         info = {"senders": [list(s) for s in senders], "rank_offset": rank_offset, "world_size": world_size} | options
         with _sync_errors("connect"):
             await self._control("/init_weight_transfer_engine", {"init_info": info})
 
     async def start_update(self) -> None:
-        """See the protocol."""
         with _sync_errors("start"):
             await self._control("/start_weight_update")
 
-    async def receive_weights(self, announced: WeightMetadata) -> list[list[list[int]]]:
-        """See the protocol."""
-        plain = plain_metadata(announced)
-        info = {"senders": None if plain == self._announced else plain}
-        self._announced = None
+    async def receive_weights(self, metadata: WeightMetadata) -> list[list[list[int]]]:
+        plain = plain_metadata(metadata)
+        info = {"senders": None if plain == self._metadata else plain}
+        self._metadata = None
         with _sync_errors("receive"):
             await self._control("/update_weights", {"update_info": info})
-        self._announced = plain
+        self._metadata = plain
         answer = await self._control("/collective_rpc", {"method": "skyrl_checksums"})
         checksums: list[list[list[int]]] = answer["results"]
         return checksums
 
     async def finish_update(self, version: str) -> None:
-        """See the protocol."""
         with _sync_errors("finish"):
             await self._control("/finish_weight_update", {"weight_version": version})
             await self._control("/reset_prefix_cache")
 
     async def abort_update(self) -> None:
-        """See the protocol."""
         with _sync_errors("abort"):
             await self._control("/collective_rpc", {"method": "skyrl_abort_update"})
 
     async def version(self) -> str:
-        """See the protocol."""
         return str((await self._get("/weight_info"))["weight_version"])
 
     async def set_version(self, version: str) -> None:
-        """See the protocol."""
         await self._control("/update_weight_version", {"new_version": version})
 
     # ------------------------------------------------------------------ HTTP

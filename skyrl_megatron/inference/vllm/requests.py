@@ -12,7 +12,7 @@ from skyrl_megatron.inference.sampling import unknown_key
 
 
 def sampling_parameters(request_id: str, sampling: Mapping[str, Any]) -> Any:
-    """vLLM's sampling parameters; the sampled token's log-prob alone. Raises RequestError."""
+    """Make vLLM's sampling parameters, with the log-prob of the sampled token alone. Raises RequestError."""
     from skyrl_megatron.inference.vllm import compat
 
     keys = dict(sampling)
@@ -27,7 +27,7 @@ def sampling_parameters(request_id: str, sampling: Mapping[str, Any]) -> Any:
 
 
 def generation_of(final: Any) -> Generation:
-    """vLLM's last output of a request, or the error that it ended with, which is raised."""
+    """Turn vLLM's last output of a request into ours; raise the error if it ended with one."""
     if isinstance(final, BaseException):
         raise final
     sample = final.outputs[0]
@@ -44,7 +44,7 @@ def generation_of(final: Any) -> Generation:
 
 @contextlib.contextmanager
 def refusals(request_id: str) -> Iterator[None]:
-    """vLLM's objections to a request, as RequestError."""
+    """Raise vLLM's objections to a request as RequestError."""
     from skyrl_megatron.inference.vllm import compat
 
     try:

@@ -13,8 +13,6 @@ from skyrl_megatron.config.hf_model import rope_parameters
 from skyrl_megatron.inference.sampling import truncations, warn_of_truncation
 from skyrl_megatron.inference.vllm.model_folder import cpu_kv_cache_bytes, cpu_weight_bytes, hf_config
 
-INITIAL_VERSION = "initial"
-"""Version of the weights that an engine loads from its folder."""
 PROCESS_BYTES = 1 << 30
 """Memory of an engine process on CPU beside weights and KV cache: measured 0.9 to 1.1 GB with vLLM 0.32."""
 

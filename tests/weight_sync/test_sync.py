@@ -1,4 +1,4 @@
-"""Publishing versions to two real engines: what they serve afterwards, and what happens when something goes wrong."""
+"""Weight syncs of two real engines: what they serve afterwards, and what happens when something goes wrong."""
 
 from __future__ import annotations
 
@@ -51,20 +51,20 @@ def trainer():
 
 
 @pytest.fixture
-def publish(pool, trainer, models, loop):
-    """``publish(version, model, fault=…)`` → report."""
+def sync(pool, trainer, models, loop):
+    """``sync(version, model, fault=…)`` → report."""
     from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
-    def publish(version, model, fault=None, **options):
+    def sync(version, model, fault=None, **options):
         trainer.load(models[model], fault)
         config = json.loads((models[model] / "config.json").read_text())
         options = {"phase_s": 60.0, "deadline_s": 400.0, **options}
-        publisher = WeightSynchronizer(
+        synchronizer = WeightSynchronizer(
             pool, [trainer], hf_config=config, dtype="float32", bucket_bytes=BUCKET_BYTES, **options
         )
-        return loop(publisher.publish(version), 500)
+        return loop(synchronizer.sync(version), 500)
 
-    return publish
+    return sync
 
 
 def answers(pool, loop):
@@ -94,8 +94,8 @@ def fresh(models, loop):
 
 @pytest.fixture
 def on_shared_gpus(pool, trainer, models, monkeypatch):
-    """(A publisher whose engines share GPUs with the trainer, the calls that this adds.) There is no GPU: engines and
-    ranks only note what they are asked for, besides everything else that they do."""
+    """(A synchronizer whose engines share GPUs with the trainer, the calls that this adds). There is no GPU: engines
+    and ranks only note what they are asked for, besides everything else that they do."""
     from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
     calls = []
@@ -124,12 +124,12 @@ def check_nothing_is_served(pool, published):
     assert all(slot.state.value == "paused" for slot in pool.slots)
 
 
-def test_engines_equal_fresh_ones_bit_for_bit(pool, publish, loop, models, fresh):
+def test_engines_equal_fresh_ones_bit_for_bit(pool, sync, loop, models, fresh):
     """A → B → A → B, and again without a new connection."""
     for number, model in enumerate("BABB"):
-        report = publish(f"{model}{number}", model)
+        report = sync(f"{model}{number}", model)
         assert report.engines == 2 and not report.failures
-        assert max(gap.largest for gap in report.gaps.values()) <= 1e-4
+        assert max(diff.largest for diff in report.logprob_diffs.values()) <= 1e-4
         assert pool.published == f"{model}{number}"
         for found in answers(pool, loop):
             assert found == fresh[model]
@@ -140,7 +140,7 @@ def test_engines_on_shared_gpus_sleep_while_the_trainer_works(pool, on_shared_gp
     from skyrl_megatron.inference.client import InferenceClient
     from skyrl_megatron.inference.health import HealthMonitor
 
-    publisher, calls = on_shared_gpus
+    synchronizer, calls = on_shared_gpus
     client, monitor = InferenceClient(pool), HealthMonitor(pool, timeout_s=20)
     woken = [
         "offload",
@@ -152,18 +152,18 @@ def test_engines_on_shared_gpus_sleep_while_the_trainer_works(pool, on_shared_gp
         "score",
         "pause",
     ]
-    loop(publisher.publish("shared 1"))
+    loop(synchronizer.sync("shared 1"))
     assert calls == [*woken, "resume"]
     calls.clear()
 
     async def work():
-        await publisher.withdraw()
+        await synchronizer.begin_training()
         await monitor.check()
         states = [slot.state.value for slot in pool.slots]
         request = asyncio.create_task(client.sample(TOKENS[:20], SAMPLING))
         await asyncio.sleep(0.5)
         waits = not request.done()
-        await publisher.publish("shared 2")
+        await synchronizer.sync("shared 2")
         return states, waits, await request
 
     states, waits, sample = loop(work())
@@ -175,28 +175,28 @@ def test_engines_on_shared_gpus_sleep_while_the_trainer_works(pool, on_shared_gp
 
 @pytest.mark.full_matrix
 def test_an_engine_that_does_not_sleep_gives_its_memory_back_by_force(pool, on_shared_gpus, loop, fresh):
-    publisher, _ = on_shared_gpus
-    loop(publisher.publish("before"))
+    synchronizer, _ = on_shared_gpus
+    loop(synchronizer.sync("before"))
     engine = pool.slots[1].engine
 
     async def refuse(level):
         raise RuntimeError("Memory usage increased after sleeping.")
 
     engine.sleep = refuse
-    loop(publisher.withdraw())
+    loop(synchronizer.begin_training())
     assert [slot.state.value for slot in pool.slots] == ["paused", "dead"] and engine.process_ids() == []
     assert "did not go to sleep: RuntimeError('Memory usage increased" in pool.slots[1].why
-    loop(publisher.publish("after"), 500)
+    loop(synchronizer.sync("after"), 500)
     assert pool.slots[1].engine is not engine
     assert [found == fresh["A"] for found in answers(pool, loop)] == [True, True]
 
 
-def test_a_request_in_flight_is_frozen_and_tells_its_versions(pool, publish, loop):
-    publish("before", "A")
+def test_a_request_in_flight_is_frozen_and_tells_its_versions(pool, sync, loop):
+    sync("before", "A")
     long = {"max_tokens": 300, "temperature": 1.0, "seed": 0, "ignore_eos": True}
     running = loop.start(pool.slots[0].engine.generate("in flight", TOKENS[:12], long))
     loop(asyncio.sleep(0.3))
-    publish("after", "B")
+    sync("after", "B")
     spans = running.result(120).versions
     assert [version for version, _, _ in spans] == ["before", "after"]
     assert spans[0][1] == 0 and spans[0][2] == spans[1][1] and spans[1][2] == 300
@@ -212,50 +212,50 @@ def test_a_request_in_flight_is_frozen_and_tells_its_versions(pool, publish, loo
         ("a byte flips on the way", "checksums differ"),
     ],
 )
-def test_a_faulty_update_is_never_served(pool, publish, loop, fault, message):
+def test_a_faulty_update_is_never_served(pool, sync, loop, fault, message):
     from skyrl_megatron.errors import EngineError, WeightSyncError
     from skyrl_megatron.inference.client import InferenceClient
 
-    publish("good", "A")
+    sync("good", "A")
     with pytest.raises(WeightSyncError, match=message):
-        publish("bad", "B", fault)
+        sync("bad", "B", fault)
     check_nothing_is_served(pool, "good")
     pool.wait_s = 1.0
     with pytest.raises(EngineError, match="no engine served"):
         loop(InferenceClient(pool).sample(TOKENS, SAMPLING))
     pool.wait_s = 20.0
-    publish("good again", "B")
+    sync("good again", "B")
     assert all(slot.state.value == "serving" for slot in pool.slots)
 
 
-def test_a_bucket_that_never_comes_is_noticed(pool, publish, loop, fresh):
+def test_a_bucket_that_never_comes_is_noticed(pool, sync, loop, fresh):
     from skyrl_megatron.errors import WeightSyncError
 
-    publish("good", "A")
+    sync("good", "A")
     with pytest.raises(WeightSyncError, match="a trainer rank is gone or silent"):
-        publish("bad", "B", "the last bucket is skipped", phase_s=8.0)
+        sync("bad", "B", "the last bucket is skipped", phase_s=8.0)
     check_nothing_is_served(pool, "good")
-    publish("good again", "B")
+    sync("good again", "B")
     assert [found == fresh["B"] for found in answers(pool, loop)] == [True, True]
 
 
-def test_a_trainer_that_dies_leaves_engines_held(pool, publish, loop, fresh, trainer):
+def test_a_trainer_that_dies_leaves_engines_paused(pool, sync, loop, fresh, trainer):
     from skyrl_megatron.errors import DistributedError
 
-    publish("good", "A")
+    sync("good", "A")
     with pytest.raises(DistributedError, match="the trainer process is gone"):
-        publish("bad", "B", "the trainer dies", phase_s=20.0)
+        sync("bad", "B", "the trainer dies", phase_s=20.0)
     check_nothing_is_served(pool, "good")
     trainer.start()
-    publish("good again", "B")
+    sync("good again", "B")
     assert [found == fresh["B"] for found in answers(pool, loop)] == [True, True]
 
 
 @pytest.mark.full_matrix
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("when", ["between updates", "in the transfer", "before the finish"])
-def test_an_engine_that_is_lost_is_restarted_and_updated(pool, publish, loop, fresh, number, when):
-    publish("good", "A")
+def test_an_engine_that_is_lost_is_restarted_and_synced(pool, sync, loop, fresh, number, when):
+    sync("good", "A")
     engine = pool.slots[1].engine
     worker = engine.process_ids()[-1]
     if when == "between updates":
@@ -269,27 +269,27 @@ def test_an_engine_that_is_lost_is_restarted_and_updated(pool, publish, loop, fr
 
         engine.finish_update = lost_first
     fault = f"signal {int(number)} {worker}" if when == "in the transfer" else None
-    report = publish("next", "B", fault, phase_s=20.0)
+    report = sync("next", "B", fault, phase_s=20.0)
     assert report.failures and "engine 1" in report.failures[0]
     assert pool.slots[1].engine is not engine
     assert [found == fresh["B"] for found in answers(pool, loop)] == [True, True]
 
 
 @pytest.mark.full_matrix
-def test_an_engine_that_does_not_come_back_is_dropped(pool, publish, loop, fresh, models):
+def test_an_engine_that_does_not_come_back_is_dropped(pool, sync, loop, fresh, models):
     from skyrl_megatron.inference.vllm.engine import VLLMEngine
 
-    publish("good", "A")
+    sync("good", "A")
     slot = pool.slots[1]
     make, slot.make = slot.make, lambda: VLLMEngine(tiny_settings(models["A"] / "missing"))
     os.kill(slot.engine.process_ids()[-1], signal.SIGKILL)
-    report = publish("next", "B", phase_s=20.0)
+    report = sync("next", "B", phase_s=20.0)
     assert "engine 1 is dropped" in report.failures[-1]
     assert [each.state.value for each in pool.slots] == ["serving", "dropped"]
     assert answers(pool, loop) == [fresh["B"]]
     slot.make = make
     loop(pool.restart(slot), 590)
-    publish("both", "A")
+    sync("both", "A")
 
 
 @pytest.mark.full_matrix
@@ -306,8 +306,10 @@ def test_experts_that_are_not_packed_again_are_noticed(models, trainer, loop):
     try:
         trainer.load(models["A"])
         config = json.loads((models["A"] / "config.json").read_text())
-        publisher = WeightSynchronizer(pool, [trainer], hf_config=config, dtype="float32", bucket_bytes=BUCKET_BYTES)
+        synchronizer = WeightSynchronizer(
+            pool, [trainer], hf_config=config, dtype="float32", bucket_bytes=BUCKET_BYTES
+        )
         with pytest.raises(WeightSyncError, match="differ from the trainer's"):
-            loop(publisher.publish("garbled"), 500)
+            loop(synchronizer.sync("garbled"), 500)
     finally:
         loop(pool.shutdown())

@@ -1,4 +1,4 @@
-"""Publishing the policy's weights to the engines of a run: ranks and engines are Ray actors here."""
+"""The weight sync of a run: its ranks are Ray actors."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.inference.pool import EnginePool
+    from skyrl_megatron.weight_sync.bucket import TensorMeta
     from skyrl_megatron.workers.worker_group import WorkerGroup
 
 
 def weight_synchronizer(
     cfg: SkyRLTrainConfig, policy: WorkerGroup, pool: EnginePool, *, dtype: str
 ) -> WeightSynchronizer:
-    """The publisher of ``policy``'s weights to ``pool``. ``dtype``: of the engines' weights.
+    """Make what syncs the weights of ``policy`` to ``pool``. ``dtype``: of the engines' weights.
 
-    Await its ``publish(version)`` on the event loop that the engines were started on.
+    Await its ``sync(version)`` on the event loop that the engines were started on.
     """
     key = "trainer.policy.model.path"
     return WeightSynchronizer(
@@ -40,13 +41,13 @@ def weight_synchronizer(
 
 
 class PolicyRank:
-    """One rank of the policy as the publisher calls it (``workers/sync_handles.py``)."""
+    """The ``TrainerRank`` of an actor."""
 
     def __init__(self, actor: Any, policy: WorkerGroup, rank: int) -> None:
         self.actor, self.policy, self.rank = actor, policy, rank
 
-    async def weight_metadata(self) -> Sequence[Any]:
-        metadata: Sequence[Any] = await self._call("weight_metadata")
+    async def weight_metadata(self) -> Sequence[TensorMeta]:
+        metadata: Sequence[TensorMeta] = await self._call("weight_metadata")
         return metadata
 
     async def listen_for_engines(self) -> tuple[str, int]:
@@ -60,15 +61,15 @@ class PolicyRank:
         sums: list[int] = await self._call("send_weights")
         return sums
 
-    async def score(self, token_ids: Sequence[int], *, nudge: float = 0.0) -> list[float] | None:
-        scores: list[float] | None = await self._call("score", list(token_ids), nudge)
+    async def score(self, token_ids: Sequence[int], *, perturbation: float = 0.0) -> list[float] | None:
+        scores: list[float] | None = await self._call("score", list(token_ids), perturbation)
         return scores
 
     async def offload(self) -> None:
         await self._call("offload")
 
     async def _call(self, method: str, *args: Any) -> Any:
-        """Raises the rank's own error, or DistributedError when its process is gone."""
+        """Call the actor. Raises the rank's own error, or DistributedError when its process is gone."""
         try:
             return await getattr(self.actor, method).remote(*args)
         except ray.exceptions.RayActorError as error:

@@ -1,4 +1,4 @@
-"""What the ranks announce must be the whole model: each mistake is named before a byte travels."""
+"""What the ranks send must be the whole model: each mistake is named before a byte travels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LAYER = "model.layers.2.mlp.experts"
 
 @pytest.fixture
 def model():
-    """(config.json, announcement) of the tiny model, with tied embeddings."""
+    """(config.json, weight metadata) of the tiny model, with tied embeddings."""
     from transformers import AutoConfig
 
     from bridges.plan import Plan
@@ -66,7 +66,7 @@ def test_fused_experts_may_travel_in_parts_of_several_ranks(model):
         (dict(rename=f"{LAYER}.5.up_proj.weight"), r"up_proj.weights is no tensor .*nearest: .*experts.5.up_proj"),
         (dict(shape=(3, 4)), r"model.norm.weight is \[3, 4\], the model has"),
         (dict(shape=(0,)), r"model.norm.weight is \[0\], the model has"),
-        (dict(twice="model.norm.weight"), "of model.norm.weight are announced twice"),
+        (dict(twice="model.norm.weight"), "of model.norm.weight are sent twice"),
     ],
     ids=["missing", "extra", "misnamed", "misshapen", "without elements", "twice"],
 )

@@ -1,19 +1,19 @@
-"""The inference engines of a run: started on their places or found at their URLs, watched, and sampled from."""
+"""The inference engines of a run and their client: started on their places or found at their URLs, and watched."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from skyrl_megatron.config.run_folder import run_folder
 from skyrl_megatron.inference.client import InferenceClient
 from skyrl_megatron.inference.health import HealthMonitor
 from skyrl_megatron.inference.pool import EnginePool, EngineSlot
-from skyrl_megatron.inference.protocol import Generation, InferenceEngine
+from skyrl_megatron.inference.protocol import InferenceEngine
 from skyrl_megatron.inference.vllm.remote import RemoteEngine
 from skyrl_megatron.inference.vllm.settings import engine_settings
 from skyrl_megatron.workers.engine_actor import RayEngine
@@ -27,8 +27,9 @@ STOP_TIMEOUT_S = 60.0
 log = logging.getLogger(__name__)
 
 
-class Engines:
-    """The engines of a run and their client. Coroutines belong to one event loop; :meth:`stop` may run anywhere.
+class InferenceEngineClient(InferenceClient):
+    """The client of a run's engines, which it starts and stops. Coroutines belong to one event loop; :meth:`stop` may
+    run anywhere.
 
     ``place``: where engines are started; None when ``run_engines_locally`` is off.
     """
@@ -36,13 +37,13 @@ class Engines:
     def __init__(self, cfg: SkyRLTrainConfig, place: BundleAllocation | None) -> None:
         self.cfg, self.settings = cfg, engine_settings(cfg)
         made = _started(cfg, place) if place is not None else _elsewhere(cfg)
-        self.pool = EnginePool(made, wait_s=cfg.trainer.phase_timeout_s)
-        self.client = InferenceClient(self.pool, deterministic=bool(cfg.trainer.deterministic))
+        pool = EnginePool(made, wait_s=cfg.trainer.phase_timeout_s)
+        super().__init__(pool, deterministic=bool(cfg.trainer.deterministic))
         self._endpoint: HttpServer | None = None
 
     @property
     def dtype(self) -> str:
-        """Of the engines' weights."""
+        """Dtype of the engines' weights."""
         return self.settings.dtype
 
     @property
@@ -51,24 +52,17 @@ class Engines:
         return None if self._endpoint is None else self._endpoint.url
 
     async def start(self) -> None:
-        """Until all are up, and the HTTP endpoint if there is to be one. Raises EngineError with what the failing one
-        said, LaunchError when the endpoint's port is taken."""
+        """Start all engines, and the HTTP endpoint if one is configured.
+
+        Raises EngineError that quotes the engine that failed, LaunchError when the endpoint's port is taken.
+        """
         await self.pool.start()
         if self.cfg.generator.inference_engine.enable_http_endpoint:
             await self._serve()
 
-    async def watch(self, bring_up_to_date: Callable[[EngineSlot], Awaitable[None]]) -> None:
-        """From now on restart engines that die or hang; see :class:`HealthMonitor`."""
-        HealthMonitor(self.pool, bring_up_to_date=bring_up_to_date).start()
-
-    async def generate(
-        self,
-        prompt_token_ids: Sequence[Sequence[int]],
-        sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]],
-        session_ids: Sequence[str] | None = None,
-    ) -> list[Generation]:
-        """One continuation for each prompt, in order; see :class:`InferenceClient`."""
-        return await self.client.generate(prompt_token_ids, sampling_params, session_ids)
+    async def watch(self, sync_engine: Callable[[EngineSlot], Awaitable[None]]) -> None:
+        """Restart engines that die or hang from now on; see :class:`HealthMonitor`."""
+        HealthMonitor(self.pool, sync_engine=sync_engine).start()
 
     def stop(self) -> None:
         """End the engines' processes and actors."""
@@ -90,7 +84,7 @@ class Engines:
 
         engine = self.cfg.generator.inference_engine
         path = Path(engine.http_token_path or run_folder(self.cfg) / "http_token").expanduser()
-        app = build_app(self.client, self.settings.served_model_name or self.settings.model, endpoint_token(path))
+        app = build_app(self, self.settings.served_model_name or self.settings.model, endpoint_token(path))
         self._endpoint = HttpServer(app, engine.http_endpoint_host, engine.http_endpoint_port)
         await self._endpoint.start()
         log.warning("OpenAI-compatible endpoint at %s/v1, bearer token in %s", self._endpoint.url, path)
@@ -102,11 +96,11 @@ def _started(cfg: SkyRLTrainConfig, place: BundleAllocation) -> list[Callable[[]
         settings = engine_settings(cfg, log_file=logs / f"engine_{number}.log")
         options = place.options(number, settings.workers)
         made.append(partial(RayEngine, settings, gpus=place.visible_gpus(number, settings.workers), **options))
-    return made
+    return cast("list[Callable[[], InferenceEngine]]", made)
 
 
 def _elsewhere(cfg: SkyRLTrainConfig) -> list[Callable[[], InferenceEngine]]:
-    """Servers named by URL. A proxy alone stands for one server."""
+    """List the servers named by URL. A proxy alone stands for one server."""
     engine = cfg.generator.inference_engine
     proxy = engine.external_proxy_url
     urls = engine.external_server_urls or engine.remote_urls or ([proxy] if proxy else [])

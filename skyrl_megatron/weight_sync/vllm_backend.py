@@ -1,0 +1,130 @@
+"""The worker's end of a weight sync in vLLM 0.32: our weight-transfer backend, and what engines ask of it.
+
+Importing it registers the backend. With ``inference/vllm/compat.py`` the only file that imports vLLM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferInitRequest,
+    WeightTransferUpdateInfo,
+    WeightTransferUpdateRequest,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.platforms import current_platform
+
+from skyrl_megatron.weight_sync import DEFAULT_BUCKET_BYTES
+from skyrl_megatron.weight_sync.bucket import TensorMeta
+from skyrl_megatron.weight_sync.receiver import WeightReceiver
+from skyrl_megatron.weight_sync.transport import DEFAULT_TIMEOUT_S, default_transport, open_transport
+
+__all__ = ["BACKEND", "WeightExtension", "WeightTransferInitRequest", "WeightTransferUpdateRequest"]
+BACKEND = "skyrl_megatron"
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """Where the senders listen: ``(host, port)`` each. ``rank_offset``: rank of this engine's first worker."""
+
+    senders: list[tuple[str, int]] = field(default_factory=list)
+    rank_offset: int = 1
+    world_size: int = 2
+    transport: str | None = None
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    timeout_s: float = DEFAULT_TIMEOUT_S
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Metadata of each sender: lists of :class:`TensorMeta` fields. None: the same as in the update before."""
+
+    senders: list[list[list[Any]]] | None = None
+
+
+class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
+    """Buckets broadcast by trainer ranks, loaded through vLLM's layerwise reload, with a checksum for each bucket."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    receiver: WeightReceiver | None = None
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        self.shutdown()
+        config = self.parallel_config
+        rank = init_info.rank_offset + config.data_parallel_index * config.world_size + config.rank
+        transports = [
+            open_transport(
+                init_info.transport or default_transport(), host, port, rank, init_info.world_size, init_info.timeout_s
+            )
+            for host, port in init_info.senders
+        ]
+        self.receiver = WeightReceiver(transports, init_info.bucket_bytes, torch.device(self.device))
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        if self.receiver is None:
+            raise RuntimeError("no trainer is connected")
+        if update_info.senders is not None:
+            self.receiver.set_metadata([[_meta(*item) for item in sender] for sender in update_info.senders])
+        try:
+            self.model.load_weights(self.receiver.tensors())
+        except BaseException:
+            self.shutdown()
+            self.finish_weight_update()  # leaves wrong weights, and a model that the next update starts afresh on
+            raise
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        if current_platform.is_cpu() and getattr(self.model_config.hf_config, "tie_word_embeddings", False):
+            pack_output_layer(self.model)
+
+    def shutdown(self) -> None:
+        if self.receiver is not None:
+            self.receiver.close()
+        self.receiver = None
+
+
+def _meta(name: str, dtype: str, shape: list[int], rows: list[int] | None = None, position: int = -1) -> TensorMeta:
+    return TensorMeta(name, dtype, tuple(shape), None if rows is None else (rows[0], rows[1]), position)
+
+
+class WeightExtension:
+    """Methods of a worker that ask for its weights; ``compat.WorkerExtension`` mixes them in."""
+
+    weight_transfer_engine: BroadcastTransferEngine
+    _weight_update_active: bool
+    finish_weight_update: Callable[[], None]
+
+    def skyrl_checksums(self) -> list[list[int]]:
+        """Return the checksums of the last update's buckets, per sender."""
+        receiver = self.weight_transfer_engine.receiver
+        return [] if receiver is None else receiver.checksums
+
+    def skyrl_abort_update(self) -> None:
+        """Leave an update that was started and not finished. The weights are wrong until the next whole update."""
+        if self._weight_update_active:
+            self.finish_weight_update()
+
+
+def pack_output_layer(model: torch.nn.Module) -> None:
+    """Pack the output layer's weight again: on CPU, vLLM computes with a packed copy of it. A layer that is tied to
+    the embedding is sent no weight of its own, and after a reload of the embedding its copy is still the old one."""
+    for layer in model.modules():
+        if isinstance(layer, ParallelLMHead):
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+with contextlib.suppress(ValueError):  # registered already
+    WeightTransferEngineFactory.register_engine(BACKEND, BroadcastTransferEngine)

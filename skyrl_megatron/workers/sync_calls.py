@@ -1,0 +1,124 @@
+"""Calls to trainer ranks and engines that need each other: made together, with deadlines, and with one to blame."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from skyrl_megatron.errors import EngineError, EngineGoneError
+from skyrl_megatron.inference.pool import EngineSlot
+from skyrl_megatron.inference.protocol import InferenceEngine
+from skyrl_megatron.weight_sync.bucket import TensorMeta
+
+log = logging.getLogger(__name__)
+ANSWER_S = 30.0
+"""How long an engine may take to show that it is alive after a failure."""
+
+
+class TrainerRank(Protocol):
+    """One rank of the policy, wherever it runs. All ranks get every call at the same time."""
+
+    async def weight_metadata(self) -> Sequence[TensorMeta]:
+        """List what the rank sends; nothing for a rank that sends nothing."""
+
+    async def listen_for_engines(self) -> tuple[str, int]:
+        """Take an address for this rank's group (``WeightSender.listen``)."""
+
+    async def connect_engines(self, receivers: int, timeout_s: float) -> None:
+        """Open the group at that address (``WeightSender.connect``)."""
+
+    async def send_weights(self) -> list[int]:
+        """Send the weights; return the checksum of each bucket (``WeightSender.send``)."""
+
+    async def score(self, token_ids: Sequence[int], *, perturbation: float = 0.0) -> list[float] | None:
+        """Return log-probs of tokens 1 … n−1 at temperature 1, nats, on a rank that has them; None on the others.
+
+        ``perturbation``: relative change of every embedding first (``runtime/scoring.py``)."""
+
+    async def offload(self) -> None:
+        """Free the GPU memory that engines on the same GPUs need, until the next training pass. Called only if they
+        share them."""
+
+
+class EnginesLost(Exception):
+    """Engines that do not answer, or whose weights are wrong: only a restart helps."""
+
+    def __init__(self, phase: str, causes: Mapping[EngineSlot, str]) -> None:
+        super().__init__("; ".join(f"{slot.name}, phase {phase}: {why}" for slot, why in causes.items()))
+        self.slots = list(causes)
+
+
+class AttemptFailed(Exception):
+    """The sync went wrong although every engine answers, as when bytes arrived that were not sent."""
+
+
+class SyncCalls:
+    """Calls of one sync after another. ``phase_s``: the longest that any may take; ``ends``: when the sync under way
+    must be over (``time.monotonic``)."""
+
+    def __init__(self, ranks: Sequence[TrainerRank], phase_s: float) -> None:
+        self.ranks, self.phase_s, self.ends = list(ranks), phase_s, 0.0
+
+    async def on_engines(
+        self, slots: Sequence[EngineSlot], phase: str, call: Callable[[InferenceEngine], Awaitable[Any]]
+    ) -> list[Any]:
+        """Call all engines; return their results."""
+        return (await self.together(slots, phase, call, None))[0]
+
+    async def on_ranks(self, phase: str, call: Callable[[TrainerRank], Awaitable[Any]]) -> list[Any]:
+        """Call all ranks; return their results."""
+        return (await self.together([], phase, None, lambda _, rank: call(rank)))[1]
+
+    async def together(
+        self,
+        slots: Sequence[EngineSlot],
+        phase: str,
+        of_engine: Callable[[InferenceEngine], Awaitable[Any]] | None,
+        of_rank: Callable[[int, TrainerRank], Awaitable[Any]] | None,
+    ) -> tuple[list[Any], list[Any]]:
+        """Call engines and ranks at the same time; return the results of both.
+
+        One that fails makes those that wait for it fail too. A rank's own error explains everything and is raised as
+        it is; else an engine that does not answer afterwards does (EnginesLost); else nobody is to blame
+        (AttemptFailed).
+        """
+        work = [self.within(of_engine(slot.engine)) for slot in slots] if of_engine else []
+        if of_rank:
+            work += [self.within(of_rank(number, rank)) for number, rank in enumerate(self.ranks)]
+        results = await asyncio.gather(*work, return_exceptions=True)
+        of_engines, of_ranks = results[: len(slots)], results[len(slots) :]
+        failed = {slot: str(e) for slot, e in zip(slots, of_engines, strict=True) if isinstance(e, BaseException)}
+        waited = []
+        for number, error in enumerate(of_ranks):
+            if isinstance(error, EngineError):
+                waited.append(f"trainer rank {number}, phase {phase}: {error}")
+            elif isinstance(error, BaseException):
+                raise error
+        if not failed and not waited:
+            return list(of_engines), list(of_ranks)
+        silent = {slot: why for slot, why in failed.items() if not await self._answers(slot)}
+        if silent:
+            raise EnginesLost(phase, silent)
+        told = [f"{slot.name}, phase {phase}: {why}" for slot, why in failed.items()]
+        raise AttemptFailed("; ".join(told + waited))
+
+    async def within(self, work: Awaitable[Any]) -> Any:
+        """Await with the deadlines of the phase and of the sync; a little more than the callee's own, whose error says
+        more. Raises EngineError."""
+        left = max(min(self.phase_s, self.ends - time.monotonic()), 0.0) + 5.0
+        try:
+            async with asyncio.timeout(left):
+                return await work
+        except TimeoutError:
+            raise EngineError(f"no answer within {left:.0f} s") from None
+
+    async def _answers(self, slot: EngineSlot) -> bool:
+        try:
+            await slot.probe(min(self.phase_s, ANSWER_S))
+        except EngineGoneError as error:
+            log.info("%s does not answer: %s", slot.name, error)
+            return False
+        return True
