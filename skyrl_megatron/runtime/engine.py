@@ -5,9 +5,9 @@ Every rank of the model calls the same methods with the rows of its data-paralle
     metrics = engine.forward_backward(mini_batch)     # one or several times: gradients accumulate
     result = engine.optim_step()
 
-What it is made of has files of its own: the schedule (``schedule.py``), cutting into micro-batches
-(``micro_batches.py``), packing (``packed_inputs.py``), the loss of a micro-batch (``forward_step.py``), what Megatron
-divides by (``loss_scale.py``), the optimizer (``optimizer.py``).
+Its parts have files of their own: micro-batches (``data/splitting.py``), packing (``packed_inputs.py``), the loss of a
+micro-batch (``forward_step.py``), Megatron's schedule (``schedule.py``), what Megatron divides by (``loss_scale.py``)
+and the optimizer (``optimizer.py``).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -28,14 +29,14 @@ from skyrl_megatron.algorithms.metrics import Metrics, merge_metrics, metric_val
 from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.algorithms.reduction import StepTotals
 from skyrl_megatron.config.rules.role_layout import parallel_config
+from skyrl_megatron.data.splitting import plan_micro_batches
 from skyrl_megatron.runtime import loss_scale, parallel_state
-from skyrl_megatron.runtime.agreement import raise_on_all_ranks
+from skyrl_megatron.runtime.agreement import group_maximum, raise_on_all_ranks
 from skyrl_megatron.runtime.cpu import megatron_patches
 from skyrl_megatron.runtime.engine_settings import ddp_config, hf_model, parameter_dtype, transformer_kwargs
 from skyrl_megatron.runtime.flops import model_flops, peak_flops
 from skyrl_megatron.runtime.forward_step import LogprobHead, LogprobStep, MicroBatch, PolicyStep
 from skyrl_megatron.runtime.hf.load import load_hf
-from skyrl_megatron.runtime.micro_batches import plan_micro_batches
 from skyrl_megatron.runtime.model.build import build_model
 from skyrl_megatron.runtime.model.lm_head import return_hidden_states
 from skyrl_megatron.runtime.model.router import router_metrics
@@ -184,7 +185,7 @@ class MegatronEngine:
         """
         if self._reduced:
             raise ValueError("gradients are reduced already: call optim_step() or clear_gradients() first")
-        self._take_back()
+        self._onload()
         started = time.perf_counter()
         objective = PolicyObjective(self.cfg.trainer.algorithm)
         with self._all_or_none():
@@ -256,7 +257,7 @@ class MegatronEngine:
 
     def offload(self) -> None:
         """Free the memory of gradients and, with ``optimizer_config.offload_after_step``, of the optimizer's state,
-        for engines on the same GPU; the next :meth:`forward_backward` takes it back. No-op without a GPU."""
+        for engines on the same GPU; the next :meth:`forward_backward` restores it. No-op without a GPU."""
         if not device.has_cuda() or self._offloaded:
             return
         for chunk in self.chunks:
@@ -265,7 +266,7 @@ class MegatronEngine:
             self.optimizer.offload_to_cpu()
         self._offloaded = True
 
-    def _take_back(self) -> None:
+    def _onload(self) -> None:
         if self._offloaded:
             for chunk in self.chunks:
                 chunk.restore_grad_buffers()
@@ -302,7 +303,7 @@ class MegatronEngine:
             max_tokens=trainer.max_tokens_per_microbatch,
             rows=rows,
             multiple_of=self.groups.pp.size() if len(self.chunks) > 1 else 1,
-            dp_group=self.groups.dp,
+            dp_maximum=partial(group_maximum, group=self.groups.dp),
         )
         target = device.device()
         made = []
