@@ -29,6 +29,7 @@ from skyrl_megatron.algorithms.metrics import Metrics, merge_metrics, metric_val
 from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.algorithms.reduction import StepTotals
 from skyrl_megatron.config.rules.role_layout import parallel_config
+from skyrl_megatron.config.run_folder import run_folder
 from skyrl_megatron.data.splitting import plan_micro_batches
 from skyrl_megatron.runtime import loss_scale, parallel_state
 from skyrl_megatron.runtime.agreement import group_maximum, raise_on_all_ranks
@@ -389,5 +390,6 @@ class MegatronEngine:
 
     @contextlib.contextmanager
     def _profile(self, name: str) -> Iterator[None]:
-        with profiled(self.megatron.torch_profiler_config, f"{name}_{self.steps}", dist.get_rank()):
+        settings = self.megatron.torch_profiler_config
+        with profiled(settings, run_folder(self.cfg), f"{name}_{self.steps}", dist.get_rank()):
             yield
