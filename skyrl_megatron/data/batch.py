@@ -1,4 +1,4 @@
-"""From ragged samples to the right-aligned tensors of :class:`~skyrl_megatron.types.TrainingBatch`."""
+"""Ragged samples as the right-aligned tensors of :class:`~skyrl_megatron.types.TrainingBatch`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def collate(
     rollout_routes: Sequence[np.ndarray | None] | None = None,
     is_last_step: Sequence[bool] | None = None,
 ) -> TrainingBatch:
-    """B samples as one batch: S is the longest prompt + response, T the longest response (at least 1).
+    """Collate B samples to one batch: S is the longest prompt + response, T the longest response (at least 1).
 
     ``rewards``: one number a sample (put on its last response token) or one a token. ``loss_masks``: one 0 or 1 a
     response token, default all 1. ``rollout_routes``: [prompt + response, L, K] integers a sample; None for samples
@@ -80,21 +80,21 @@ def _check_lengths(name: str, rows: Sequence[TokenValues], lengths: np.ndarray, 
 
 
 def _fill(out: np.ndarray, rows: Sequence[TokenValues], starts: np.ndarray) -> None:
-    """Copy each row to its place: one contiguous copy a row, which is as fast as memory."""
+    """Copy each row to its place, in one contiguous copy a row."""
     for line, row, start in zip(out, rows, starts.tolist(), strict=True):
         if n := len(row):
             line[start : start + n] = row
 
 
 def _right_aligned(rows: Sequence[TokenValues], lengths: np.ndarray, width: int) -> Tensor:
-    """[B, width] float32 with each row at the right, zeros before it."""
+    """Make [B, width] float32 with each row at the right and zeros before it."""
     out = torch.zeros(len(rows), width, dtype=torch.float32)
     _fill(out.numpy(), rows, width - lengths)
     return out
 
 
 def _filled(lengths: np.ndarray, width: int, dtype: torch.dtype) -> Tensor:
-    """[B, width] with ones in the last ``lengths`` columns."""
+    """Make [B, width] with ones in the last ``lengths`` columns."""
     out = torch.zeros(len(lengths), width, dtype=dtype)
     for line, length in zip(out.numpy(), lengths.tolist(), strict=True):
         line[width - length :] = 1
@@ -110,7 +110,7 @@ def _rewards(rewards: Sequence[Any], lengths: np.ndarray, width: int) -> Tensor:
 
 
 def _routes(routes: Sequence[np.ndarray | None], total: np.ndarray, width: int, uids: Sequence[str]) -> Tensor | None:
-    """[B, width, L, K], 0 where a sample has none; None where none has any."""
+    """Make [B, width, L, K], 0 where a sample has none; None if no sample has any."""
     shape = next((known.shape[1:] for known in routes if known is not None), None)
     if shape is None:
         return None

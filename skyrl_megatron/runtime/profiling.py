@@ -56,4 +56,4 @@ class MemoryRecorder:
         """Write ``<folder>/<name>_rank<rank>.pickle``."""
         if self.enabled:
             self.folder.mkdir(parents=True, exist_ok=True)
-            torch.cuda.memory._dump_snapshot(str(self.folder / f"{name}_rank{rank}.pickle"))  # type: ignore[no-untyped-call]
+            torch.cuda.memory._dump_snapshot(str(self.folder / f"{name}_rank{rank}.pickle"))

@@ -108,8 +108,9 @@ def test_several_forward_backward_accumulate(ranks, folder, batch):
 
 
 def refused_optimizers(folder, names):
+    from megatron.core.parallel_state import destroy_model_parallel
+
     from skyrl_megatron.errors import ConfigError
-    from skyrl_megatron.runtime import parallel_state
     from skyrl_megatron.runtime.engine import MegatronEngine
 
     messages = {}
@@ -118,7 +119,7 @@ def refused_optimizers(folder, names):
         with pytest.raises(ConfigError) as caught:
             MegatronEngine(cfg)
         messages[name] = str(caught.value)
-        parallel_state.destroy()
+        destroy_model_parallel()
     return messages
 
 
