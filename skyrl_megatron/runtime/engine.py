@@ -153,8 +153,8 @@ class MegatronEngine:
         """
         step = LogprobStep(self._head(temperature))
         micro_batches = self._micro_batches(batch, self.cfg.trainer.micro_forward_batch_size_per_gpu)
-        with self._mode(training=False):
-            results = run_schedule(step, micro_batches, self.chunks, self.groups, forward_only=True)
+        self._set_training(False)
+        results = run_schedule(step, micro_batches, self.chunks, self.groups, forward_only=True)
         out = torch.zeros(batch.response_mask.shape, dtype=torch.float32, device=device.device())
         for micro_batch, logprobs in zip(micro_batches, results, strict=False):  # no results before the last stage
             out[torch.as_tensor(micro_batch.rows, device=out.device)] = logprobs[: len(micro_batch.rows)]
@@ -193,7 +193,8 @@ class MegatronEngine:
             raise ValueError("gradients are reduced already: call optim_step() or clear_gradients() first")
         self._onload()
         started = time.perf_counter()
-        objective = PolicyObjective(self.cfg.trainer.algorithm)
+        algorithm = self.cfg.trainer.algorithm
+        objective = PolicyObjective(algorithm)
         with self._cleared_on_failure():
             positions = self.model.hf.config.get("max_position_embeddings")
             raise_on_all_ranks(find_problem(batch, objective, positions))
@@ -207,9 +208,10 @@ class MegatronEngine:
                     chunk.scale_gradients(1.0 - share)
             self.auxiliary_scale.over(self._count_valid_tokens(batch), share)
             seed = (self.cfg.trainer.seed, self.steps, self.dp_rank)
-            step = PolicyStep(self._head(), objective, combined, entropy=self._wants_entropy, seed=seed)
+            step = PolicyStep(self._head(), objective, combined, entropy=algorithm.use_entropy_loss, seed=seed)
             micro_batches = self._micro_batches(batch, self.cfg.trainer.micro_train_batch_size_per_gpu)
-            with self._mode(training=True), self._local_gradients(accumulate), self._profile("forward_backward"):
+            self._set_training(True)
+            with self._local_gradients(accumulate), self._profile("forward_backward"):
                 results = run_schedule(step, micro_batches, self.chunks, self.groups, forward_only=False)
             raise_on_all_ranks(step.failure)
             self._accumulated = combined
@@ -293,19 +295,12 @@ class MegatronEngine:
         )
         return LogprobHead(settings, self._head_weight)
 
-    @property
-    def _wants_entropy(self) -> bool:
-        return self.cfg.trainer.algorithm.use_entropy_loss
-
     def _weight(self, totals: StepTotals) -> float:
         """Return the denominator of the reduction in use."""
-        match self.cfg.trainer.algorithm.loss_reduction:
-            case "sequence_mean" | "seq_mean_token_sum_norm":
-                return totals.rows
-            case "prompt_mean":
-                return len(totals.prompt_tokens)
-            case _:
-                return totals.tokens
+        reduction = self.cfg.trainer.algorithm.loss_reduction
+        if reduction == "prompt_mean":
+            return len(totals.prompt_tokens)
+        return totals.tokens if reduction == "token_mean" else totals.rows
 
     def _micro_batches(self, batch: TrainingBatch, rows: int) -> list[MicroBatch]:
         """Split the replica's rows into micro-batches, packed and on the device; equally many on every replica."""
@@ -356,13 +351,11 @@ class MegatronEngine:
         peak = peak_flops()
         return speed if peak is None else speed | {"mfu": speed["flops_per_second_per_rank"] / peak}
 
-    # ------------------------------------------------------------------ contexts
-    @contextlib.contextmanager
-    def _mode(self, *, training: bool) -> Iterator[None]:
+    def _set_training(self, training: bool) -> None:
         for chunk in self.chunks:
             chunk.train(training)
-        yield
 
+    # ------------------------------------------------------------------ contexts
     @contextlib.contextmanager
     def _local_gradients(self, accumulate: bool) -> Iterator[None]:
         """Keep gradients local while more calls follow, with overlapped reduction; the last call reduces them."""
@@ -381,8 +374,6 @@ class MegatronEngine:
             self.clear_gradients()
             raise
 
-    @contextlib.contextmanager
-    def _profile(self, name: str) -> Iterator[None]:
+    def _profile(self, name: str) -> contextlib.AbstractContextManager[None]:
         settings = self.megatron.torch_profiler_config
-        with profiled(settings, run_folder(self.cfg), f"{name}_{self.steps}", dist.get_rank()):
-            yield
+        return profiled(settings, run_folder(self.cfg), f"{name}_{self.steps}", dist.get_rank())

@@ -61,6 +61,8 @@ class ModelFlops:
 
 def model_flops(config: TransformerConfig, vocab_size: int) -> ModelFlops:
     """Count the FLOPs of the whole model (all stages, all experts that a token visits) of a Megatron configuration."""
+    from megatron.core.transformer.utils import is_layer_window_attention
+
     h = config.hidden_size
     attention_linear, pair = _attention(config)
     moe_layers = _moe_pattern(config)
@@ -76,7 +78,8 @@ def model_flops(config: TransformerConfig, vocab_size: int) -> ModelFlops:
         linear += 2 * gated * h * config.moe_ffn_hidden_size * config.moe_router_topk
         linear += 2 * gated * h * (config.moe_shared_expert_intermediate_size or 0)
     window = config.window_size[0] + 1 if config.window_size else 0
-    windowed = sum(_windowed(config, layer) for layer in range(1, config.num_layers + 1)) if window else 0
+    skips = config.window_attn_skip_freq
+    windowed = sum(is_layer_window_attention(config.window_size, skips, n + 1) for n in range(config.num_layers))
     return ModelFlops(linear, pair * (config.num_layers - windowed), pair * windowed, window)
 
 
@@ -104,16 +107,6 @@ def _moe_pattern(config: TransformerConfig) -> list[bool]:
     if isinstance(frequency, int):
         return [layer % frequency == 0 for layer in range(config.num_layers)]
     return [bool(flag) for flag in frequency]
-
-
-def _windowed(config: TransformerConfig, layer_number: int) -> bool:
-    """Tell whether a layer (numbered from 1) uses the sliding window, as megatron/core/transformer/utils.py does."""
-    frequency = config.window_attn_skip_freq
-    if frequency is None:
-        return True
-    if isinstance(frequency, int):
-        return layer_number % frequency != 0
-    return bool(frequency[layer_number - 1])
 
 
 def peak_flops() -> float | None:

@@ -144,10 +144,7 @@ class GroupedExperts(torch.nn.Module):
         self.linear_fc2 = make(hidden, ffn, init=config.output_layer_init_method, split=1)
 
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """Run the experts on ``hidden`` [n, H] sorted by local expert → ([n, H], None).
-
-        ``tokens_per_expert``: [E]; ``probs``: [n].
-        """
+        """Map rows sorted by local expert, [n, H] → ([n, H], None). ``tokens_per_expert``: [E]; ``probs``: [n]."""
         h = self.linear_fc1(hidden, tokens_per_expert)
         expert_of_row = None
         if self.linear_fc1.bias is not None:
@@ -180,8 +177,7 @@ class GroupedExperts(torch.nn.Module):
     ) -> dict[str, Any]:
         """Describe the weights with keys and shapes of Transformer Engine's grouped experts."""
         state = {}
-        linears: dict[str, GroupedLinear] = {"linear_fc1": self.linear_fc1, "linear_fc2": self.linear_fc2}
-        for name, linear in linears.items():
+        for name, linear in (("linear_fc1", self.linear_fc1), ("linear_fc2", self.linear_fc2)):
             for key, shards in linear.sharded_state_dict(f"{name}.", sharded_offsets, metadata).items():
                 shards.key = f"{prefix}experts.{key}"
                 state[f"{prefix}{key}"] = shards
