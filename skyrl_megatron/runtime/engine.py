@@ -74,9 +74,8 @@ class MegatronEngine:
         self.megatron = self.settings.megatron_config
         parallel = parallel_config(self.megatron, dist.get_world_size())
         self.groups = parallel_state.initialize(parallel, seed=cfg.trainer.seed, timeout_s=cfg.trainer.phase_timeout_s)
-        hf = hf_model(cfg, role)
         self.model = build_model(
-            hf,
+            hf_model(cfg, role),
             self.groups,
             dtype=parameter_dtype(cfg),
             transformer_config_kwargs=transformer_kwargs(cfg, role),
@@ -335,8 +334,7 @@ class MegatronEngine:
             dist.all_reduce(packed.sums, group=self.groups.dp)
             dist.all_reduce(packed.maxima, op=dist.ReduceOp.MAX, group=self.groups.dp)
             values = metric_values(packed.unpack())
-        shared: dict[str, float] = share_from_last_stage(values, self.groups.pp)
-        return shared
+        return share_from_last_stage(values, self.groups.pp)
 
     def _speed(self, batch: TrainingBatch, seconds: float, micro_batches: int) -> dict[str, float]:
         """Measure tokens per second, MFU and peak memory of the training pass, from this replica's rows."""

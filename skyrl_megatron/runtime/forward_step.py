@@ -22,11 +22,7 @@ from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.algorithms.reduction import StepTotals
 from skyrl_megatron.runtime.loss_scale import loss_for_schedule
 from skyrl_megatron.runtime.packed_inputs import PackedInputs
-from skyrl_megatron.runtime.vocab_parallel import (
-    SoftmaxSettings,
-    fused_logprobs_and_entropy,
-    logprobs_and_entropy,
-)
+from skyrl_megatron.runtime.vocab_parallel import SoftmaxSettings, fused_logprobs_and_entropy, logprobs_and_entropy
 
 if TYPE_CHECKING:
     from skyrl_megatron.types import TrainingBatch

@@ -44,7 +44,7 @@ def run_schedule[M](
     return results
 
 
-def share_from_last_stage(value: Any, group: dist.ProcessGroup) -> Any:
+def share_from_last_stage[V](value: V, group: dist.ProcessGroup) -> V:
     """Return the last pipeline stage's ``value`` on every stage. For small objects, such as metrics."""
     if group.size() == 1:
         return value
