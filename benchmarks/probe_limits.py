@@ -110,9 +110,10 @@ class Probe:
 
 async def measure(folder: Path, vocab_size: int, probes: int) -> dict[str, list[Probe]]:
     """Condition → its probes."""
+    from megatron.core.parallel_state import destroy_model_parallel
+
     from skyrl_megatron.inference.vllm.engine import VLLMEngine
     from skyrl_megatron.inference.vllm.settings import EngineSettings
-    from skyrl_megatron.runtime import parallel_state
     from skyrl_megatron.weight_sync.probe import HALF_EPSILON, limit_of, logprob_diff, probe_tokens
 
     engine = VLLMEngine(EngineSettings(str(folder), dtype=DTYPE, max_model_len=128, kv_cache_bytes=64 << 20))
@@ -131,7 +132,7 @@ async def measure(folder: Path, vocab_size: int, probes: int) -> dict[str, list[
                 apart, rounding = logprob_diff(ours, theirs), logprob_diff(ours, perturbed)
                 found[condition].append(Probe(apart.mean, rounding.mean, apart.within(limit_of(DTYPE, rounding))))
             trainer.restore()
-    parallel_state.destroy()
+    destroy_model_parallel()
     return found
 
 

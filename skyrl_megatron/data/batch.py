@@ -1,9 +1,8 @@
-"""From ragged samples to the right-aligned tensors of :class:`~skyrl_megatron.types.TrainingBatch`."""
+"""Ragged samples as the right-aligned tensors of :class:`~skyrl_megatron.types.TrainingBatch`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,24 +11,22 @@ from torch import Tensor
 
 from skyrl_megatron.types import TrainingBatch
 
-type Row = Sequence[Any] | np.ndarray
+type TokenValues = Sequence[Any] | np.ndarray
 """Values of one sample's tokens. Arrays are copied at memory speed, lists element by element."""
-
-_FAILED = "/failed-"
 
 
 def collate(
-    prompts: Sequence[Row],
-    responses: Sequence[Row],
+    prompts: Sequence[TokenValues],
+    responses: Sequence[TokenValues],
     *,
     uids: Sequence[str],
-    rewards: Sequence[Row] | Sequence[float],
-    loss_masks: Sequence[Row] | None = None,
-    rollout_logprobs: Sequence[Row] | None = None,
+    rewards: Sequence[TokenValues] | Sequence[float],
+    loss_masks: Sequence[TokenValues] | None = None,
+    rollout_logprobs: Sequence[TokenValues] | None = None,
     rollout_routes: Sequence[np.ndarray | None] | None = None,
     is_last_step: Sequence[bool] | None = None,
 ) -> TrainingBatch:
-    """B samples as one batch: S is the longest prompt + response, T the longest response (at least 1).
+    """Collate B samples to one batch: S is the longest prompt + response, T the longest response (at least 1).
 
     ``rewards``: one number a sample (put on its last response token) or one a token. ``loss_masks``: one 0 or 1 a
     response token, default all 1. ``rollout_routes``: [prompt + response, L, K] integers a sample; None for samples
@@ -61,37 +58,19 @@ def collate(
 
 
 def failed_uid(uid: str, row: int) -> str:
-    """A uid of its own for a row that is to count in no group of its prompt."""
-    return f"{uid}{_FAILED}{row}"
-
-
-def prompt_of(uid: str) -> str:
-    """The prompt's uid, also of a row named by :func:`failed_uid`."""
-    return uid.partition(_FAILED)[0]
-
-
-def prompt_mini_batches(uids: Sequence[str], prompts: int) -> list[np.ndarray]:
-    """Rows of mini-batches of ``prompts`` prompts each, however many rows a prompt has; the last may hold fewer.
-
-    ``uids``: [B], the rows of a prompt next to each other. Returns ascending row indices.
-    """
-    if not len(uids):
-        return []
-    names = [prompt_of(uid) for uid in uids]
-    starts = np.flatnonzero([row == 0 or name != names[row - 1] for row, name in enumerate(names)])
-    edges = [*starts[::prompts].tolist(), len(names)]
-    return [np.arange(start, end) for start, end in pairwise(edges)]
+    """Make a uid of its own for a row that is to count in no group of its prompt."""
+    return f"{uid}/failed-{row}"
 
 
 def _per_sample(rewards: Sequence[Any]) -> bool:
     return len(rewards) > 0 and np.ndim(rewards[0]) == 0
 
 
-def _lengths(rows: Sequence[Row]) -> np.ndarray:
+def _lengths(rows: Sequence[TokenValues]) -> np.ndarray:
     return np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))
 
 
-def _check_lengths(name: str, rows: Sequence[Row], lengths: np.ndarray, uids: Sequence[str]) -> None:
+def _check_lengths(name: str, rows: Sequence[TokenValues], lengths: np.ndarray, uids: Sequence[str]) -> None:
     found = _lengths(rows)
     if len(found) != len(lengths):
         raise ValueError(f"{len(found)} {name} for {len(lengths)} samples")
@@ -100,22 +79,22 @@ def _check_lengths(name: str, rows: Sequence[Row], lengths: np.ndarray, uids: Se
         raise ValueError(f"sample {row} (uid {uids[row]}): {found[row]} {name} for {lengths[row]} response tokens")
 
 
-def _fill(out: np.ndarray, rows: Sequence[Row], starts: np.ndarray) -> None:
-    """Copy each row to its place: one contiguous copy a row, which is as fast as memory."""
+def _fill(out: np.ndarray, rows: Sequence[TokenValues], starts: np.ndarray) -> None:
+    """Copy each row to its place, in one contiguous copy a row."""
     for line, row, start in zip(out, rows, starts.tolist(), strict=True):
         if n := len(row):
             line[start : start + n] = row
 
 
-def _right_aligned(rows: Sequence[Row], lengths: np.ndarray, width: int) -> Tensor:
-    """[B, width] float32 with each row at the right, zeros before it."""
+def _right_aligned(rows: Sequence[TokenValues], lengths: np.ndarray, width: int) -> Tensor:
+    """Make [B, width] float32 with each row at the right and zeros before it."""
     out = torch.zeros(len(rows), width, dtype=torch.float32)
     _fill(out.numpy(), rows, width - lengths)
     return out
 
 
 def _filled(lengths: np.ndarray, width: int, dtype: torch.dtype) -> Tensor:
-    """[B, width] with ones in the last ``lengths`` columns."""
+    """Make [B, width] with ones in the last ``lengths`` columns."""
     out = torch.zeros(len(lengths), width, dtype=dtype)
     for line, length in zip(out.numpy(), lengths.tolist(), strict=True):
         line[width - length :] = 1
@@ -131,7 +110,7 @@ def _rewards(rewards: Sequence[Any], lengths: np.ndarray, width: int) -> Tensor:
 
 
 def _routes(routes: Sequence[np.ndarray | None], total: np.ndarray, width: int, uids: Sequence[str]) -> Tensor | None:
-    """[B, width, L, K], 0 where a sample has none; None where none has any."""
+    """Make [B, width, L, K], 0 where a sample has none; None if no sample has any."""
     shape = next((known.shape[1:] for known in routes if known is not None), None)
     if shape is None:
         return None

@@ -1,4 +1,4 @@
-"""Batches of prompts in an order that can be taken up again exactly."""
+"""Batches of prompts in an order that a resumed run continues exactly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from skyrl_megatron.errors import DataError
 
 
 class Items(Protocol):
-    """What a loader draws from."""
+    """The data set of a loader."""
 
     def __len__(self) -> int: ...
 
@@ -41,7 +41,7 @@ class PromptLoader:
             )
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
+        """Count the batches of an epoch."""
         full, rest = divmod(len(self.dataset), self.batch_size)
         return full + (0 if self.drop_last or not rest else 1)
 
@@ -55,11 +55,11 @@ class PromptLoader:
         self.epoch, self.batch = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, int | bool]:
-        """Plain numbers: where the loader stands, and what its order follows from."""
+        """Return plain numbers: the loader's position, and what its order follows from."""
         return {"epoch": self.epoch, "batch": self.batch, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``. Raises DataError when data, batch size or seed are not those of the state."""
+        """Continue from ``state``. Raises DataError when data, batch size or seed are not those of the state."""
         for key, value in self._identity().items():
             if state.get(key) != value:
                 raise DataError(

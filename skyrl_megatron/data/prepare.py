@@ -1,4 +1,4 @@
-"""Writes datasets: ``python -m skyrl_megatron.data.prepare NAME [--output-dir DIR] …``
+"""Datasets written by ``python -m skyrl_megatron.data.prepare NAME [--output-dir DIR] …``.
 
 Each writes ``train.parquet`` and ``validation.parquet`` with rows as :mod:`skyrl_megatron.data.prompts` reads them.
 """
@@ -14,14 +14,16 @@ from typing import Any
 
 from skyrl_megatron.errors import DataError, SkyRLMegatronError
 
-Row = dict[str, Any]
+type DatasetRow = dict[str, Any]
 GSM8K = "openai/gsm8k"
 AIME = {"train": "BytedTsinghua-SIA/DAPO-Math-17k", "validation": "BytedTsinghua-SIA/AIME-2024"}
 STEP_BY_STEP = 'Reason step by step, then give the final answer after "####".'
 
 
-def make_row(source: str, prompt: str, env_class: str, answer: str, extra: Row, *, system: str | None = None) -> Row:
-    """One row: a question, the environment that grades it, the answer that it compares with, and ``extra_info``."""
+def make_row(
+    source: str, prompt: str, env_class: str, answer: str, extra: DatasetRow, *, system: str | None = None
+) -> DatasetRow:
+    """Make a row: a question, the environment that grades it, the answer to compare with, and ``extra_info``."""
     messages = [{"role": "system", "content": system}] if system else []
     return {
         "data_source": source,
@@ -32,8 +34,8 @@ def make_row(source: str, prompt: str, env_class: str, answer: str, extra: Row, 
     }
 
 
-def gsm8k(args: argparse.Namespace) -> Iterator[tuple[str, list[Row]]]:
-    """Grade-school maths, from the Hub or from ``--source``, a folder with train and test files."""
+def gsm8k(args: argparse.Namespace) -> Iterator[tuple[str, list[DatasetRow]]]:
+    """Yield grade-school maths, from the Hub or from ``--source``, a folder with train and test files."""
     env_class = "gsm8k_multi_turn" if args.name == "gsm8k_multi_turn" else "gsm8k"
     for split, original in (("train", "train"), ("validation", "test")):
         rows = []
@@ -49,8 +51,8 @@ def gsm8k(args: argparse.Namespace) -> Iterator[tuple[str, list[Row]]]:
         yield split, rows
 
 
-def multiply(args: argparse.Namespace) -> Iterator[tuple[str, list[Row]]]:
-    """Products of two numbers of ``--num-digits`` digits; the answer stands in \\boxed{}."""
+def multiply(args: argparse.Namespace) -> Iterator[tuple[str, list[DatasetRow]]]:
+    """Yield products of two numbers of ``--num-digits`` digits; the answer stands in \\boxed{}."""
     system = "Multiply the two numbers. Give the product alone in this form: \\boxed{answer}."
     for split, pairs in _operands(args):
         yield (
@@ -69,22 +71,22 @@ def multiply(args: argparse.Namespace) -> Iterator[tuple[str, list[Row]]]:
         )
 
 
-def addition(args: argparse.Namespace) -> Iterator[tuple[str, list[Row]]]:
-    """Sums of two numbers of ``--num-digits`` digits; the response is to be the sum and nothing else."""
+def addition(args: argparse.Namespace) -> Iterator[tuple[str, list[DatasetRow]]]:
+    """Yield sums of two numbers of ``--num-digits`` digits; the response is to be the sum and nothing else."""
     for split, pairs in _operands(args):
         yield split, addition_rows(split, pairs)
 
 
-def addition_rows(split: str, pairs: Iterable[tuple[int, int]]) -> list[Row]:
-    """A problem for each pair of operands, in this order."""
+def addition_rows(split: str, pairs: Iterable[tuple[int, int]]) -> list[DatasetRow]:
+    """Make a problem of each pair of operands, in this order."""
     return [
         make_row("synthetic_addition", f"{a}+{b}=", "addition", str(a + b), {"split": split, "operands": [a, b]})
         for a, b in pairs
     ]
 
 
-def aime(args: argparse.Namespace) -> Iterator[tuple[str, list[Row]]]:
-    """Competition maths: DAPO-Math-17k to train on, AIME 2024 to validate, from the Hub or from ``--source``."""
+def aime(args: argparse.Namespace) -> Iterator[tuple[str, list[DatasetRow]]]:
+    """Yield competition maths: DAPO-Math-17k to train on, AIME 2024 to validate, from the Hub or from ``--source``."""
     for split, name in AIME.items():
         rows, seen = [], set()
         for index, record in enumerate(_records(args.source, name, None, "train", stem=split)):
@@ -97,7 +99,7 @@ def aime(args: argparse.Namespace) -> Iterator[tuple[str, list[Row]]]:
         yield split, rows
 
 
-DATASETS: dict[str, Callable[[argparse.Namespace], Iterator[tuple[str, list[Row]]]]] = {
+DATASETS: dict[str, Callable[[argparse.Namespace], Iterator[tuple[str, list[DatasetRow]]]]] = {
     "addition": addition,
     "aime": aime,
     "gsm8k": gsm8k,
@@ -107,7 +109,7 @@ DATASETS: dict[str, Callable[[argparse.Namespace], Iterator[tuple[str, list[Row]
 
 
 def _operands(args: argparse.Namespace) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """Distinct problems; no unordered pair of operands is in both splits. Raises DataError if there are too few."""
+    """Draw distinct problems, no unordered pair in both splits. Raises DataError if there are too few."""
     low, high = 10 ** (args.num_digits - 1), 10**args.num_digits - 1
     count = high - low + 1
     available, wanted = count * (count + 1) // 2, args.train_size + args.test_size
@@ -130,24 +132,26 @@ def _operands(args: argparse.Namespace) -> Iterator[tuple[str, list[tuple[int, i
     yield "validation", pairs[args.train_size :]
 
 
-def _records(source: Path | None, name: str, config: str | None, split: str, stem: str = "") -> Iterable[Row]:
-    """Rows of a published dataset, or of the file ``{stem or split}`` (.parquet, .jsonl, .json) in ``source``."""
+def _records(source: Path | None, name: str, config: str | None, split: str, stem: str = "") -> Iterable[DatasetRow]:
+    """Read a published dataset, or the file ``{stem or split}`` (.parquet, .jsonl, .json) in ``source``."""
     from datasets import load_dataset
 
     if source is None:
         try:
-            return load_dataset(name, config, split=split)
+            published: Iterable[DatasetRow] = load_dataset(name, config, split=split)
+            return published
         except Exception as error:
             raise DataError(f"{name} cannot be loaded: {error}; give its files with --source FOLDER") from error
     for path in (source / f"{stem or split}{suffix}" for suffix in (".parquet", ".jsonl", ".json")):
         if path.is_file():
             reader = "parquet" if path.suffix == ".parquet" else "json"
-            return load_dataset(reader, data_files=str(path), split="train")
+            rows: Iterable[DatasetRow] = load_dataset(reader, data_files=str(path), split="train")
+            return rows
     raise DataError(f"{source}: there is no file {stem or split}.parquet, .jsonl or .json")
 
 
-def write(rows: list[Row], path: Path) -> None:
-    """Rows as a parquet file, which appears whole or not at all."""
+def write(rows: list[DatasetRow], path: Path) -> None:
+    """Write rows as a parquet file, which appears whole or not at all."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

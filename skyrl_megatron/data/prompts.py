@@ -88,19 +88,19 @@ class PromptDataset:
         return [_without_nulls(message) for message in messages], env_class, extras, str(number)
 
     def env_classes(self, default: str) -> set[str]:
-        """Environments that the rows ask for; ``default`` for rows that name none."""
+        """Return the environments that the rows name; ``default`` for rows that name none."""
         named = self.rows.unique(self.env_class_key) if self.env_class_key in self.rows.column_names else [None]
         return {name or default for name in named}
 
     def collate_fn(self, items: Sequence[tuple[Any, Any, Any, str]]) -> list[dict[str, Any]]:
-        """Items as entries ``{prompt, env_class, env_extras, uid}``."""
+        """Turn items into entries ``{prompt, env_class, env_extras, uid}``."""
         return [
             {"prompt": prompt, "env_class": env_class, "env_extras": extras, "uid": uid}
             for prompt, env_class, extras, uid in items
         ]
 
     def _short_enough(self, names: Sequence[str], sizes: Sequence[int]) -> np.ndarray:
-        """Numbers of the rows to keep, after every prompt was checked and measured."""
+        """Check and measure every prompt; return the numbers of the rows to keep."""
         kept, starts = [], np.cumsum([0, *sizes])
         for first, prompts in self._batches():
             for offset, messages in enumerate(prompts):
@@ -169,7 +169,7 @@ def _joined(sources: list[Dataset], names: Sequence[str], concatenate: Any) -> D
 
 
 def _problem(messages: Any) -> str | None:
-    """What is wrong with a prompt."""
+    """Say what is wrong with a prompt; None if nothing is."""
     if messages is None or (isinstance(messages, list) and not messages):
         return "is empty"
     if not isinstance(messages, list):
@@ -181,5 +181,5 @@ def _problem(messages: Any) -> str | None:
 
 
 def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:
-    """A message without the fields that Arrow added because other messages have them."""
+    """Remove the fields of a message that Arrow added because other messages have them."""
     return {key: value for key, value in message.items() if value is not None}

@@ -1,6 +1,9 @@
-"""Failing together: one rank's problem becomes the same error on every rank, and none waits for one that gave up."""
+"""Agreement between ranks: one rank's error becomes the same error on every rank, so that none waits for one that
+gave up; and the largest of a few numbers."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -25,8 +28,15 @@ def raise_on_all_ranks(error: Exception | None) -> None:
     raise first if len(errors) == len(found) else type(first)(f"rank {rank}: {first}")
 
 
+def group_maximum(values: Sequence[int], group: dist.ProcessGroup) -> list[int]:
+    """Return the largest of each value over the ranks of ``group``; collective."""
+    largest = torch.tensor(values, device=device.device())
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return [int(value) for value in largest]
+
+
 def _portable(error: Exception | None) -> Exception | None:
-    """An error that travels between processes: types whose constructor takes more than a message become ValueError."""
+    """Make an error that travels between processes: a ValueError if its constructor takes more than a message."""
     if error is None:
         return None
     try:

@@ -1,22 +1,24 @@
-"""The training engine of one rank: log-probabilities, the policy-gradient step, and nothing of Ray.
+"""The training engine of one rank: log-probabilities and the policy-gradient step, without Ray.
 
-Every rank of the model calls the same methods with the rows of its data-parallel replica. A step::
+All ranks of a model call the same methods, each with the rows of its data-parallel replica. A step is::
 
     metrics = engine.forward_backward(mini_batch)     # one or several times: gradients accumulate
     result = engine.optim_step()
 
-What it is made of has files of its own: the schedule (``schedule.py``), cutting into micro-batches
-(``micro_batches.py``), packing (``packed_inputs.py``), the loss of a micro-batch (``forward_step.py``), what Megatron
-divides by (``loss_scale.py``), the optimizer (``optimizer.py``).
+Its parts have files of their own: micro-batches (``data/splitting.py``), packing (``packed_inputs.py``), the loss of a
+micro-batch (``forward_step.py``), Megatron's schedule (``schedule.py``), what Megatron divides by (``loss_scale.py``)
+and the optimizer (``optimizer.py``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,14 +30,16 @@ from skyrl_megatron.algorithms.metrics import Metrics, merge_metrics, metric_val
 from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.algorithms.reduction import StepTotals
 from skyrl_megatron.config.rules.role_layout import parallel_config
+from skyrl_megatron.config.run_folder import run_folder
+from skyrl_megatron.data.splitting import plan_micro_batches
 from skyrl_megatron.runtime import loss_scale, parallel_state
-from skyrl_megatron.runtime.agreement import raise_on_all_ranks
+from skyrl_megatron.runtime.agreement import group_maximum, raise_on_all_ranks
+from skyrl_megatron.runtime.batch_checks import find_problem
 from skyrl_megatron.runtime.cpu import megatron_patches
 from skyrl_megatron.runtime.engine_settings import ddp_config, hf_model, parameter_dtype, transformer_kwargs
 from skyrl_megatron.runtime.flops import model_flops, peak_flops
 from skyrl_megatron.runtime.forward_step import LogprobHead, LogprobStep, MicroBatch, PolicyStep
 from skyrl_megatron.runtime.hf.load import load_hf
-from skyrl_megatron.runtime.micro_batches import plan_micro_batches
 from skyrl_megatron.runtime.model.build import build_model
 from skyrl_megatron.runtime.model.lm_head import return_hidden_states
 from skyrl_megatron.runtime.model.router import router_metrics
@@ -49,15 +53,17 @@ if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.types import TrainingBatch
 
+logger = logging.getLogger(__name__)
+
 RoleName = Literal["policy", "ref", "critic"]
 
 
 class MegatronEngine:
     """One rank's part of a model, its gradients and its optimizer.
 
-    ``torch.distributed`` must be initialised; the engine builds the groups of ``role``'s layout over all its ranks,
-    the model, loads its HF folder and, for policy and critic, the optimizer. ``total_steps``: optimizer steps of the
-    run, where a decaying learning rate ends. Raises ConfigError for an impossible layout, ModelLoadError for a bad
+    ``torch.distributed`` must be initialised. The engine makes the process groups of ``role``'s layout, builds the
+    model, loads its HF folder and, for policy and critic, builds the optimizer. ``total_steps``: optimizer steps of
+    the run, where a decaying learning rate ends. Raises ConfigError for an impossible layout, ModelLoadError for a bad
     folder.
     """
 
@@ -68,16 +74,16 @@ class MegatronEngine:
         self.megatron = self.settings.megatron_config
         parallel = parallel_config(self.megatron, dist.get_world_size())
         self.groups = parallel_state.initialize(parallel, seed=cfg.trainer.seed, timeout_s=cfg.trainer.phase_timeout_s)
-        hf = hf_model(cfg, role)
         self.model = build_model(
-            hf,
+            hf_model(cfg, role),
             self.groups,
             dtype=parameter_dtype(cfg),
             transformer_config_kwargs=transformer_kwargs(cfg, role),
             prefix=f"trainer.{role}.megatron_config.",
         )
         load_hf(self.model, self.settings.model.path, self.groups)
-        self.chunks: list[torch.nn.Module] = list(self.model.chunks)
+        self.chunks: list[Any] = list(self.model.chunks)
+        """The model's chunks, in :class:`DistributedDataParallel` when they are trained."""
         fused = cfg.trainer.fused_lm_head_logprob and self.groups.is_last_stage
         self._head_weight = return_hidden_states(self.model.chunks[-1], self.groups) if fused else None
         self.flops = model_flops(self.model.config, self.model.vocab_size)
@@ -86,7 +92,7 @@ class MegatronEngine:
         )
         self.steps = self.skipped_steps = 0
         self._accumulated = StepTotals()
-        """What the gradients accumulated so far are a mean over."""
+        """Denominators of the gradients accumulated so far."""
         self._reduced = self._offloaded = False
         if role != "ref":
             self._prepare_training(total_steps)
@@ -120,10 +126,10 @@ class MegatronEngine:
         self.overlaps_param_gather = distributed and buffers.overlap_param_gather
         self.lr_schedule = build_lr_schedule(self.optimizer, self.settings.optimizer_config, total_steps)
 
-    # ------------------------------------------------------------------ where this rank stands
+    # ------------------------------------------------------------------ place in the layout
     @property
     def dp_rank(self) -> int:
-        """Which data-parallel replica this rank belongs to."""
+        """The data-parallel replica that this rank belongs to."""
         return self.groups.dp.rank()
 
     @property
@@ -133,21 +139,21 @@ class MegatronEngine:
 
     @property
     def is_collection_rank(self) -> bool:
-        """The rank of its replica whose results are collected: tp 0, cp 0, last pipeline stage."""
+        """Whether the results of its replica are collected from this rank: tp 0, cp 0, last pipeline stage."""
         return self.groups.is_collection_rank
 
     # ------------------------------------------------------------------ forward only
     @torch.no_grad()
     def compute_logprobs(self, batch: TrainingBatch, *, temperature: float | None = None) -> Tensor:
-        """Log-probs of the response tokens under the current weights: [B, T] float32 in nats, 0 off the response.
+        """Return log-probs of the response tokens under the current weights: [B, T] float32 in nats, 0 elsewhere.
 
-        ``batch``: the rows of this replica. ``temperature`` defaults to ``algorithm.temperature``. Every rank of the
-        model gets the result of its replica.
+        ``batch``: the rows of this replica. ``temperature`` defaults to ``algorithm.temperature``. Every rank gets the
+        result of its replica.
         """
         step = LogprobStep(self._head(temperature))
         micro_batches = self._micro_batches(batch, self.cfg.trainer.micro_forward_batch_size_per_gpu)
-        with self._mode(training=False):
-            results = run_schedule(step, micro_batches, self.chunks, self.groups, forward_only=True)
+        self._set_training(False)
+        results = run_schedule(step, micro_batches, self.chunks, self.groups, forward_only=True)
         out = torch.zeros(batch.response_mask.shape, dtype=torch.float32, device=device.device())
         for micro_batch, logprobs in zip(micro_batches, results, strict=False):  # no results before the last stage
             out[torch.as_tensor(micro_batch.rows, device=out.device)] = logprobs[: len(micro_batch.rows)]
@@ -158,7 +164,7 @@ class MegatronEngine:
 
     # ------------------------------------------------------------------ the step
     def step_totals(self, batch: TrainingBatch, objective: PolicyObjective | None = None) -> StepTotals:
-        """What the loss of the rows of all replicas is a mean over. Collective over dp."""
+        """Count the denominators of a loss over the rows of all replicas. Collective over dp."""
         objective = objective or PolicyObjective(self.cfg.trainer.algorithm)
         mine = objective.totals(
             batch.loss_mask,
@@ -166,29 +172,31 @@ class MegatronEngine:
             rollout_log_probs=batch.rollout_logprobs,
             uids=batch.uids or None,
         )
-        everybody: list[StepTotals | None] = [None] * self.dp_size
-        dist.all_gather_object(everybody, mine, group=self.groups.dp)
-        return sum((totals for totals in everybody if totals is not None), StepTotals())
+        gathered: list[StepTotals | None] = [None] * self.dp_size
+        dist.all_gather_object(gathered, mine, group=self.groups.dp)
+        return sum((totals for totals in gathered if totals is not None), StepTotals())
 
     def forward_backward(self, batch: TrainingBatch, *, accumulate: bool = False) -> dict[str, float]:
-        """Add the gradient of the policy objective over the rows of all replicas; returns the step's metrics.
+        """Add the gradient of the policy objective over the rows of all replicas; return the step's metrics.
 
         ``batch``: the rows of this replica, with advantages and the log-probs that the loss reads. Losses are means
-        over the rows of all replicas, however they are cut (``algorithms/reduction.py``). Called several times before
-        :meth:`optim_step`, the gradient is that of the mean over all rows together (with ``prompt_mean`` the rows of a
-        prompt must come in one call; auxiliary losses of the calls are averaged). ``accumulate`` says that more calls
-        follow; it is needed only with ``ddp_config.overlap_grad_reduce``.
+        over the rows of all replicas, however they are split (``algorithms/reduction.py``). After several calls before
+        :meth:`optim_step` the gradient is that of the mean over all their rows (with ``prompt_mean`` the rows of a
+        prompt must come in one call; auxiliary losses of the calls are averaged). ``accumulate``: more calls follow;
+        needed only with ``ddp_config.overlap_grad_reduce``.
 
         Raises the same error on every rank, with gradients cleared: ValueError for sequences over the token budget,
-        for no trainable token, for inputs that are not finite; whatever a custom loss raises.
+        for no trainable token and for inputs that are not finite; whatever a custom loss raises.
         """
         if self._reduced:
             raise ValueError("gradients are reduced already: call optim_step() or clear_gradients() first")
-        self._take_back()
+        self._onload()
         started = time.perf_counter()
-        objective = PolicyObjective(self.cfg.trainer.algorithm)
-        with self._all_or_none():
-            raise_on_all_ranks(self._problem(batch, objective))
+        algorithm = self.cfg.trainer.algorithm
+        objective = PolicyObjective(algorithm)
+        with self._cleared_on_failure():
+            positions = self.model.hf.config.get("max_position_embeddings")
+            raise_on_all_ranks(find_problem(batch, objective, positions))
             totals = self.step_totals(batch, objective)
             if totals.tokens == 0:
                 raise ValueError("no trainable token in the mini-batch: the loss mask is 0 everywhere")
@@ -199,9 +207,10 @@ class MegatronEngine:
                     chunk.scale_gradients(1.0 - share)
             self.auxiliary_scale.over(self._count_valid_tokens(batch), share)
             seed = (self.cfg.trainer.seed, self.steps, self.dp_rank)
-            step = PolicyStep(self._head(), objective, combined, entropy=self._wants_entropy, seed=seed)
+            step = PolicyStep(self._head(), objective, combined, entropy=algorithm.use_entropy_loss, seed=seed)
             micro_batches = self._micro_batches(batch, self.cfg.trainer.micro_train_batch_size_per_gpu)
-            with self._mode(training=True), self._local_gradients(accumulate), self._profile("forward_backward"):
+            self._set_training(True)
+            with self._local_gradients(accumulate), self._profile("forward_backward"):
                 results = run_schedule(step, micro_batches, self.chunks, self.groups, forward_only=False)
             raise_on_all_ranks(step.failure)
             self._accumulated = combined
@@ -211,13 +220,13 @@ class MegatronEngine:
         return metrics | self._speed(batch, time.perf_counter() - started, len(micro_batches))
 
     def optim_step(self, *, more_follow: bool = False) -> StepResult:
-        """Reduce the accumulated gradients over dp, clip, and step; clears them.
+        """Reduce the accumulated gradients over dp, clip, step and clear them.
 
-        ``more_follow`` says that another :meth:`forward_backward` comes before anything else reads the weights: with
+        ``more_follow``: another :meth:`forward_backward` comes before anything else reads the weights. With
         ``ddp_config.overlap_param_gather`` they are then gathered during its forward pass, otherwise here.
 
-        A gradient that is not finite anywhere is not applied: weights, moments and schedule stay as they are, the
-        result says so and names the first parameter, and :attr:`skipped_steps` counts it. Raises ValueError when there
+        If a gradient is not finite on any rank, the step is skipped: weights, moments and schedule stay as they are,
+        the result names the first such parameter, and :attr:`skipped_steps` counts it. Raises ValueError when there
         are no gradients.
         """
         self.reduce_gradients()
@@ -229,16 +238,18 @@ class MegatronEngine:
                 chunk.start_param_sync(force_sync=True)
         self.steps += 1
         self.skipped_steps += result.skipped
+        if result.skipped and dist.get_rank() == 0:
+            logger.warning("the gradient of %s is not finite: the step is skipped", result.offender)
         self.memory.snapshot(f"step_{self.steps}", dist.get_rank())
         if self.megatron.empty_cuda_cache:
             device.empty_cache()
         return result
 
     def reduce_gradients(self) -> None:
-        """Sum the accumulated gradients over all ranks that share a parameter; :meth:`optim_step` does it if need be.
+        """Sum the accumulated gradients over all ranks that share a parameter, unless that is done already.
 
-        Megatron's reduction is not idempotent, so no gradient can be added between it and the step. Raises ValueError
-        when there are no gradients.
+        :meth:`optim_step` calls it. Megatron's reduction is not idempotent, so no gradient can be added between it and
+        the step. Raises ValueError when there are no gradients.
         """
         if not self._accumulated.tokens:
             raise ValueError("there are no gradients: call forward_backward() first")
@@ -255,8 +266,8 @@ class MegatronEngine:
         self._reduced = False
 
     def offload(self) -> None:
-        """Free the memory of gradients and, with ``optimizer_config.offload_after_step``, of the optimizer's state,
-        for engines on the same GPU; the next :meth:`forward_backward` takes it back. No-op without a GPU."""
+        """Free the GPU memory of gradients and, with ``optimizer_config.offload_after_step``, of the optimizer's state
+        for engines on the same GPU, until the next :meth:`forward_backward`. No-op without a GPU."""
         if not device.has_cuda() or self._offloaded:
             return
         for chunk in self.chunks:
@@ -265,7 +276,7 @@ class MegatronEngine:
             self.optimizer.offload_to_cpu()
         self._offloaded = True
 
-    def _take_back(self) -> None:
+    def _onload(self) -> None:
         if self._offloaded:
             for chunk in self.chunks:
                 chunk.restore_grad_buffers()
@@ -283,63 +294,40 @@ class MegatronEngine:
         )
         return LogprobHead(settings, self._head_weight)
 
-    @property
-    def _wants_entropy(self) -> bool:
-        return self.cfg.trainer.algorithm.use_entropy_loss
-
     def _weight(self, totals: StepTotals) -> float:
-        """The denominator of the reduction in use."""
-        by_rows = {"sequence_mean": totals.rows, "seq_mean_token_sum_norm": totals.rows}
-        by_rows["prompt_mean"] = len(totals.prompt_tokens)
-        return by_rows.get(self.cfg.trainer.algorithm.loss_reduction, totals.tokens)
+        """Return the denominator of the reduction in use."""
+        reduction = self.cfg.trainer.algorithm.loss_reduction
+        if reduction == "prompt_mean":
+            return len(totals.prompt_tokens)
+        return totals.tokens if reduction == "token_mean" else totals.rows
 
     def _micro_batches(self, batch: TrainingBatch, rows: int) -> list[MicroBatch]:
-        """The replica's rows cut, packed and on the device; as many pieces on every replica."""
+        """Split the replica's rows into micro-batches, packed and on the device; equally many on every replica."""
         trainer = self.cfg.trainer
-        pieces = plan_micro_batches(
+        plan = plan_micro_batches(
             batch.lengths,
             alignment=self.groups.parallel.alignment,
             max_tokens=trainer.max_tokens_per_microbatch,
             rows=rows,
             multiple_of=self.groups.pp.size() if len(self.chunks) > 1 else 1,
-            dp_group=self.groups.dp,
+            dp_maximum=partial(group_maximum, group=self.groups.dp),
         )
         target = device.device()
-        made = []
-        for piece in pieces:
-            part = batch.select(piece) if len(piece) else batch.blank_row()
+        micro_batches = []
+        for own in plan:
+            part = batch.select(own) if len(own) else batch.blank_row()
             packed = pack(part, self.groups, target, padded=not trainer.use_sample_packing)
-            made.append(MicroBatch(piece, part.to(target), packed))
-        return made
-
-    def _problem(self, batch: TrainingBatch, objective: PolicyObjective) -> Exception | None:
-        """What is wrong with this rank's rows, if anything."""
-        if batch.advantages is None:
-            return ValueError("the batch has no advantages: compute them before the training step")
-        if objective.needs_old_log_probs and batch.old_logprobs is None:
-            return ValueError(f"the policy loss {objective.name!r} reads old log-probs: the batch has none")
-        longest = int(batch.lengths.max(initial=0))
-        positions = self.model.hf.config.get("max_position_embeddings")
-        if positions and longest > positions:
-            return ValueError(f"a sequence of {longest} tokens exceeds the model's {positions} positions")
-        for name in ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs"):
-            values = getattr(batch, name)
-            if values is not None:
-                bad = ~torch.isfinite(values) & (batch.loss_mask > 0)
-                if bad.any():
-                    row, token = (int(i) for i in bad.nonzero()[0])
-                    uid = f" (uid {batch.uids[row]})" if batch.uids else ""
-                    return ValueError(f"{name} is {values[row, token]} at row {row}{uid}, response token {token}")
-        return None
+            micro_batches.append(MicroBatch(own, part.to(target), packed))
+        return micro_batches
 
     def _count_valid_tokens(self, batch: TrainingBatch) -> float:
-        """Tokens of all replicas that are not padding: what auxiliary losses are a mean over."""
+        """Count the tokens of all replicas without padding: the denominator of auxiliary losses."""
         count = torch.tensor([float(batch.lengths.sum())], dtype=torch.float64, device=device.device())
         dist.all_reduce(count, group=self.groups.dp)
         return count.item()
 
     def _reduce(self, metrics: Metrics) -> dict[str, float]:
-        """Metrics of the last stage summed over replicas, on every rank."""
+        """Sum the last stage's metrics over replicas, and share them with every rank."""
         values: dict[str, float] = {}
         if self.groups.is_last_stage:
             packed = pack_metrics(metrics, device.device())
@@ -349,7 +337,7 @@ class MegatronEngine:
         return share_from_last_stage(values, self.groups.pp)
 
     def _speed(self, batch: TrainingBatch, seconds: float, micro_batches: int) -> dict[str, float]:
-        """Tokens per second and MFU of the training pass, peak memory. This replica's rows stand for all."""
+        """Measure tokens per second, MFU and peak memory of the training pass, from this replica's rows."""
         ranks = self.groups.parallel.world_size // self.dp_size
         flops = self.flops.training(batch.lengths)
         speed = {
@@ -361,16 +349,14 @@ class MegatronEngine:
         peak = peak_flops()
         return speed if peak is None else speed | {"mfu": speed["flops_per_second_per_rank"] / peak}
 
-    # ------------------------------------------------------------------ contexts
-    @contextlib.contextmanager
-    def _mode(self, *, training: bool) -> Iterator[None]:
+    def _set_training(self, training: bool) -> None:
         for chunk in self.chunks:
             chunk.train(training)
-        yield
 
+    # ------------------------------------------------------------------ contexts
     @contextlib.contextmanager
     def _local_gradients(self, accumulate: bool) -> Iterator[None]:
-        """With overlapped reduction: keep gradients local while more calls follow; the last call reduces."""
+        """Keep gradients local while more calls follow, with overlapped reduction; the last call reduces them."""
         with contextlib.ExitStack() as stack:
             if accumulate and self.megatron.ddp_config.overlap_grad_reduce:
                 for chunk in self.chunks:
@@ -378,15 +364,14 @@ class MegatronEngine:
             yield
 
     @contextlib.contextmanager
-    def _all_or_none(self) -> Iterator[None]:
-        """Clear gradients when the step fails: half of a mini-batch must not be stepped on."""
+    def _cleared_on_failure(self) -> Iterator[None]:
+        """Clear gradients when the enclosed work fails: no step may be taken on half of a mini-batch."""
         try:
             yield
         except BaseException:
             self.clear_gradients()
             raise
 
-    @contextlib.contextmanager
-    def _profile(self, name: str) -> Iterator[None]:
-        with profiled(self.megatron.torch_profiler_config, f"{name}_{self.steps}", dist.get_rank()):
-            yield
+    def _profile(self, name: str) -> contextlib.AbstractContextManager[None]:
+        settings = self.megatron.torch_profiler_config
+        return profiled(settings, run_folder(self.cfg), f"{name}_{self.steps}", dist.get_rank())

@@ -1,4 +1,4 @@
-"""From the run's configuration to what Megatron's model and gradient buffers are built with, for one role."""
+"""The run's configuration of a role as the settings of Megatron's model and gradient buffers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RECOMPUTE = ("recompute_granularity", "recompute_modules", "recompute_method", 
 
 
 def hf_model(cfg: SkyRLTrainConfig, role: str) -> HfModel:
-    """The role's HF folder with the configuration's changes to its ``config.json`` applied."""
+    """Read the role's HF folder, with the configuration's changes to its ``config.json`` applied."""
     settings = getattr(cfg.trainer, role)
     trust = cfg.trainer.trust_remote_code
     changes = {**settings.model_config_kwargs, **settings.megatron_config.model_config_kwargs}
@@ -28,15 +28,15 @@ def hf_model(cfg: SkyRLTrainConfig, role: str) -> HfModel:
 
 
 def parameter_dtype(cfg: SkyRLTrainConfig) -> torch.dtype:
-    """bfloat16 where ``trainer.bf16`` asks for it and the device computes in it; float32 on CPU."""
+    """Return bfloat16 if ``trainer.bf16`` is set and there is a GPU, else float32."""
     return torch.bfloat16 if cfg.trainer.bf16 and device.has_cuda() else torch.float32
 
 
 def transformer_kwargs(cfg: SkyRLTrainConfig, role: str) -> dict[str, Any]:
-    """Fields of Megatron's ``TransformerConfig`` that the configuration sets; ``transformer_config_kwargs`` come last.
+    """Return the fields of ``TransformerConfig`` that the configuration sets, ``transformer_config_kwargs`` last.
 
-    ``trainer.gradient_checkpointing=false`` takes every recompute field out; selective recomputation takes out those
-    of the full one, which Megatron rejects beside it.
+    ``trainer.gradient_checkpointing=false`` removes every recompute field; selective recomputation removes those of
+    full recomputation, which Megatron rejects beside it.
     """
     megatron: MegatronConfig = getattr(cfg.trainer, role).megatron_config
     fields: dict[str, Any] = {
@@ -63,10 +63,10 @@ def transformer_kwargs(cfg: SkyRLTrainConfig, role: str) -> dict[str, Any]:
 
 
 def ddp_config(megatron: MegatronConfig) -> tuple[DistributedDataParallelConfig, bool]:
-    """(Megatron's gradient-buffer settings, whether the optimizer is distributed over dp).
+    """Return (Megatron's gradient-buffer settings, whether the optimizer is distributed over dp).
 
     Distributed unless ``optimizer_config_kwargs.use_distributed_optimizer=false``. ``average_in_collective`` has no
-    say: gradients are summed (``loss_scale.py``).
+    effect: gradients are summed (``loss_scale.py``).
     """
     distributed = bool(megatron.optimizer_config_kwargs.get("use_distributed_optimizer", True))
     buffers = megatron.ddp_config

@@ -1,6 +1,6 @@
 """Floating-point operations of a forward and a training pass, from the model's real configuration.
 
-Counted are the matrix products (two operations per multiply-add): attention projections, attention scores, dense and
+Counted are the GEMMs (two operations per multiply-add): attention projections, attention scores, dense and
 expert MLPs (only the experts a token is routed to), routers, LM head. Element-wise work is left out, as is
 recomputation: MFU relates *model* FLOPs to the peak (PaLM, arXiv:2204.02311, appendix B).
 """
@@ -46,21 +46,23 @@ class ModelFlops:
     """Keys that a query of a sliding-window layer sees, itself included; 0 when there are none."""
 
     def forward(self, lengths: np.ndarray) -> np.ndarray:
-        """Forward FLOPs of each sequence. ``lengths``: [B] int → [B] float64."""
+        """Return the forward FLOPs of each sequence. ``lengths``: [B] int → [B] float64."""
         s = np.asarray(lengths, dtype=np.float64)
-        flops = self.linear * s + self.full_attention * s * (s + 1) / 2
+        flops: np.ndarray = self.linear * s + self.full_attention * s * (s + 1) / 2
         if self.window:
             w = np.minimum(s, self.window)
             flops += self.window_attention * (w * (w + 1) / 2 + (s - w) * self.window)
         return flops
 
     def training(self, lengths: np.ndarray) -> float:
-        """FLOPs of forward and backward over all sequences: backward costs twice the forward."""
+        """Return the FLOPs of forward and backward over all sequences: backward costs twice the forward."""
         return 3.0 * float(self.forward(lengths).sum())
 
 
 def model_flops(config: TransformerConfig, vocab_size: int) -> ModelFlops:
-    """FLOPs of the whole model (all pipeline stages, all experts a token visits) for a Megatron configuration."""
+    """Count the FLOPs of the whole model (all stages, all experts that a token visits) of a Megatron configuration."""
+    from megatron.core.transformer.utils import is_layer_window_attention
+
     h = config.hidden_size
     attention_linear, pair = _attention(config)
     moe_layers = _moe_pattern(config)
@@ -76,12 +78,13 @@ def model_flops(config: TransformerConfig, vocab_size: int) -> ModelFlops:
         linear += 2 * gated * h * config.moe_ffn_hidden_size * config.moe_router_topk
         linear += 2 * gated * h * (config.moe_shared_expert_intermediate_size or 0)
     window = config.window_size[0] + 1 if config.window_size else 0
-    windowed = sum(_windowed(config, layer) for layer in range(1, config.num_layers + 1)) if window else 0
+    skips = config.window_attn_skip_freq
+    windowed = sum(is_layer_window_attention(config.window_size, skips, n + 1) for n in range(config.num_layers))
     return ModelFlops(linear, pair * (config.num_layers - windowed), pair * windowed, window)
 
 
 def _attention(config: TransformerConfig) -> tuple[float, float]:
-    """(FLOPs per token of a layer's projections, FLOPs per attended pair of a layer)."""
+    """Return (FLOPs per token of a layer's projections, FLOPs per attended pair of a layer)."""
     h, heads = config.hidden_size, config.num_attention_heads
     if getattr(config, "multi_latent_attention", False):
         qk = config.qk_head_dim + config.qk_pos_emb_head_dim
@@ -97,7 +100,7 @@ def _attention(config: TransformerConfig) -> tuple[float, float]:
 
 
 def _moe_pattern(config: TransformerConfig) -> list[bool]:
-    """For each layer, whether its MLP is a mixture of experts."""
+    """Tell for each layer whether its MLP is a mixture of experts."""
     if not config.num_moe_experts:
         return [False] * config.num_layers
     frequency = config.moe_layer_freq
@@ -106,18 +109,8 @@ def _moe_pattern(config: TransformerConfig) -> list[bool]:
     return [bool(flag) for flag in frequency]
 
 
-def _windowed(config: TransformerConfig, layer_number: int) -> bool:
-    """Whether a layer (numbered from 1) uses the sliding window (as megatron/core/transformer/utils.py)."""
-    frequency = config.window_attn_skip_freq
-    if frequency is None:
-        return True
-    if isinstance(frequency, int):
-        return layer_number % frequency != 0
-    return bool(frequency[layer_number - 1])
-
-
 def peak_flops() -> float | None:
-    """Dense bf16 FLOP/s of this process's device; None where no honest figure is known (CPU, unlisted parts)."""
+    """Return the dense bf16 FLOP/s of this process's device; None where no figure is published (CPU, other parts)."""
     if not device.has_cuda():
         return None
     name = torch.cuda.get_device_name()

@@ -1,6 +1,6 @@
-"""What happens to one micro-batch: the model's forward, and on the last pipeline stage the loss or the log-probs.
+"""The step of one micro-batch: the model's forward, and on the last pipeline stage the log-probs or the loss.
 
-An object of this file is Megatron's ``forward_step_func``: called with an iterator of :class:`MicroBatch` and a model
+A :class:`ForwardStep` is Megatron's ``forward_step_func``: called with an iterator of :class:`MicroBatch` and a model
 chunk, it returns the chunk's output and the closure that the schedule calls with the output of the last stage.
 """
 
@@ -22,11 +22,7 @@ from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.algorithms.reduction import StepTotals
 from skyrl_megatron.runtime.loss_scale import loss_for_schedule
 from skyrl_megatron.runtime.packed_inputs import PackedInputs
-from skyrl_megatron.runtime.vocab_parallel import (
-    SoftmaxSettings,
-    fused_logprobs_and_entropy,
-    logprobs_and_entropy,
-)
+from skyrl_megatron.runtime.vocab_parallel import SoftmaxSettings, fused_logprobs_and_entropy, logprobs_and_entropy
 
 if TYPE_CHECKING:
     from skyrl_megatron.types import TrainingBatch
@@ -47,7 +43,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class LogprobHead:
-    """How the model's output becomes log-probs of response tokens."""
+    """Turns the model's output into log-probs of response tokens."""
 
     settings: SoftmaxSettings
     weight: Tensor | None = None
@@ -56,7 +52,7 @@ class LogprobHead:
     def __call__(
         self, output: Tensor, packed: PackedInputs, *, with_entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """(log-probs, entropies) of the response tokens, [b, T] each, equal on all tp and cp ranks of the stage.
+        """Return (log-probs, entropies) of the response tokens, [b, T] each, equal on all tp and cp ranks.
 
         ``output``: logits [1, p, V_padded / tp], or hidden states [1, p, H]; with padded inputs [b, S, …].
         """
@@ -70,7 +66,7 @@ class LogprobHead:
 
 
 class ForwardStep:
-    """Forward of one micro-batch; subclasses say what the last stage does with its output."""
+    """The forward of one micro-batch; subclasses say what the last stage does with its output."""
 
     def __call__(self, micro_batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Closure]:
         micro_batch = next(micro_batches)
@@ -78,7 +74,7 @@ class ForwardStep:
         return output, partial(self.on_last_stage, micro_batch)
 
     def on_last_stage(self, micro_batch: MicroBatch, output: Tensor) -> Any:
-        """What the schedule stores for the micro-batch, in the form that Megatron asks for."""
+        """Return what the schedule stores for the micro-batch (``loss_scale.loss_for_schedule``)."""
         raise NotImplementedError
 
 
@@ -96,8 +92,8 @@ class LogprobStep(ForwardStep):
 class PolicyStep(ForwardStep):
     """Forward and backward of the policy objective: the schedule's results are the metrics of each micro-batch.
 
-    An exception of the loss (a custom one, say) would leave the other ranks waiting in the schedule: it is kept in
-    :attr:`failure`, the micro-batch counts as 0, and the engine raises it on all ranks afterwards.
+    If the loss, say a custom one, raised in the schedule, the other ranks would wait for ever: the exception is kept
+    in :attr:`failure`, the micro-batch counts as 0, and the engine raises it on all ranks afterwards.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ SUMMED_GRADIENTS: dict[str, Any] = {"calculate_per_token_loss": True}
 
 
 class AuxiliaryLossScale:
-    """``config.moe_grad_scale_func``: what the router's token-weighted auxiliary losses are multiplied by."""
+    """``config.moe_grad_scale_func``: the factor of the router's token-weighted auxiliary losses."""
 
     def __init__(self) -> None:
         self.value = 1.0
@@ -60,5 +60,5 @@ def sum_gradients(config: TransformerConfig, ddp_config: DistributedDataParallel
 
 
 def loss_for_schedule[R](loss: Tensor, result: R) -> tuple[Tensor, Tensor, R]:
-    """What a loss closure returns to Megatron's schedule: three values, with a token count that divides nothing."""
+    """Make the three values that a loss closure returns to the schedule, with a token count that divides nothing."""
     return loss, torch.zeros((), dtype=torch.int, device=loss.device), result

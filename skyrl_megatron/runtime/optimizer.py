@@ -1,4 +1,4 @@
-"""Megatron's distributed Adam, learning-rate schedules, and the step that refuses gradients that are not finite."""
+"""Megatron's distributed Adam, learning-rate schedules, and the step that is taken only with finite gradients."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _DECAY_STYLE = {
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Outcome of one optimizer step, equal on every rank."""
+    """Result of one optimizer step, equal on every rank."""
 
     grad_norm: float
     """L2 norm over all parameters before clipping."""
@@ -56,7 +56,7 @@ def build_optimizer(
     use_distributed_optimizer: bool,
     overlap_param_gather: bool,
 ) -> MegatronOptimizer:
-    """Megatron's Adam over all chunks of this rank.
+    """Build Megatron's Adam over all chunks of this rank.
 
     ``extra`` (``optimizer_config_kwargs``) are fields of Megatron's ``OptimizerConfig``, applied last: precision-aware
     moments, CPU offload, ``adam_eps``, … Raises ConfigError for a field that Megatron does not have.
@@ -92,7 +92,7 @@ def build_optimizer(
 
 
 def _require_hardware(fields: dict[str, Any], key: str) -> None:
-    """Raise ConfigError for optimizers that this machine or precision cannot run, which Megatron finds out late."""
+    """Raise ConfigError for an optimizer that this machine or precision cannot run; Megatron would only fail later."""
     offloaded, name = fields.get("optimizer_cpu_offload"), "optimizer_cpu_offload"
     if offloaded and not device.has_cuda():
         fix = "there is no GPU to keep the optimizer state away from; leave it out"
@@ -109,7 +109,7 @@ def _require_hardware(fields: dict[str, Any], key: str) -> None:
 def build_lr_schedule(
     optimizer: MegatronOptimizer, settings: TrainOptimizerConfig, total_steps: int | None
 ) -> OptimizerParamScheduler:
-    """The schedule named by ``settings.scheduler``, counted in optimizer steps (mini-batches), warm-up included.
+    """Build the schedule named by ``settings.scheduler``, counted in optimizer steps (mini-batches), warm-up included.
 
     ``num_decay_steps`` (default: ``total_steps``) is where ``min_lr`` is reached; ``wsd`` holds the peak until its
     last tenth, then decays linearly. Raises ConfigError when a decaying schedule has no end, or ends in its warm-up.
@@ -145,7 +145,7 @@ def build_lr_schedule(
 
 
 def current_lr(optimizer: MegatronOptimizer) -> float:
-    """The learning rate of the parameter groups that follow the schedule."""
+    """Return the learning rate of the parameter groups that follow the schedule."""
     return max((float(group["lr"]) for group in optimizer.param_groups), default=0.0)
 
 
@@ -153,7 +153,7 @@ def current_lr(optimizer: MegatronOptimizer) -> float:
 def step_if_finite(
     optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler, chunks: list[DistributedDataParallel]
 ) -> StepResult:
-    """Clip and step, unless any gradient of any rank is not finite. Gradients must be final (reduced over dp).
+    """Clip and step, unless a gradient on any rank is not finite. Gradients must be reduced over dp already.
 
     Does what ``ChainedOptimizer.step`` of megatron/core/optimizer/optimizer.py does, but looks at the norm first:
     Megatron only looks for infinities under a loss scaler and would write NaN into every weight.
@@ -180,7 +180,7 @@ def step_if_finite(
 
 
 def _first_offender(chunks: list[DistributedDataParallel]) -> str | None:
-    """The first parameter, by rank then by position, whose reduced gradient holds a NaN or infinity."""
+    """Find the first parameter, by rank then by position, whose reduced gradient holds a NaN or infinity."""
     mine = None
     for chunk in chunks:
         for name, parameter in chunk.module.named_parameters():

@@ -1,4 +1,4 @@
-"""Micro-batches as the model takes them: sequences packed end to end, sliced over context parallelism.
+"""Micro-batches as inputs of the model: sequences packed end to end and sliced over context parallelism.
 
 Without padding a micro-batch is one row of P tokens; every sequence is padded at its end to the layout's alignment
 (``ParallelConfig.alignment``) and attends only to itself. ``padded=True`` pads all sequences to the longest instead
@@ -42,7 +42,7 @@ class PackedInputs:
     groups: ProcessGroups
 
     def model_arguments(self) -> dict[str, object]:
-        """Keyword arguments of ``GPTModel.forward``."""
+        """Return the keyword arguments of ``GPTModel.forward``."""
         return {
             "input_ids": self.tokens,
             "position_ids": self.position_ids,
@@ -52,7 +52,7 @@ class PackedInputs:
         }
 
     def to_responses(self, per_token: Tensor) -> Tensor:
-        """Values at the predicting positions, [p] on each cp rank → [b, T] on every rank, 0 where there is no token.
+        """Map values at predicting positions, [p] on each cp rank → [b, T] on every rank, 0 where there is no token.
 
         Differentiable; all cp ranks must go on to compute the same loss from the result.
         """
@@ -61,7 +61,7 @@ class PackedInputs:
 
 
 def pack(batch: TrainingBatch, groups: ProcessGroups, device: torch.device, *, padded: bool = False) -> PackedInputs:
-    """The rows of ``batch`` as one micro-batch. A batch without rows becomes one sequence of padding alone."""
+    """Pack the rows of ``batch`` as one micro-batch. A batch without rows becomes one sequence of padding alone."""
     lengths = [int(length) for length in batch.lengths] or [0]
     alignment = groups.parallel.alignment
     width = max(-(-max(lengths) // alignment) * alignment, alignment)
@@ -106,7 +106,7 @@ def pack(batch: TrainingBatch, groups: ProcessGroups, device: torch.device, *, p
 
 
 def _response_index(batch: TrainingBatch, lengths: list[int], starts: list[int]) -> tuple[Tensor, Tensor]:
-    """(columns [b, T], valid [b, T]): response token t of a row stands T − t from its end; the position before
+    """Return (columns [b, T], valid [b, T]): response token t of a row stands T − t from its end; the position before
     predicts it. A sequence's first token has no predictor, so a response never includes it."""
     rows, width = len(batch), batch.response_mask.shape[1]
     if not rows:
@@ -118,7 +118,7 @@ def _response_index(batch: TrainingBatch, lengths: list[int], starts: list[int])
 
 
 def _sequence_params(padded_lengths: tuple[int, ...], positions: Tensor, device: torch.device) -> PackedSeqParams:
-    """Boundaries over the global pack; Megatron divides them by cp where it works on local tokens."""
+    """Make the boundaries of the global pack; Megatron divides them by cp where it works on local tokens."""
     boundaries = torch.zeros(len(padded_lengths) + 1, dtype=torch.int32)
     boundaries[1:] = torch.tensor(padded_lengths).cumsum(0)
     boundaries = boundaries.to(device)

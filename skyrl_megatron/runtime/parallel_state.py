@@ -1,4 +1,4 @@
-"""Process groups of a layout: made once, handed on as an argument.
+"""Process groups of a layout: made once, passed on as an argument.
 
 The only file that calls ``megatron.core.parallel_state.get_*``. Megatron's own modules get the same groups as a
 ``ProcessGroupCollection``.
@@ -63,7 +63,7 @@ class ProcessGroups:
 
     @property
     def is_collection_rank(self) -> bool:
-        """The one rank of a replica whose per-token results are collected: last stage, tp 0, cp 0."""
+        """Whether this is the one rank of its replica whose results are collected: last stage, tp 0, cp 0."""
         return self.is_last_stage and self.tp.rank() == 0 and self.cp.rank() == 0
 
 
@@ -112,8 +112,3 @@ def initialize(parallel: ParallelConfig, *, timeout_s: float = 600.0, seed: int 
         embd=groups.embd,
         collection=groups,
     )
-
-
-def destroy() -> None:
-    """Forget all groups, so that another layout can be made in the same process."""
-    mpu.destroy_model_parallel()

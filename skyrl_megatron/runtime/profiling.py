@@ -1,4 +1,4 @@
-"""Looking into a step: torch profiler traces and CUDA memory snapshots, for the ranks that ask for them."""
+"""Profiles of a training step: torch profiler traces and snapshots of CUDA memory."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def profiled(settings: MegatronTorchProfilerConfig, name: str, rank: int) -> Iterator[None]:
-    """Record the enclosed work as ``<save_path>/<name>_rank<rank>.json.gz`` (open in chrome://tracing or Perfetto).
+def profiled(settings: MegatronTorchProfilerConfig, log_folder: Path, name: str, rank: int) -> Iterator[None]:
+    """Record the enclosed work as ``<name>_rank<rank>.json.gz``, which chrome://tracing and Perfetto open.
 
-    ``settings.ranks`` empty means rank 0. A profile that is not asked for costs nothing.
+    Empty ``settings.ranks`` are all ranks; without ``settings.save_path`` traces go to ``log_folder/profile``. Costs
+    nothing where no profile is asked for.
     """
-    if not settings.enable or rank not in (settings.ranks or [0]):
+    if not settings.enable or (settings.ranks and rank not in settings.ranks):
         yield
         return
-    folder = Path(settings.save_path or "profiles")
+    folder = Path(settings.save_path or log_folder / "profile")
     folder.mkdir(parents=True, exist_ok=True)
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.has_cuda():
@@ -37,7 +38,7 @@ def profiled(settings: MegatronTorchProfilerConfig, name: str, rank: int) -> Ite
 
 
 class MemoryRecorder:
-    """CUDA allocator history, dumped as a snapshot per step for https://docs.pytorch.org/memory_viz."""
+    """History of the CUDA allocator, written as a snapshot after each step for https://docs.pytorch.org/memory_viz."""
 
     def __init__(self, enabled: bool, folder: Path) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""Running micro-batches through Megatron's forward-backward schedules, with and without pipelining."""
+"""Megatron's forward-backward schedules of micro-batches, with and without pipelining."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ if TYPE_CHECKING:
 
     from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
-type ForwardStep[M] = Callable[[Iterator[M], "torch.nn.Module"], tuple["Tensor", Callable[["Tensor"], Any]]]
+type ForwardStepFunc[M] = Callable[[Iterator[M], "torch.nn.Module"], tuple["Tensor", Callable[["Tensor"], Any]]]
 
 
 def run_schedule[M](
-    forward_step: ForwardStep[M],
+    forward_step: ForwardStepFunc[M],
     micro_batches: Sequence[M],
     chunks: Sequence[torch.nn.Module],
     groups: ProcessGroups,
     *,
     forward_only: bool,
 ) -> list[Any]:
-    """What the loss closures of the last pipeline stage returned, one entry a micro-batch; ``[]`` on other stages.
+    """Run all micro-batches; return the loss closures' results, one a micro-batch, on the last stage, else ``[]``.
 
     Every stage gets every micro-batch; with virtual pipelining each model chunk reads them from its own iterator.
     Sequence lengths vary, so stages send shapes ahead of tensors (``variable_seq_lengths``).
     """
     schedule = get_forward_backward_func(groups.parallel.pp, groups.parallel.vpp if len(chunks) > 1 else None)
     iterators = [iter(micro_batches) for _ in chunks]
-    return schedule(
+    results: list[Any] = schedule(
         forward_step_func=forward_step,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=list(chunks) if len(chunks) > 1 else chunks[0],
@@ -41,10 +41,11 @@ def run_schedule[M](
         micro_batch_size=1,
         forward_only=forward_only,
     )
+    return results
 
 
-def share_from_last_stage(value: Any, group: dist.ProcessGroup) -> Any:
-    """``value`` of the last pipeline stage on every stage. For small objects: one number a metric, once a step."""
+def share_from_last_stage[V](value: V, group: dist.ProcessGroup) -> V:
+    """Return the last pipeline stage's ``value`` on every stage. For small objects, such as metrics."""
     if group.size() == 1:
         return value
     box = [value]

@@ -1,8 +1,8 @@
 """Log-probabilities and entropy over a vocabulary that is split over tp: from logits, or from hidden states.
 
-One pass over chunks of tokens computes both in fp32 with two small all-reduces per chunk (maximum, sums). The backward
-recomputes the softmax chunk by chunk, so nothing of size [P, V] is kept but the logits; starting from hidden states
-(``trainer.fused_lm_head_logprob``) not even those.
+The forward computes both in fp32, chunk by chunk of tokens, with two small all-reduces a chunk (maximum, sums). The
+backward recomputes the softmax chunk by chunk, so that nothing of size [P, V] is kept but the logits; from hidden
+states (``trainer.fused_lm_head_logprob``) not even those.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ class SoftmaxSettings:
 def logprobs_and_entropy(
     logits: Tensor, targets: Tensor, group: dist.ProcessGroup, settings: SoftmaxSettings
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-prob of each target and, if asked for, the entropy of each distribution; both [P] float32, in nats.
+    """Return the log-prob of each target and, if asked for, each distribution's entropy; both [P] float32, in nats.
 
     ``logits``: [P, V_padded / tp], this rank's columns; ``targets``: [P] int64 in [0, vocab_size). Vocabulary padding
     takes no probability. The result is equal on every rank of ``group``; each rank gets the gradient of its own
     columns.
     """
-    logprobs, entropy = _FromLogits.apply(logits, targets, group, settings)
+    logprobs, entropy = _FromLogits.apply(logits, targets, group, settings)  # type: ignore[no-untyped-call]
     return logprobs, entropy if settings.with_entropy else None
 
 
 def fused_logprobs_and_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, group: dist.ProcessGroup, settings: SoftmaxSettings
 ) -> tuple[Tensor, Tensor | None]:
-    """As :func:`logprobs_and_entropy` of the logits ``hidden @ weightᵀ``, of which only a chunk exists at a time.
+    """Return :func:`logprobs_and_entropy` of the logits ``hidden @ weightᵀ``, of which one chunk exists at a time.
 
     ``hidden``: [P, H], the same on every rank of ``group``, of which each gets its part of the gradient (to be summed
     over the group); ``weight``: [V_padded / tp, H], this rank's rows.
     """
-    logprobs, entropy = _FromHidden.apply(hidden, weight, targets, group, settings)
+    logprobs, entropy = _FromHidden.apply(hidden, weight, targets, group, settings)  # type: ignore[no-untyped-call]
     return logprobs, entropy if settings.with_entropy else None
 
 
@@ -80,7 +80,7 @@ class _Columns:
 def _softmax(
     logits_of: Callable[[slice], Tensor], columns: _Columns, settings: SoftmaxSettings
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(log p(target), log Z, Σ p z), [P] each; z = logits / temperature. ``logits_of``: rows → [rows, real]."""
+    """Return (log p(target), log Z, Σ p z), [P] each; z = logits / temperature. ``logits_of``: rows → [rows, real]."""
     tokens = len(columns.local)
     logprobs = torch.empty(tokens, dtype=torch.float32, device=columns.local.device)
     log_z, mean_z = torch.empty_like(logprobs), torch.empty_like(logprobs)
@@ -108,7 +108,7 @@ def _softmax(
 
 
 def _sums(logits: Tensor, peak: Tensor, local: Tensor, here: Tensor, temperature: float, with_entropy: bool) -> Tensor:
-    """This rank's share of Σ exp(z − peak), of z_target − peak and, for the entropy, of Σ exp(z − peak) (z − peak)."""
+    """Return this rank's part of Σ exp(z − peak), z_target − peak and, for the entropy, Σ exp(z − peak) (z − peak)."""
     shifted = _scaled(logits, temperature) - peak[:, None]
     target = torch.where(here, shifted.gather(1, local[:, None]).squeeze(1), 0.0)
     weights = shifted.exp()
@@ -129,7 +129,7 @@ def _logits_gradient(
     temperature: float,
     with_entropy: bool,
 ) -> Tensor:
-    """∂logp/∂z_j = 1[j = target] − p_j;  ∂H/∂z_j = −p_j (z_j − Σ p z). [rows, real] fp32."""
+    """Return ∂loss/∂logits, [rows, real] fp32: ∂logp/∂z_j = 1[j = target] − p_j;  ∂H/∂z_j = −p_j (z_j − Σ p z)."""
     z = _scaled(logits, temperature)
     scale = -grad_logprobs[:, None]
     if with_entropy:
@@ -150,7 +150,7 @@ def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _outputs(ctx: Any, logprobs: Tensor, log_z: Tensor, mean_z: Tensor) -> tuple[Tensor, Tensor]:
-    """(log-probs, entropies) of an autograd function; H = log Z − Σ p z."""
+    """Return (log-probs, entropies) of an autograd function; H = log Z − Σ p z."""
     if ctx.settings.with_entropy:
         return logprobs, log_z - mean_z
     entropy = torch.zeros_like(log_z)
@@ -159,10 +159,11 @@ def _outputs(ctx: Any, logprobs: Tensor, log_z: Tensor, mean_z: Tensor) -> tuple
 
 
 def _gradient(ctx: Any, rows: slice, logits: Tensor, softmax: Sequence[Tensor], grads: tuple[Tensor, ...]) -> Tensor:
-    """∂loss/∂logits of some rows, [rows, real] fp32. ``softmax``: local, here, log_z, mean_z."""
+    """Return ∂loss/∂logits of some rows, [rows, real] fp32. ``softmax``: local, here, log_z, mean_z."""
     function = _compiled(_logits_gradient) if ctx.settings.compiled else _logits_gradient
-    of_rows = [tensor[rows] for tensor in (*softmax, *grads)]
-    return function(logits, *of_rows, ctx.settings.temperature, ctx.settings.with_entropy)
+    local, here, log_z, mean_z, d_logprobs, d_entropy = (tensor[rows] for tensor in (*softmax, *grads))
+    temperature, with_entropy = ctx.settings.temperature, ctx.settings.with_entropy
+    return function(logits, local, here, log_z, mean_z, d_logprobs, d_entropy, temperature, with_entropy)
 
 
 def _chunks(tokens: int, settings: SoftmaxSettings) -> list[slice]:

@@ -1,11 +1,10 @@
-"""What a step makes of responses: batches, mini-batches and the metrics of both. Plain functions of the trainer."""
+"""What a step makes of responses: batches and their metrics. Plain functions of the trainer."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +22,6 @@ if TYPE_CHECKING:
 
 type Metrics = dict[str, float]
 
-PROMPT_UIDS = "prompt_uids"
-"""Metadata of a batch: the prompt of each row, also of rows that have a uid of their own since they failed."""
-
 
 def total_steps(cfg: SkyRLTrainConfig, steps_per_epoch: int) -> int:
     """Steps of the whole run."""
@@ -38,29 +34,6 @@ def updates_per_step(cfg: SkyRLTrainConfig) -> int:
     """Optimizer steps of the policy in one training step."""
     trainer = cfg.trainer
     return trainer.train_batch_size // trainer.policy_mini_batch_size * trainer.update_epochs_per_batch
-
-
-def mini_batches(batch: TrainingBatch, prompts: int) -> list[TrainingBatch]:
-    """``batch`` cut behind every ``prompts`` prompts: rows of a prompt stand together, however many there are."""
-    ends = []
-    row = 0
-    uids = batch.metadata.get(PROMPT_UIDS, batch.uids)
-    for number, (_, rows) in enumerate(groupby(uids), 1):
-        row += len(list(rows))
-        if number % prompts == 0:
-            ends.append(row)
-    if not ends or ends[-1] != row:
-        ends.append(row)
-    if len(ends) == 1:
-        return [batch]
-    starts = [0, *ends[:-1]]
-    return [batch.select(range(start, end)) for start, end in zip(starts, ends, strict=True)]
-
-
-def counted_rows(batch: TrainingBatch) -> TrainingBatch:
-    """The rows with a token to train on: the others add nothing to loss or gradients. All, when there is none."""
-    rows = batch.loss_mask.any(dim=1).nonzero().flatten()
-    return batch.select(rows.numpy()) if 0 < len(rows) < len(batch) else batch
 
 
 def rollout_gap(batch: TrainingBatch) -> Metrics:

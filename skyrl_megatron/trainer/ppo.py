@@ -22,6 +22,7 @@ from skyrl_megatron.config import get_config_as_yaml_str
 from skyrl_megatron.config.rules.role_layout import active_roles
 from skyrl_megatron.config.run_folder import run_folder
 from skyrl_megatron.data.loader import PromptLoader
+from skyrl_megatron.data.splitting import PROMPT_UIDS, counted_rows, mini_batches
 from skyrl_megatron.rollout.dynamic_sampling import DynamicSampler
 from skyrl_megatron.rollout.interface import GeneratorInput, GeneratorOutput, TrainingPhase
 from skyrl_megatron.rollout.outputs import prepare_generator_input, to_training_batch
@@ -237,7 +238,7 @@ class RayPPOTrainer:
     def convert_to_training_input(self, generator_output: GeneratorOutput, uids: list[str]) -> TrainingBatch:
         """Right-aligned tensors; samples that are not finite are masked when ``algorithm.nonfinite=skip``."""
         batch = to_training_batch(generator_output, uids)
-        batch.metadata[experience.PROMPT_UIDS] = uids
+        batch.metadata[PROMPT_UIDS] = uids
         keep = finite_samples(batch, self.cfg.trainer.algorithm.nonfinite)
         batch.loss_mask *= keep[:, None]
         self.metrics["generate/nonfinite_samples"] = float((~keep).sum())
@@ -300,9 +301,9 @@ class RayPPOTrainer:
 
     def train_critic_and_policy(self, batch: TrainingBatch) -> None:
         """``update_epochs_per_batch`` passes over the mini-batches, an optimizer step each."""
-        parts = experience.mini_batches(batch, self.cfg.trainer.policy_mini_batch_size)
+        parts = mini_batches(batch, self.cfg.trainer.policy_mini_batch_size)
         if not self.cfg.trainer.policy.megatron_config.moe_aux_loss_coeff:  # which counts every token that is routed
-            parts = [experience.counted_rows(part) for part in parts]
+            parts = [counted_rows(part) for part in parts]
         with self.phases("policy_train"):
             sharded = [self.policy.dispatch(part) for part in parts]
             results = [

@@ -12,8 +12,8 @@ import ray
 import torch
 from torch import Tensor
 
+from skyrl_megatron.data.splitting import split_for_dp
 from skyrl_megatron.runtime.flops import ModelFlops
-from skyrl_megatron.runtime.micro_batches import split_for_dp
 from skyrl_megatron.types import TrainingBatch
 
 
@@ -65,7 +65,7 @@ def dispatch(batch: TrainingBatch, dp_size: int, flops: ModelFlops) -> ShardedBa
     size = len(batch)
     if size < dp_size:
         batch = _filled(batch, dp_size)
-    rows = split_for_dp(batch.lengths, dp_size, flops)
+    rows = split_for_dp(flops.forward(batch.lengths), dp_size)
     chunks = [ray.put(to_arrays(batch if dp_size == 1 else batch.select(own))) for own in rows]
     return ShardedBatch([own[own < size] for own in rows] if size < dp_size else rows, chunks, size)
 

@@ -97,12 +97,12 @@ def synthetic_batch(seed: int):
 
 def train(engine, steps) -> list[tuple[float, float]]:
     """Take the given steps, each on a batch drawn from its number. Returns (loss, gradient norm) of each."""
-    from skyrl_megatron.runtime.micro_batches import split_for_dp
+    from skyrl_megatron.data.splitting import split_for_dp
 
     seen = []
     for step in steps:
         batch = synthetic_batch(step)
-        part = batch.select(split_for_dp(batch.lengths, engine.dp_size, engine.flops)[engine.dp_rank])
+        part = batch.select(split_for_dp(engine.flops.forward(batch.lengths), engine.dp_size)[engine.dp_rank])
         metrics = engine.forward_backward(part)
         seen.append((metrics["final_loss"], engine.optim_step().grad_norm))
     return seen

@@ -79,6 +79,7 @@ def test_published_total_of_qwen3_30b_a3b():
 def built_and_predicted(layouts, configs):
     """On each rank: (layout, family, head) → (dense, expert) parameters built on the meta device, and predicted."""
     import torch
+    from megatron.core.parallel_state import destroy_model_parallel
 
     from bridges.plan import Plan
     from skyrl_megatron.config.rules.layout import ParallelConfig
@@ -100,7 +101,7 @@ def built_and_predicted(layouts, configs):
                     sizes[getattr(parameter, "allreduce", True)] += parameter.numel()
             count = stage_parameters(Plan.of(config), parallel, groups.pp.rank(), value_head=head == "value")
             found[name, family, head] = ((sizes[True], sizes[False]), (count.dense, count.expert))
-        parallel_state.destroy()
+        destroy_model_parallel()
     return found
 
 

@@ -18,7 +18,7 @@ def test_prompts_with_one_reward_throughout_leave_the_loss():
 
 def test_rows_without_a_token_to_train_on_are_left_out():
     from skyrl_megatron.data.batch import collate
-    from skyrl_megatron.trainer.experience import counted_rows
+    from skyrl_megatron.data.splitting import counted_rows
 
     batch = collate([[1]] * 3, [[2, 3], [2], [4]], uids=["a", "b", "c"], rewards=[1.0, 0.0, 1.0])
     assert counted_rows(batch) is batch

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_megatron.data.balance import balance
-from skyrl_megatron.data.packing import pack_by_tokens
+from skyrl_megatron.data.splitting import balance, pack_by_tokens, plan_micro_batches
 
 
 @settings(max_examples=60, deadline=None)
@@ -17,7 +16,14 @@ from skyrl_megatron.data.packing import pack_by_tokens
 )
 def test_every_sequence_once_and_no_bin_over_the_budget(lengths, min_bins, multiple_of):
     lengths = np.array(lengths)
-    bins = pack_by_tokens(lengths, 100, min_bins=min_bins, multiple_of=multiple_of)
+    bins = plan_micro_batches(
+        lengths,
+        alignment=1,
+        max_tokens=100,
+        rows=1,
+        multiple_of=multiple_of,
+        dp_maximum=lambda mine: [max(mine[0], min_bins), *mine[1:]],  # another replica needs at least min_bins
+    )
     assert sorted(np.concatenate(bins).tolist()) == list(range(len(lengths)))
     assert max(lengths[rows].sum() for rows in bins) <= 100
     assert len(bins) >= min_bins and len(bins) % multiple_of == 0

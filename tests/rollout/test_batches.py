@@ -214,9 +214,16 @@ def test_tensors_are_right_aligned(arrays):
 
 
 def test_mini_batches_are_prompts_not_rows():
-    from skyrl_megatron.data.batch import failed_uid, prompt_mini_batches
+    from skyrl_megatron.data.batch import collate, failed_uid
+    from skyrl_megatron.data.splitting import PROMPT_UIDS, mini_batches
 
     uids = ["a", "a", "b", failed_uid("b", 3), "b", "c", "d", "d"]
-    assert [rows.tolist() for rows in prompt_mini_batches(uids, 2)] == [[0, 1, 2, 3, 4], [5, 6, 7]]
-    assert [rows.tolist() for rows in prompt_mini_batches(uids, 3)] == [[0, 1, 2, 3, 4, 5], [6, 7]]
-    assert prompt_mini_batches([], 3) == []
+    batch = collate([[row] for row in range(8)], [[9]] * 8, uids=uids, rewards=[0.0] * 8)
+    batch.metadata[PROMPT_UIDS] = list("aabbbcdd")
+
+    def rows(prompts):
+        return [part.sequences[:, 0].tolist() for part in mini_batches(batch, prompts)]
+
+    assert rows(2) == [[0, 1, 2, 3, 4], [5, 6, 7]]
+    assert rows(3) == [[0, 1, 2, 3, 4, 5], [6, 7]]
+    assert mini_batches(batch, 4) == [batch]

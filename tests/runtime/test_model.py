@@ -180,7 +180,7 @@ def test_a_critic_is_the_model_with_one_number_per_token(ranks, tmp_path, layout
         torch.testing.assert_close(torch.tensor(gradient[0]), head.grad, atol=1e-4, rtol=1e-4)
 
 
-def seam_body():
+def patches_body():
     """What is replaced before, inside and after the context manager, by name."""
     import torch
 
@@ -203,7 +203,7 @@ def seam_body():
 
 
 def test_the_cpu_patches_are_taken_back(ranks):
-    restored, nested, replaced, where, error = ranks(1, seam_body)[0]
+    restored, nested, replaced, where, error = ranks(1, patches_body)[0]
     assert restored and nested and replaced and where == "cpu"
     assert "CUDA" in error or "NVIDIA" in error
 
@@ -213,6 +213,7 @@ def random_states(seeds):
 
     import numpy as np
     import torch
+    from megatron.core.parallel_state import destroy_model_parallel
 
     from skyrl_megatron.config.rules.layout import ParallelConfig
     from skyrl_megatron.runtime import parallel_state
@@ -223,7 +224,7 @@ def random_states(seeds):
         random.seed(), np.random.seed(), torch.seed()  # from the machine's entropy, as a new process has them
         parallel_state.initialize(ParallelConfig(1), seed=seed)
         found.append(rng.capture())
-        parallel_state.destroy()
+        destroy_model_parallel()
     return found
 
 

@@ -57,13 +57,13 @@ def config(folder, *, tp=1, pp=1, vpp=None, cp=1, ep=1, etp=1, world=1, override
 
 def three_steps(folder, batch, expected, layout, overrides, fault=None):
     """Three steps on this rank's share of the batch; errors against the reference."""
+    from skyrl_megatron.data.splitting import split_for_dp
     from skyrl_megatron.runtime.engine import MegatronEngine
     from skyrl_megatron.runtime.hf.export import stream_hf
-    from skyrl_megatron.runtime.micro_batches import split_for_dp
     from tests.training.faults import planted
 
     engine = MegatronEngine(config(folder, **layout, overrides=overrides))
-    part = batch.select(split_for_dp(batch.lengths, engine.dp_size, engine.flops)[engine.dp_rank])
+    part = batch.select(split_for_dp(engine.flops.forward(batch.lengths), engine.dp_size)[engine.dp_rank])
     gradients = {}
     with planted(fault, engine):
         for step in range(reference.STEPS):

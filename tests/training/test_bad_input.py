@@ -11,12 +11,12 @@ def errors(folder, batch):
     import torch
 
     from skyrl_megatron.algorithms.losses import PolicyLossRegistry
+    from skyrl_megatron.data.splitting import split_for_dp
     from skyrl_megatron.runtime.engine import MegatronEngine
-    from skyrl_megatron.runtime.micro_batches import split_for_dp
 
     engine = MegatronEngine(bodies.config(folder, overrides=NO_DISTRIBUTED, world=2))
     rank = engine.dp_rank
-    part = batch.select(split_for_dp(batch.lengths, engine.dp_size, engine.flops)[rank])
+    part = batch.select(split_for_dp(engine.flops.forward(batch.lengths), engine.dp_size)[rank])
     before = [parameter.detach().clone() for parameter in engine.chunks[0].parameters()]
     messages = {}
 
@@ -55,7 +55,7 @@ def errors(folder, batch):
 
     attempt("no gradients", None, lambda _: engine.optim_step())
     with pytest.raises(ValueError, match="each needs at least one"):
-        split_for_dp(batch.lengths[:1], 2, engine.flops)
+        split_for_dp(engine.flops.forward(batch.lengths[:1]), 2)
 
     same = all(torch.equal(a, b) for a, b in zip(before, engine.chunks[0].parameters(), strict=True))
     clean = all(not parameter.main_grad.any() for parameter in engine.chunks[0].parameters())
@@ -108,8 +108,9 @@ def test_several_forward_backward_accumulate(ranks, folder, batch):
 
 
 def refused_optimizers(folder, names):
+    from megatron.core.parallel_state import destroy_model_parallel
+
     from skyrl_megatron.errors import ConfigError
-    from skyrl_megatron.runtime import parallel_state
     from skyrl_megatron.runtime.engine import MegatronEngine
 
     messages = {}
@@ -118,7 +119,7 @@ def refused_optimizers(folder, names):
         with pytest.raises(ConfigError) as caught:
             MegatronEngine(cfg)
         messages[name] = str(caught.value)
-        parallel_state.destroy()
+        destroy_model_parallel()
     return messages
 
 

@@ -134,12 +134,12 @@ def test_auxiliary_losses(ranks, folder, batch, with_auxiliary, name):
 
 
 def router_metrics(folder, batch, layout):
+    from skyrl_megatron.data.splitting import split_for_dp
     from skyrl_megatron.runtime.engine import MegatronEngine
-    from skyrl_megatron.runtime.micro_batches import split_for_dp
 
     overrides = {f"{MEGATRON}moe_per_layer_logging": True, "trainer.gradient_checkpointing": True}
     engine = MegatronEngine(bodies.config(folder, **layout, overrides=overrides))
-    part = batch.select(split_for_dp(batch.lengths, engine.dp_size, engine.flops)[engine.dp_rank])
+    part = batch.select(split_for_dp(engine.flops.forward(batch.lengths), engine.dp_size)[engine.dp_rank])
     engine.compute_logprobs(part)  # does not count
     first = engine.forward_backward(part)
     return first, engine.forward_backward(part)

@@ -132,6 +132,6 @@ class MegatronConfig(BaseConfig):
     freeze_moe_router: bool = False
     """Leave router weights as they are."""
     moe_per_layer_logging: bool = False
-    """Log balance and entropy of the router for each layer instead of their mean."""
+    """Log balance and entropy of the router for each layer, beside their means."""
     async_dist_ckpt_save: bool = False
     """Write checkpoints in the background; training waits only for the copy of its own state."""

@@ -1,4 +1,4 @@
-"""Megatron's linear layers on the CPU: what tensor_parallel/layers.py does, with the products of ``products.py``."""
+"""Megatron's linear layers on the CPU: what tensor_parallel/layers.py does, with the GEMMs of ``gemm.py``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from skyrl_megatron.runtime.cpu.gemm import product
+from skyrl_megatron.runtime.cpu.gemm import gemm
 
 
 class _Linear(torch.autograd.Function):
@@ -30,7 +30,7 @@ class _Linear(torch.autograd.Function):
             dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
         ctx.save_for_backward(whole, weight)
         ctx.allreduce_dgrad, ctx.sequence_parallel, ctx.group = allreduce_dgrad, sequence_parallel, group
-        out = product(whole.flatten(0, -2), weight)
+        out = gemm(whole.flatten(0, -2), weight)
         if bias is not None:
             out += bias
         return out.view(*whole.shape[:-1], weight.shape[0])
@@ -42,7 +42,7 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = None
         if needs_x:
-            grad_x = product(grad, weight.t()).view(whole.shape)
+            grad_x = gemm(grad, weight.t()).view(whole.shape)
             if ctx.allreduce_dgrad:
                 dist.all_reduce(grad_x, group=ctx.group)
             elif ctx.sequence_parallel:
@@ -50,7 +50,7 @@ class _Linear(torch.autograd.Function):
                 dist.reduce_scatter_tensor(mine, grad_x, group=ctx.group)
                 grad_x = mine
         if needs_weight:
-            grad_weight = product(grad.t(), whole.flatten(0, -2).t())
+            grad_weight = gemm(grad.t(), whole.flatten(0, -2).t())
         if needs_bias:
             grad_bias = grad.sum(0)
         return grad_x, grad_weight, grad_bias, None, None, None
@@ -68,7 +68,7 @@ def linear(
     tp_group: dist.ProcessGroup | None = None,
     **_: Any,
 ) -> Tensor:
-    """Stands in for ``linear_with_grad_accumulation_and_async_allreduce`` and, as only needed gradients are computed,
-    for ``linear_with_frozen_weight``; same arguments. ``input`` [s, b, in] (s / tp under sequence parallelism)."""
-    result: Tensor = _Linear.apply(input, weight, bias, allreduce_dgrad, sequence_parallel, tp_group)
+    """Replace ``linear_with_grad_accumulation_and_async_allreduce`` and, as only the gradients needed are computed,
+    ``linear_with_frozen_weight``; same arguments. ``input`` [s, b, in] (s / tp under sequence parallelism)."""
+    result: Tensor = _Linear.apply(input, weight, bias, allreduce_dgrad, sequence_parallel, tp_group)  # type: ignore[no-untyped-call]
     return result

@@ -1,11 +1,11 @@
-"""Megatron-Core without CUDA: every place where it insists on a GPU, redirected to the CPU.
+"""Patches of Megatron-Core for machines without CUDA: every place where it insists on a GPU uses the CPU.
 
-:func:`install` is called by ``parallel_state.initialize``; with a CUDA device it does nothing.
-:func:`installed` is a context manager that takes everything back. The redirects are plain replacements of
-module attributes, not a ``TorchFunctionMode``: a mode costs a microsecond per operation and is not entered in the
-backward pass, where Megatron's own autograd functions allocate too.
+``parallel_state.initialize`` calls :func:`install`, which does nothing if there is a CUDA device; :func:`installed`
+is a context manager that removes the patches again. A patch replaces a module's attribute and is no
+``TorchFunctionMode``: a mode costs a microsecond per operation and is not entered in the backward pass, where
+Megatron's own autograd functions allocate too.
 
-What is redirected, and for which file below ``megatron/core/``:
+The patches, each with the files below ``megatron/core/`` that need it:
 
 - tensors made with ``device="cuda"`` or ``torch.cuda.current_device()``: tensor_parallel/{layers,mappings}.py,
   pipeline_parallel/{schedules,p2p_communication}.py, optimizer/{optimizer,clip_grads,grad_scaler}.py,
@@ -15,9 +15,9 @@ What is redirected, and for which file below ``megatron/core/``:
 - streams and events: transformer/moe/token_dispatcher.py, distributed/*.py, pipeline_parallel/*.py
 - random state: tensor_parallel/random.py
 - ``Tensor.type() == "torch.cuda.FloatTensor"``: optimizer/{clip_grads,optimizer,distrib_optimizer}.py
-- products of linear layers, by a faster library: tensor_parallel/layers.py
+- GEMMs of linear layers, by a faster library: tensor_parallel/layers.py
 - split sizes left on the device: transformer/moe/token_dispatcher.py
-- gathering and scattering unequal shares, which gloo cannot: tensor_parallel/mappings.py (etp > 1 with ep > 1)
+- gathering and scattering unequal shards, which gloo cannot: tensor_parallel/mappings.py (etp > 1 with ep > 1)
 - ``torch.compile`` of small functions: fusions/*.py, activations.py, transformer/moe/router.py (needs no C++ compiler)
 """
 
@@ -54,7 +54,7 @@ _MISSING = object()
 
 
 def install() -> None:
-    """Redirect Megatron to the CPU, for as long as the process lives. No-op with CUDA, and when already done."""
+    """Install the patches for as long as the process lives. No-op with CUDA, and when already done."""
     if device.has_cuda() or _saved:
         return
     random = importlib.import_module("megatron.core.tensor_parallel.random")
@@ -81,14 +81,16 @@ def install() -> None:
     _replace(dispatcher, "maybe_move_tensor_to_cpu", _split_sizes)
     for name in ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight"):
         _replace(layers, name, linear)
-    _replace(mappings, "_gather_along_first_dim", _gather_shares(mappings._gather_along_first_dim))
-    _replace(mappings, "_reduce_scatter_along_first_dim", _sum_shares(mappings._reduce_scatter_along_first_dim))
+    _replace(mappings, "_gather_along_first_dim", _gather_unequal(mappings._gather_along_first_dim))
+    _replace(
+        mappings, "_reduce_scatter_along_first_dim", _reduce_scatter_unequal(mappings._reduce_scatter_along_first_dim)
+    )
     logging.getLogger(random.__name__).addFilter(_expected_rng_change)
     torch.compiler.set_stance("force_eager")
 
 
 def uninstall() -> None:
-    """Take every redirect back, newest first."""
+    """Remove the patches, newest first."""
     if not _saved:
         return
     while _saved:
@@ -103,7 +105,7 @@ def uninstall() -> None:
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """:func:`install` for the body only; leaves an installation that was there before in place."""
+    """Install the patches for the body only; patches that were there before stay."""
     before = bool(_saved)
     install()
     try:
@@ -125,7 +127,7 @@ def _is_cuda(value: object) -> bool:
 
 
 def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``make`` with a CUDA device turned into the CPU, and memory never pinned."""
+    """Wrap ``make`` so that a CUDA device becomes the CPU and memory is never pinned."""
 
     @functools.wraps(make)
     def make_on_cpu(*args: Any, **kwargs: Any) -> Tensor:
@@ -154,7 +156,7 @@ def _to_cpu(to: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _type_as_on_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
-    """``Tensor.type()`` that names the CUDA type when Megatron asks; everybody else hears the truth."""
+    """Wrap ``Tensor.type()`` so that Megatron, and nobody else, is told the CUDA type."""
 
     @functools.wraps(type_of)
     def type_for_caller(self: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -223,14 +225,14 @@ def _set_rng_state(new_state: Tensor, device: object = -1, graph_safe: bool = Fa
 
 
 def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """What ``maybe_move_tensor_to_cpu`` returns on CUDA: gloo, too, wants numbers as split sizes, not a tensor."""
+    """Return what ``maybe_move_tensor_to_cpu`` does on CUDA: gloo, too, wants split sizes as numbers, not a tensor."""
     return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 
 
-def _gather_shares(gather: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Unequal shares are gathered padded to the longest, and cut to size."""
+def _gather_unequal(gather: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap ``gather`` so that unequal shards are gathered padded to the longest and cut to size."""
 
-    def gather_shares(
+    def gather_unequal(
         mine: Tensor, group: dist.ProcessGroup, output_split_sizes: Any = None, use_global_buffer: bool = False
     ) -> Tensor:
         if output_split_sizes is None or group.size() == 1:
@@ -238,30 +240,31 @@ def _gather_shares(gather: Callable[..., Tensor]) -> Callable[..., Tensor]:
         sizes = [int(size) for size in output_split_sizes]
         padded = mine.new_zeros(max(sizes), *mine.shape[1:])
         padded[: len(mine)] = mine
-        shares = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(shares, padded, group=group)
-        return torch.cat([share[:size] for share, size in zip(shares, sizes, strict=True)])
+        shards = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(shards, padded, group=group)
+        return torch.cat([shard[:size] for shard, size in zip(shards, sizes, strict=True)])
 
-    return gather_shares
+    return gather_unequal
 
 
-def _sum_shares(reduce_scatter: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Unequal shares are summed whole, and this rank's cut out."""
+def _reduce_scatter_unequal(reduce_scatter: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap ``reduce_scatter`` so that unequal shards are summed whole, and this rank's is cut out."""
 
-    def sum_shares(
+    def reduce_scatter_unequal(
         whole: Tensor, group: dist.ProcessGroup, input_split_sizes: Any = None, use_global_buffer: bool = False
     ) -> Tensor:
         if input_split_sizes is None or group.size() == 1:
             return reduce_scatter(whole, group, input_split_sizes, use_global_buffer)
         total = whole.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
-        return total.split([int(size) for size in input_split_sizes])[group.rank()].clone()
+        mine: Tensor = total.split([int(size) for size in input_split_sizes])[group.rank()]
+        return mine.clone()
 
-    return sum_shares
+    return reduce_scatter_unequal
 
 
 def _expected_rng_change(record: logging.LogRecord) -> bool:
-    """Drops the complaint that CPU random state changed inside a CUDA one: here they are the same generator."""
+    """Drop the warning that CPU random state changed inside a CUDA one: here they are the same generator."""
     return "CPU RNG state changed" not in record.getMessage()
 
 

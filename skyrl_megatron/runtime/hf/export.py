@@ -1,4 +1,4 @@
-"""A model back in HF's names and shapes: streamed tensor by tensor, or written as a folder by all ranks at once."""
+"""Weights with HF's names and shapes: streamed tensor by tensor, or written as a folder by all ranks at once."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class HfPiece:
 def stream_hf(
     model: ModelChunks, groups: ProcessGroups, *, of: Callable[[Tensor], Tensor] = lambda parameter: parameter.data
 ) -> Iterator[HfPiece]:
-    """Every HF tensor exactly once over all ranks: on the rank that puts its shares together, in module order.
+    """Yield every HF tensor exactly once over all ranks, on the rank that gathers its shards, in module order.
 
     Every rank must exhaust it (tp and etp groups gather). At most one whole tensor is held at a time. ``of`` picks
     what is streamed of each parameter; for gradients ``lambda parameter: parameter.main_grad``.
@@ -64,7 +64,7 @@ def stream_hf(
 
 
 def _gathered(weight: LocalWeight, groups: ProcessGroups) -> Tensor | None:
-    """The whole tensor on the first rank of the first replica's tp (experts: etp) group, None elsewhere."""
+    """Return the whole tensor on the first rank of the first replica's tp (experts: etp) group, None elsewhere."""
     expert = weight.entry.is_expert
     over, replicas = (groups.etp, groups.edp) if expert else (groups.tp, groups.dp_cp)
     if replicas.rank() != 0:
@@ -96,11 +96,11 @@ def save_hf(
     out, template = Path(out), Path(template) if template else model.hf.path
     stack, writer, problem = contextlib.ExitStack(), None, None
     with stack:
-        carried: Mapping[str, Source] = {}
+        passthrough: Mapping[str, Source] = {}
         if dist.get_rank() == 0:
             try:
-                carried = _carried(model, template)
-                tensors = _declared(model, carried, dtype or model.config.params_dtype)
+                passthrough = _passthrough(model, template)
+                tensors = _declared(model, passthrough, dtype or model.config.params_dtype)
                 needed = sum(math.prod(shape) * kind.itemsize for shape, kind in tensors.values())
                 writer = HfWriter(stack.enter_context(staged(out, needed)), tensors, max_shard_size)
                 stack.callback(writer.close)
@@ -111,7 +111,7 @@ def save_hf(
         raise_on_all_ranks(_error(_write_pieces(stream_hf(model, groups), *places)))
         if writer is not None:
             try:
-                for name, source in carried.items():
+                for name, source in passthrough.items():
                     writer.write(name, source.read(name))
                 copy_assets(template or out, writer.folder, _config(model, dtype))
                 writer.finish()
@@ -126,7 +126,7 @@ def _error(problem: str | None) -> CheckpointError | None:
 
 
 def _write_pieces(pieces: Iterator[HfPiece], folder: Path, places: Mapping[str, TensorInfo]) -> str | None:
-    """Write this rank's pieces into files that exist already. A problem is returned at the end: the others gather."""
+    """Write this rank's pieces into files that exist already. Return a problem only at the end: gathers go on."""
     descriptors: dict[str, int] = {}
     problem = None
     try:
@@ -152,9 +152,9 @@ def _write_pieces(pieces: Iterator[HfPiece], folder: Path, places: Mapping[str, 
 
 
 def _declared(
-    model: ModelChunks, carried: Mapping[str, Source], dtype: torch.dtype
+    model: ModelChunks, passthrough: Mapping[str, Source], dtype: torch.dtype
 ) -> dict[str, tuple[Shape, torch.dtype]]:
-    """Name → (shape, dtype) of every tensor of the folder, in model order."""
+    """Return name → (shape, dtype) of every tensor of the folder, in model order."""
     tensors = {
         piece.name: (piece.shape, torch.float32 if entry.bound.row.keep_dtype else dtype)
         for entry in model.hf.plan.entries
@@ -163,11 +163,11 @@ def _declared(
     if model.head == "value":
         tensors.pop("lm_head.weight", None)
         tensors[VALUE_HEAD] = ((1, model.config.hidden_size), dtype)
-    return tensors | {name: (source.shapes()[name], source.dtype(name)) for name, source in carried.items()}
+    return tensors | {name: (source.shapes()[name], source.dtype(name)) for name, source in passthrough.items()}
 
 
-def _carried(model: ModelChunks, template: Path | None) -> dict[str, Source]:
-    """Multi-token-prediction tensors, which training does not touch, and where they come from."""
+def _passthrough(model: ModelChunks, template: Path | None) -> dict[str, Source]:
+    """Return the source of each multi-token-prediction tensor, which training does not change."""
     if template is None or not model.hf.plan.passthrough or not any(template.glob("*.safetensors")):
         return {}
     source = open_hf(template)

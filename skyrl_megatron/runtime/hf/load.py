@@ -1,4 +1,4 @@
-"""Loading a HF folder into this rank's chunks, reading only the slices that it holds."""
+"""Weights of a HF folder into this rank's chunks, reading only the shards that it holds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from skyrl_megatron.runtime.parallel_state import ProcessGroups
 def load_hf(model: ModelChunks, folder: str | Path, groups: ProcessGroups) -> None:
     """Set every weight of ``model`` from a HF folder, cast to the parameters' dtype; every rank calls it.
 
-    Files are mapped, and a rank touches the pages of its own shares only. FP8 and MXFP4 folders are dequantised.
+    Files are mapped, and a rank reads the pages of its own shards only. FP8 and MXFP4 folders are dequantised.
     A critic's value head is loaded where the folder has a ``score.weight`` [1, H], else left as it is.
     Raises ModelLoadError on every rank, naming rank, file, tensor and remedy, when any rank fails.
     """
@@ -46,16 +46,16 @@ def _load(model: ModelChunks, source: Source, groups: ProcessGroups) -> None:
     plan.check(shapes, str(source.path))
     for weight in local_weights(model, groups):
         over = groups.etp if weight.entry.is_expert else groups.tp
-        weight.tensor.copy_(read_share(source, weight.entry, over.size(), over.rank(), weight.tensor.shape[0]))
+        weight.tensor.copy_(read_shard(source, weight.entry, over.size(), over.rank(), weight.tensor.shape[0]))
     if score is not None and model.head == "value" and groups.is_last_stage:
         model.chunks[-1].output_layer.weight.data.copy_(source.read("score.weight"))
 
 
-def read_share(source: Source, entry: Entry, size: int, rank: int, rows: int) -> Tensor:
-    """The share of ``rank`` out of ``size`` of one Megatron tensor. ``rows``: its rows (vocabularies are padded).
+def read_shard(source: Source, entry: Entry, size: int, rank: int, rows: int) -> Tensor:
+    """Read the shard of ``rank`` out of ``size`` of one Megatron tensor with ``rows`` rows (vocabularies are padded).
 
     Slicing before converting touches only this rank's pages: a tp or etp split keeps whole KV groups, heads and
-    gate/up pairs together, so the conversion of a share is the conversion of a model with that many fewer of them.
+    gate/up pairs together, so the conversion of a shard is that of a model with so many fewer of them.
     """
     tensors = [source.read(piece.name, piece.index) for piece in entry.hf]
     split, conversion = entry.split, entry.bound.conversion
@@ -64,15 +64,15 @@ def read_share(source: Source, entry: Entry, size: int, rank: int, rows: int) ->
     if split.dim is None or size == 1:
         return entry.to_megatron(tensors)
     check_divisible(entry, size)
-    smaller = _share_of(conversion, split.dim, size)
+    smaller = _shard_conversion(conversion, split.dim, size)
     if smaller is None:
         return shard(entry.to_megatron(tensors), entry, size, rank)
     dim = tensors[0].dim() - 1 - split.dim if isinstance(conversion, Transpose | DeinterleaveGateUp) else split.dim
     return smaller.to_megatron([tensor.chunk(size, dim)[rank] for tensor in tensors])
 
 
-def _share_of(conversion: Conversion, split: int, size: int) -> Conversion | None:
-    """The conversion of one of ``size`` shares; None where shares cannot be converted on their own."""
+def _shard_conversion(conversion: Conversion, split: int, size: int) -> Conversion | None:
+    """Return the conversion of one of ``size`` shards; None where shards cannot be converted on their own."""
     if split == 0 and isinstance(conversion, InterleaveQkv):
         return dataclasses.replace(conversion, groups=conversion.groups // size)
     if split == 0 and isinstance(conversion, InterleaveRope):

@@ -1,4 +1,4 @@
-"""What a HF folder says about a model, read once: its config, the plan of its tensors, Megatron's settings for it."""
+"""A model as its HF folder describes it: its config, the plan of its tensors, Megatron's settings for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from skyrl_megatron.errors import ModelLoadError
 
 @dataclass(frozen=True, slots=True)
 class HfModel:
-    """A model as its ``config.json`` describes it."""
+    """The description of a model in ``config.json``."""
 
     path: Path | None
     """The folder; None when only a config was given."""
@@ -86,7 +86,7 @@ def read_hf_model(
 def with_rotary(
     config: Mapping[str, Any], rope_scaling: Mapping[str, Any] | None, rope_theta: float | None
 ) -> dict[str, Any]:
-    """``changes`` for :func:`read_hf_model` that replace rotary settings (``trainer.rope_scaling``, ``rope_theta``).
+    """Return the ``changes`` for :func:`read_hf_model` that set ``trainer.rope_scaling`` and ``rope_theta``.
 
     Both spellings of transformers are understood: ``rope_parameters``, and ``rope_scaling`` beside ``rope_theta``.
     ``rope_scaling`` replaces what the config says; keys as in HF (``rope_type``, ``factor``, …).

@@ -1,8 +1,9 @@
-"""Core attention of the layer spec without Transformer Engine: SDPA over packed sequences, with context parallelism.
+"""Core attention without Transformer Engine: SDPA over packed sequences, with context parallelism.
 
-Megatron's ``DotProductAttention`` refuses context parallelism and packed sequences. Here each micro-batch is planned
-once per shape: sequences (under context parallelism: the two chunks of each) of similar length become one padded SDPA
-call, which is exact because causal queries never see the padding behind them. Keys and values are gathered over cp.
+Megatron's ``DotProductAttention`` supports neither packed sequences nor context parallelism. Here sequences of similar
+length (with context parallelism: the two chunks of each) become one padded SDPA call, which is exact because causal
+queries never see the padding behind them. Keys and values are gathered over cp. The plan of a pack is cached by its
+lengths.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Consecutive queries of one sequence held by this rank, and the keys that they can see."""
+    """Consecutive queries of one sequence on this rank, and the keys that they can see."""
 
     query_start: int  # in the rank's local tokens
     queries: int
@@ -37,7 +38,7 @@ class _Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _PieceGroup:
     """Pieces of similar size, run as one batch of n."""
 
     query_index: Tensor  # [n · q] int64 into the local tokens
@@ -50,9 +51,9 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Groups in order, and where each local token's result stands in their concatenated results."""
+    """The groups to run, and where each local token's result stands in their concatenated results."""
 
-    groups: tuple[_Group, ...]
+    groups: tuple[_PieceGroup, ...]
     order: Tensor | None  # None: already in order
 
 
@@ -63,11 +64,12 @@ _SIMILAR = 0.75  # pieces shorter than this share of a group's longest start a g
 def attention_plan(
     lengths: tuple[int, ...], cp: int, rank: int, window: int | None, device: torch.device
 ) -> AttentionPlan:
-    """How the queries of cp ``rank`` attend in a pack of sequences of these padded ``lengths``.
+    """Plan the attention of the queries of cp ``rank`` in a pack of sequences with these padded ``lengths``.
 
-    ``window``: keys a query sees, itself included; None for all before it.
+    ``window``: keys that a query sees, itself included; None: all up to itself.
     """
-    pieces, key_start, query_start = [], 0, 0
+    pieces: list[_Piece] = []
+    key_start = query_start = 0
     for length in lengths:
         chunk = length // (2 * cp) if cp > 1 else length
         for index in (rank, 2 * cp - 1 - rank) if cp > 1 else (0,):
@@ -75,7 +77,8 @@ def attention_plan(
             query_start += chunk
         key_start += length
     order = sorted(range(len(pieces)), key=lambda i: (-pieces[i].keys, -pieces[i].queries))
-    groups, members = [], []
+    groups: list[_PieceGroup] = []
+    members: list[int] = []
     for i in order:
         if members and not _similar(pieces[members[0]], pieces[i]):
             groups.append(_group([pieces[m] for m in sorted(members)], cp, window, device))
@@ -91,7 +94,7 @@ def _similar(longest: _Piece, other: _Piece) -> bool:
     return other.keys >= _SIMILAR * longest.keys and other.queries >= _SIMILAR * longest.queries
 
 
-def _group(pieces: list[_Piece], cp: int, window: int | None, device: torch.device) -> _Group:
+def _group(pieces: list[_Piece], cp: int, window: int | None, device: torch.device) -> _PieceGroup:
     q, k = max(p.queries for p in pieces), max(p.keys for p in pieces)
     step_q, step_k = torch.arange(q), torch.arange(k)
     queries = torch.tensor([p.queries for p in pieces])[:, None]
@@ -109,7 +112,7 @@ def _group(pieces: list[_Piece], cp: int, window: int | None, device: torch.devi
         mask = mask[:, None].to(device)
     kept = (step_q[None, :] < queries).flatten().nonzero().squeeze(1)
     contiguous = len(kept) == len(query_index) and bool((query_index.diff() == 1).all())
-    return _Group(
+    return _PieceGroup(
         query_index.to(device),
         key_index.to(device),
         (len(pieces), q, k),
@@ -120,11 +123,11 @@ def _group(pieces: list[_Piece], cp: int, window: int | None, device: torch.devi
 
 
 class PackedAttention(torch.nn.Module):
-    """Scaled dot-product attention for packed (``thd``) and padded (``sbhd``) inputs, causal.
+    """Causal scaled dot-product attention for packed (``thd``) and padded (``sbhd``) inputs.
 
-    Takes Megatron's arguments of a core attention; ``k_channels``/``v_channels`` come from multi-latent attention.
+    Takes the arguments of Megatron's core attention; multi-latent attention also gives ``k_channels``, ``v_channels``.
     Sliding windows (``config.window_size``) and learnable sinks (``config.softmax_type``: one logit per head that
-    takes part in the softmax and is dropped) as in transformer/dot_product_attention.py.
+    takes part in the softmax and is dropped) work as in transformer/dot_product_attention.py.
     """
 
     def __init__(
@@ -147,13 +150,12 @@ class PackedAttention(torch.nn.Module):
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(head_dim)
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window = config.window_size[0] + 1 if windowed else None
-        self.softmax_offset = None
+        self.softmax_offset: torch.nn.Parameter | None = None
         if config.softmax_type == "learnable":
             heads = config.num_attention_heads // pg_collection.tp.size()
-            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
-            self.softmax_offset.tensor_model_parallel = True
-            self.softmax_offset.partition_dim = 0
-            self.softmax_offset.partition_stride = 1
+            sinks: Any = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            sinks.tensor_model_parallel, sinks.partition_dim, sinks.partition_stride = True, 0, 1
+            self.softmax_offset = sinks
 
     def forward(
         self,
@@ -164,13 +166,14 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> Tensor:
-        """Packed: query [p, heads, d], key and value [p, kv heads, d] → [p, heads · d].
+        """Attend: query [p, heads, d], key and value [p, kv heads, d] → [p, heads · d]; p are this rank's tokens.
 
-        Padded: the same with [S, b, …] in front. p and S are this rank's tokens.
+        Padded inputs have [S, b, …] in place of [p, …].
         """
         if packed_seq_params is None:
-            out = self._attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)), self._window_mask(query))
-            return out.permute(2, 0, 1, 3).flatten(2)
+            mask = self._window_mask(query)
+            query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+            return self._attend(query, key, value, mask).permute(2, 0, 1, 3).flatten(2)
         lengths: tuple[int, ...] = packed_seq_params.padded_lengths
         if (table := getattr(packed_seq_params, "rotary", None)) is not None and not self.own_rotary:
             query, key = (rotate(x, table, interleaved=self.config.rotary_interleaved) for x in (query, key))
@@ -180,24 +183,25 @@ class PackedAttention(torch.nn.Module):
         plan = attention_plan(lengths, cp.size(), cp.rank(), self.window, query.device)
         key = gather_tokens(key, lengths, cp, shared_loss=False)
         value = gather_tokens(value, lengths, cp, shared_loss=False)
-        results = [self._group(query, key, value, group) for group in plan.groups]
+        results = [self._attend_group(query, key, value, group) for group in plan.groups]
         out = results[0] if len(results) == 1 else torch.cat(results)
         return out if plan.order is None else out.index_select(0, plan.order)
 
-    def _group(self, query: Tensor, key: Tensor, value: Tensor, group: _Group) -> Tensor:
-        """One batch of pieces → [real queries, heads · d]."""
+    def _attend_group(self, query: Tensor, key: Tensor, value: Tensor, group: _PieceGroup) -> Tensor:
+        """Attend in one batch of pieces → [real queries, heads · d]."""
         n, q, k = group.shape
         if group.contiguous and n * q == len(query):
             rows = [x.view(n, -1, *x.shape[1:]) for x in (query, key, value)]
         else:
             rows = [query.index_select(0, group.query_index).view(n, q, *query.shape[1:])]
             rows += [x.index_select(0, group.key_index).view(n, k, *x.shape[1:]) for x in (key, value)]
-        out = self._attend(*(x.transpose(1, 2) for x in rows), group.mask)
+        queries, keys, values = (x.transpose(1, 2) for x in rows)
+        out = self._attend(queries, keys, values, group.mask)
         out = out.transpose(1, 2).flatten(2).flatten(0, 1)
         return out if len(group.kept) == n * q else out.index_select(0, group.kept)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """[n, heads, q, d] × [n, kv heads, k, d] → [n, heads, q, d]. ``mask`` None: plain causal."""
+        """Attend: [n, heads, q, d] × [n, kv heads, k, d] → [n, heads, q, d]. ``mask`` None: plain causal."""
         repeats = query.shape[1] // key.shape[1]
         if repeats > 1:
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
@@ -214,7 +218,7 @@ class PackedAttention(torch.nn.Module):
         return F.dropout(weights, dropout) @ value
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams) -> Tensor:
-        """Flash attention over variable lengths in one kernel (CUDA, half precision, no context parallelism)."""
+        """Run flash attention over variable lengths in one kernel (CUDA, half precision, no context parallelism)."""
         from torch.nn.attention.varlen import varlen_attn
 
         longest = int(params.max_seqlen_q or 0)
@@ -230,22 +234,24 @@ class PackedAttention(torch.nn.Module):
             window_size=(-1 if self.window is None else self.window - 1, 0),
             enable_gqa=key.shape[1] != query.shape[1],
         )
+        assert isinstance(out, Tensor)
         return out.flatten(1)
 
     def _window_mask(self, query: Tensor) -> Tensor | None:
-        """The sliding window of padded inputs [S, b, …] → [S, S] bool; None without one."""
+        """Return the sliding window of padded inputs [S, b, …] as [S, S] bool; None without one."""
         if self.window is None:
             return None
         position = torch.arange(query.shape[0], device=query.device)
         distance = position[:, None] - position[None, :]
-        return (distance >= 0) & (distance < self.window)
+        mask: Tensor = (distance >= 0) & (distance < self.window)
+        return mask
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Sinks are split over tp by head; a plain module would be taken as replicated."""
+        """Describe the sinks as split over tp by head: those of a plain module would be taken for replicated."""
         state = self.state_dict(prefix="", keep_vars=True)
-        return make_sharded_tensors_for_checkpoint(
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             state,
             prefix,
             {"softmax_offset": 0},
@@ -253,3 +259,4 @@ class PackedAttention(torch.nn.Module):
             tp_group=self.groups.tp,
             dp_cp_group=self.groups.dp_cp,
         )
+        return sharded

@@ -1,4 +1,4 @@
-"""Building a rank's part of a model: HF config + layout → Megatron's model chunks. Sole importer of ``GPTModel``."""
+"""This rank's part of a model, built from a HF config and a layout. The only importer of ``GPTModel``."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ class ModelChunks:
 
     @property
     def vocab_size(self) -> int:
-        """Entries of the vocabulary; logits have ``padded_vocab_size`` / tp columns."""
+        """Entries of the vocabulary without padding."""
         return self.hf.vocab_size
 
     @property
     def padded_vocab_size(self) -> int:
-        """The vocabulary padded to a multiple of tp."""
+        """The vocabulary padded to a multiple of tp; logits have a tp-th of it as columns."""
         return padded_rows(self.hf.vocab_size, self.parallel.tp)
 
     def layers(self, pp_rank: int, chunk: int) -> range:
-        """Global numbers (from 0) of the layers in a chunk of a stage."""
+        """Return the global numbers (from 0) of the layers in a chunk of a stage."""
         return stage_layers(self.parallel, self.config.num_layers, pp_rank, chunk)
 
 
@@ -70,11 +70,11 @@ def build_model(
     device: torch.device | None = None,
     prefix: str = PREFIX,
 ) -> ModelChunks:
-    """Build this rank's chunks of the model in a HF folder (or of a config); weights are left unset: ``load_hf``.
+    """Build this rank's chunks of the model in a HF folder (or of a config), with weights unset (see ``load_hf``).
 
-    ``dtype``: of the parameters, default ``device.default_dtype()``. ``head``: logits, or the critic's values.
+    ``dtype``: of the parameters, default ``device.default_dtype()``. ``head``: logits, or a critic's values.
     ``transformer_config_kwargs``: fields of Megatron's ``TransformerConfig``, applied last. ``model_config_kwargs``:
-    changes to ``config.json``. ``device``: where the parameters go; ``torch.device("meta")`` allocates nothing.
+    changes to ``config.json``. ``device``: of the parameters; ``torch.device("meta")`` allocates nothing.
     Layers are Transformer Engine's where it is installed and there is a GPU, else those of ``layer_spec.py``.
 
     Raises ModelLoadError for a bad folder or unsupported model, ConfigError for a layout that does not fit the model
@@ -140,7 +140,7 @@ def _chunk(
 
 
 def _needs_our_layers(model: HfModel) -> bool:
-    """Whether the model computes what Megatron's Transformer Engine layers do not: norms of q and k over all heads,
+    """Tell whether the model has what Megatron's Transformer Engine layers lack: norms of q and k over all heads,
     another epsilon inside MLA, experts with biases."""
     megatron = model.megatron
     other_epsilon = megatron.mla_norm_epsilon not in (None, megatron.transformer["layernorm_epsilon"])
@@ -148,7 +148,7 @@ def _needs_our_layers(model: HfModel) -> bool:
 
 
 def _te_block_spec(config: TransformerConfig, groups: ProcessGroups, stage: int | None) -> TransformerBlockSubmodules:
-    """Transformer Engine's layers, with our router in the expert layers."""
+    """Return Transformer Engine's layers with our router in the expert layers."""
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage, pp_rank=groups.pp.rank())
     for layer in spec.layer_specs or ():
         keywords = getattr(layer.submodules.mlp, "keywords", {})  # functools.partial(MoELayer or MLP, submodules=…)
@@ -158,15 +158,15 @@ def _te_block_spec(config: TransformerConfig, groups: ProcessGroups, stage: int 
 
 
 def _forget_attention_backend() -> None:
-    """Megatron (models/common/language_module) notes the attention backend in the environment and refuses a model
-    with another one in the same process: a critic beside a policy, say. Each model sets it anew."""
+    """Forget the backend of the last model: Megatron (models/common/language_module) keeps it in the environment and
+    refuses a model with another one in the same process, such as a critic beside a policy."""
     for kind in ("FLASH", "FUSED", "UNFUSED"):
         os.environ.pop(f"NVTE_{kind}_ATTN", None)
 
 
 @contextlib.contextmanager
 def _quiet_deprecation() -> Iterator[None]:
-    """Megatron 0.19 announces GPTModel's successor every time one is built."""
+    """Silence Megatron 0.19, which announces GPTModel's successor every time one is built."""
     logger = logging.getLogger(GPTModel.__module__)
     level = logger.level
     logger.setLevel(logging.ERROR)

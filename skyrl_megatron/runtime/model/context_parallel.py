@@ -1,4 +1,4 @@
-"""Zig-zag context parallelism: which tokens a rank holds, and gathering them back with the right gradients.
+"""Zig-zag context parallelism: the tokens that a rank holds, and gathering them back with correct gradients.
 
 Each sequence (padded to a multiple of 2·cp) is cut into 2·cp chunks; rank r holds chunks r and 2·cp − 1 − r, so that
 causal attention costs every rank the same. A rank's local tensor holds, sequence by sequence, its first, then its
@@ -17,7 +17,7 @@ from torch import Tensor
 
 @lru_cache(maxsize=256)
 def local_positions(padded_lengths: tuple[int, ...], cp: int, rank: int) -> Tensor:
-    """[P / cp] int64: positions in the packed global order of the tokens that ``rank`` holds, in its local order."""
+    """Return where the tokens of ``rank``, in its local order, stand in the packed global order: [P / cp] int64."""
     if cp == 1:
         return torch.arange(sum(padded_lengths))
     pieces, start = [], 0
@@ -31,7 +31,7 @@ def local_positions(padded_lengths: tuple[int, ...], cp: int, rank: int) -> Tens
 
 @lru_cache(maxsize=256)
 def global_order(padded_lengths: tuple[int, ...], cp: int) -> Tensor:
-    """[P] int64: where each token of the packed global order stands in the ranks' local tensors laid end to end."""
+    """Return where each token of the packed global order stands in the ranks' tokens laid end to end: [P] int64."""
     held = torch.cat([local_positions(padded_lengths, cp, rank) for rank in range(cp)])
     order = torch.empty_like(held)
     order[held] = torch.arange(len(held))
@@ -68,8 +68,8 @@ class _GatherTokens(torch.autograd.Function):
 def gather_tokens(
     local: Tensor, padded_lengths: tuple[int, ...], group: dist.ProcessGroup, *, shared_loss: bool
 ) -> Tensor:
-    """[P / cp, ...] of each rank → [P, ...] in the packed global order, on every rank; differentiable."""
+    """Gather [P / cp, …] of each rank to [P, …] in the packed global order, on every rank; differentiable."""
     if group.size() == 1:
         return local
-    gathered: Tensor = _GatherTokens.apply(local, padded_lengths, group, shared_loss)
+    gathered: Tensor = _GatherTokens.apply(local, padded_lengths, group, shared_loss)  # type: ignore[no-untyped-call]
     return gathered

@@ -1,7 +1,7 @@
-"""Experts of the layer spec without Transformer Engine: all local experts in one module, their products batched.
+"""Experts without Transformer Engine: all local experts in one module, with grouped GEMMs.
 
 Megatron 0.19 without Transformer Engine has only ``SequentialMLP``, one module and several autograd nodes per expert.
-Here the weights of all local experts are two tensors, and a layer is two grouped products and one activation.
+Here the weights of all local experts are two tensors, and a layer is two grouped GEMMs and one activation.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
 
-from skyrl_megatron.runtime.cpu.gemm import grouped_product
+from skyrl_megatron.runtime.cpu.gemm import grouped_gemm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,7 +47,7 @@ class GroupedLinear(torch.nn.Module):
         etp = groups.expt_tp.size()
         shape = [out_features, in_features]
         shape[split] //= etp
-        where = {} if config.use_cpu_initialization else {"device": torch.cuda.current_device()}
+        where: dict[str, Any] = {} if config.use_cpu_initialization else {"device": torch.cuda.current_device()}
         self.weight = torch.nn.Parameter(torch.empty(experts, *shape, dtype=config.params_dtype, **where))
         self.register_parameter("bias", None)
         if config.add_bias_linear:
@@ -55,6 +55,7 @@ class GroupedLinear(torch.nn.Module):
         if config.perform_initialization:
             for matrix in self.weight.data:
                 init(matrix)
+        parameter: Any  # Megatron keeps its facts about a parameter as attributes of it
         for parameter in self.parameters():
             parameter.allreduce = False  # gradients are summed over expert-data-parallel ranks only
             split_over_etp = parameter is self.weight or split == 0
@@ -63,13 +64,13 @@ class GroupedLinear(torch.nn.Module):
                 parameter.partition_dim, parameter.partition_stride = 1 + split, parts
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
-        """[n, in] sorted by expert → [n, out]; the bias is left to the caller."""
-        return grouped_product(x, self.weight, tokens_per_expert)
+        """Map rows sorted by expert, [n, in] → [n, out]; the bias is left to the caller."""
+        return grouped_gemm(x, self.weight, tokens_per_expert)
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """``prefix`` + ``weight``/``bias``, with an axis of all experts before the matrix."""
+        """Describe ``weight`` and ``bias`` with an axis of all experts before the matrix."""
         return {
             f"{prefix}{name}": ShardedTensorFactory(
                 f"{prefix}{name}",
@@ -83,9 +84,16 @@ class GroupedLinear(torch.nn.Module):
 
     @torch.no_grad()
     def _shards(
-        self, key: str, tensor: Tensor, replica_id: Any, flattened_range: Any, *, offsets: tuple, is_bias: bool
+        self,
+        key: str,
+        tensor: Tensor,
+        replica_id: Any,
+        flattened_range: Any,
+        *,
+        offsets: tuple[Any, ...],
+        is_bias: bool,
     ) -> list[ShardedTensor]:
-        """One ShardedTensor per local expert and part; inverse: :func:`_merge_shards`."""
+        """Make one ShardedTensor per local expert and part; inverse: :func:`_merge_shards`."""
         etp, rank = self.groups.expt_tp.size(), self.groups.expt_tp.rank()
         replicated = is_bias and self.split == 1
         if replicated:
@@ -107,7 +115,7 @@ class GroupedLinear(torch.nn.Module):
 
 @torch.no_grad()
 def _merge_shards(shards: list[Tensor], *, parts: int) -> Tensor:
-    """[expert · part] tensors in order → the module's tensor with a leading expert axis."""
+    """Stack [expert · part] tensors, in order, as the module's tensor with a leading expert axis."""
     return torch.stack([torch.cat(shards[i : i + parts]) for i in range(0, len(shards), parts)])
 
 
@@ -115,9 +123,9 @@ class GroupedExperts(torch.nn.Module):
     """Gated MLPs of this rank's experts. E local experts, H hidden, f = moe_ffn_hidden_size.
 
     ``linear_fc1.weight`` [E, 2f / etp, H] holds gate rows, then up rows; ``linear_fc2.weight`` [E, H, f / etp]. Under
-    etp the dispatcher gathers the tokens before and sums the outputs after, so the products here stay local. Biases as
-    in gpt-oss, scaled by the routing probability; that of ``linear_fc2`` is added on etp rank 0 only, because outputs
-    are summed over etp.
+    etp the dispatcher gathers the tokens before and sums the outputs after, so the GEMMs here stay local. Biases are
+    those of gpt-oss, scaled by the routing probability; that of ``linear_fc2`` is added on etp rank 0 only,
+    because outputs are summed over etp.
     """
 
     def __init__(
@@ -136,7 +144,7 @@ class GroupedExperts(torch.nn.Module):
         self.linear_fc2 = make(hidden, ffn, init=config.output_layer_init_method, split=1)
 
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """``hidden`` [n, H] sorted by local expert, ``tokens_per_expert`` [E], ``probs`` [n] → ([n, H], None)."""
+        """Map rows sorted by local expert, [n, H] → ([n, H], None). ``tokens_per_expert``: [E]; ``probs``: [n]."""
         h = self.linear_fc1(hidden, tokens_per_expert)
         expert_of_row = None
         if self.linear_fc1.bias is not None:
@@ -152,23 +160,24 @@ class GroupedExperts(torch.nn.Module):
         return out, None
 
     def _gate(self, h: Tensor) -> Tensor:
-        """activation(gate) · (up + offset), clamped where the config says so (transformer/mlp.py, glu)."""
+        """Return activation(gate) · (up + offset), clamped where the config says so (transformer/mlp.py, glu)."""
         gate, up = h.chunk(2, dim=-1)
         limit = self.config.activation_func_clamp_value
         if limit is not None:
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         offset = self.config.glu_linear_offset
-        return self.config.activation_func(gate) * (up + offset if offset else up)
+        gated: Tensor = self.config.activation_func(gate) * (up + offset if offset else up)
+        return gated
 
     def backward_dw(self) -> None:
-        """Weight gradients are computed with the others; Megatron calls this where they may be delayed."""
+        """Do nothing: Megatron calls this where weight gradients may be delayed; here they are not."""
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Keys and shapes of Transformer Engine's grouped experts: ``experts.linear_fc1.weight``, an expert axis."""
+        """Describe the weights with keys and shapes of Transformer Engine's grouped experts."""
         state = {}
-        for name, linear in self.named_children():
+        for name, linear in (("linear_fc1", self.linear_fc1), ("linear_fc2", self.linear_fc2)):
             for key, shards in linear.sharded_state_dict(f"{name}.", sharded_offsets, metadata).items():
                 shards.key = f"{prefix}experts.{key}"
                 state[f"{prefix}{key}"] = shards

@@ -1,4 +1,4 @@
-"""Multi-latent attention (DeepSeek-V2, arXiv:2405.04434) of the layer spec without Transformer Engine."""
+"""Multi-latent attention (DeepSeek-V2, arXiv:2405.04434) without Transformer Engine."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
 
-class LatentAttention(MLASelfAttention):
-    """Megatron's, with norms of their own before the up projections and with right gradients under tp.
+class LatentAttention(MLASelfAttention):  # type: ignore[misc]  # Megatron is untyped
+    """Megatron's, with separate norms before the up projections and with correct gradients under tp.
 
-    Stock, the local spec refuses models without a compressed query, as it looks for a matrix that holds the norm. And
-    with tp > 1 its column-split down projection hands each rank all rotary keys but only the gradient of the rank's
-    own heads (logits are right, gradients are not): here the gathered result goes back to the sequence-parallel
+    Megatron's local spec refuses models without a compressed query, because it looks for a matrix that holds the norm.
+    With tp > 1 its column-split down projection gives each rank all rotary keys but only the gradient of the rank's
+    own heads (logits are right, gradients are not). Here the gathered result goes back to the sequence-parallel
     region, from where Megatron gathers it in a way that sums the gradients.
     """
 

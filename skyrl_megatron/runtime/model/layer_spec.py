@@ -1,5 +1,4 @@
-"""What a transformer layer is made of where Transformer Engine is not: Megatron's modules, our norm, core attention
-and experts."""
+"""The layer spec without Transformer Engine: Megatron's modules with our norm, core attention, router and experts."""
 
 from __future__ import annotations
 
@@ -35,14 +34,14 @@ from skyrl_megatron.runtime.parallel_state import ProcessGroups
 def block_spec(
     config: TransformerConfig, model: HfModel, layers: range, groups: ProcessGroups
 ) -> TransformerBlockSubmodules:
-    """The layers of one model chunk."""
+    """Return the spec of the layers of one model chunk."""
     moe = model.plan.shape.moe  # for each layer of the model, whether it holds experts
     specs = {flag: layer_spec(config, model.megatron, flag, groups) for flag in {moe[layer] for layer in layers}}
     return TransformerBlockSubmodules(layer_specs=[specs[moe[layer]] for layer in layers], layer_norm=RMSNorm)
 
 
 def layer_spec(config: TransformerConfig, model: MegatronModelConfig, moe: bool, groups: ProcessGroups) -> ModuleSpec:
-    """One layer with a dense or expert MLP."""
+    """Return the spec of one layer with a dense or expert MLP."""
     latent = model.multi_latent_attention
     return ModuleSpec(
         module=TransformerLayer,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
 
-def return_hidden_states(chunk: torch.nn.Module, groups: ProcessGroups) -> Tensor:
+def return_hidden_states(chunk: Any, groups: ProcessGroups) -> Tensor:
     """Make the last chunk return [b, s, H] instead of [b, s, V_padded / tp]; returns the head's weight.
 
     The output layer stays where it is, with its weight, its checkpoint key and its hooks; only its ``forward`` hands
@@ -25,6 +26,6 @@ def return_hidden_states(chunk: torch.nn.Module, groups: ProcessGroups) -> Tenso
         return hidden, None
 
     chunk.output_layer.forward = hand_on
-    if chunk.share_embeddings_and_output_weights:
-        return chunk.shared_embedding_or_output_weight()
-    return chunk.output_layer.weight
+    tied = chunk.share_embeddings_and_output_weights
+    weight: Tensor = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
+    return weight

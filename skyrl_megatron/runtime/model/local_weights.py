@@ -1,4 +1,4 @@
-"""The parameters and buffers of this rank's chunks by their canonical global names, one entry per expert."""
+"""Parameters and buffers of this rank's chunks by their canonical global names, one entry per expert."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class LocalWeight:
 
     @property
     def is_copy(self) -> bool:
-        """Whether this is the last stage's second copy of tied embeddings."""
+        """Whether this is the last stage's copy of tied embeddings."""
         return self.name != self.entry.name
 
 
 def local_weights(
     model: ModelChunks, groups: ProcessGroups, of: Callable[[Tensor], Tensor] = lambda parameter: parameter.data
 ) -> Iterator[LocalWeight]:
-    """Every weight that this rank holds, chunk by chunk, in module order.
+    """Yield every weight that this rank holds, chunk by chunk, in module order.
 
-    ``of`` picks what is listed of each parameter: its data, its gradient. Buffers are listed as they are.
+    ``of`` picks what is listed of each parameter: its data, say, or its gradient. Buffers are listed as they are.
     The last stage's copy of tied embeddings comes with the embedding's entry and its own name. A critic's value head
-    is no row of any table and is left out. Raises KeyError for a parameter that the table does not know.
+    has no row in any table and is left out. Raises KeyError for a parameter that the table does not know.
     """
     first_expert = _first_expert(model, groups)
     entries = model.hf.plan.by_name
@@ -63,7 +63,7 @@ def local_weights(
 
 
 def _tensors(chunk: torch.nn.Module, of: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, and the buffers that are weights: others are derived."""
+    """Yield parameters, and the buffers that are weights: others are derived."""
     for name, parameter in chunk.named_parameters():
         yield name, of(parameter)
     for name, buffer in chunk.named_buffers():

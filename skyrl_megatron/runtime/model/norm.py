@@ -1,4 +1,4 @@
-"""RMSNorm of the layer spec without Transformer Engine."""
+"""RMSNorm without Transformer Engine."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ class RMSNorm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel
+        weight: Any = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        weight.sequence_parallel = config.sequence_parallel
+        self.weight: torch.nn.Parameter = weight
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden] → same shape and dtype; computed in fp32."""
+        """Normalise [..., hidden]: same shape and dtype, computed in fp32."""
         if x.dtype == torch.float32:
             return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
         return F.rms_norm(x.float(), (x.shape[-1],), self.weight.float(), self.eps).to(x.dtype)
@@ -39,9 +40,9 @@ class RMSNorm(torch.nn.Module):
 class FullWidthNorm(torch.nn.Module):
     """RMSNorm of q or k over all heads together (OLMoE), which are split over tp.
 
-    In place of a norm of one head: takes its arguments, and ``heads``, those of the whole model. The weight [heads ·
-    head size] is whole on every rank, because ``finalize_model_grads`` sums the gradients of q and k norms over tp,
-    found by name.
+    Takes the arguments of the norm of one head that it replaces, and ``heads``, the number in the whole model. The
+    weight [heads · head size] is whole on every rank, because ``finalize_model_grads`` finds q and k norms by name and
+    sums their gradients over tp.
     """
 
     def __init__(
@@ -59,17 +60,17 @@ class FullWidthNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(heads * hidden_size, dtype=config.params_dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., heads / tp, head size] → same shape and dtype; computed in fp32."""
+        """Normalise [..., heads / tp, head size]: same shape and dtype, computed in fp32."""
         flat = x.flatten(-2).float()
         width = flat.shape[-1]
-        squares = _SumOverRanks.apply(flat.square().sum(-1, keepdim=True), self.tp)
+        squares = _SumOverRanks.apply(flat.square().sum(-1, keepdim=True), self.tp)  # type: ignore[no-untyped-call]
         scale = torch.rsqrt(squares / len(self.weight) + self.eps)
         weight = self.weight[self.tp.rank() * width :][:width]
         return (flat * scale * weight.float()).view_as(x).to(x.dtype)
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sum over a group; what each rank does with it is its own, so the gradients are summed too."""
+    """Sum over a group; ranks use the sum for different heads, so the gradients are summed too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -20,20 +20,21 @@ _STEP = 256  # tables are made for lengths rounded up to this, so that few are m
 
 
 class PackedRotary(torch.nn.Module):
-    """In place of ``GPTModel.rotary_pos_emb``: leaves a micro-batch's table in its ``PackedSeqParams``, and nothing
-    for Megatron's attention to apply. Inputs that are not packed go the stock way.
+    """Replaces ``GPTModel.rotary_pos_emb``: leaves a micro-batch's table in its ``PackedSeqParams``, and nothing for
+    Megatron's attention to apply. Inputs that are not packed are left to ``stock``.
 
     ``stock``: Megatron's ``RotaryEmbedding`` or ``YarnRotaryEmbedding``.
     """
 
-    def __init__(self, stock: torch.nn.Module) -> None:
+    def __init__(self, stock: Any) -> None:
         super().__init__()
         self.stock = stock
 
     def get_rotary_seq_len(
         self, inference_context: Any, transformer: Any, transformer_input: Any, config: Any, params: Any = None
     ) -> int:
-        """Called by ``GPTModel`` before :meth:`forward`; the one place where it shows the sequence boundaries."""
+        """Store the table and return 0; without packing, the stock length. ``GPTModel`` calls it before
+        :meth:`forward`: here alone it shows the sequence boundaries."""
         if params is None:
             length: int = self.stock.get_rotary_seq_len(inference_context, transformer, transformer_input, config)
             return length
@@ -41,13 +42,13 @@ class PackedRotary(torch.nn.Module):
         return 0
 
     def forward(self, length: int, packed_seq: bool = False, cp_group: Any = None) -> Any:
-        """What ``GPTModel`` hands to its layers: None where the table was left in the ``PackedSeqParams``."""
+        """Return what ``GPTModel`` hands to its layers: None where the table is in the ``PackedSeqParams``."""
         if not packed_seq:
             return self.stock(length, packed_seq=False, cp_group=cp_group)
         return (None, None) if isinstance(self.stock, YarnRotaryEmbedding) else None
 
     def _table(self, params: PackedSeqParams) -> tuple[Tensor, Tensor]:
-        """Cosine and sine [p, 1, d] of this rank's tokens, d ≤ head size."""
+        """Look up cosine and sine [p, 1, d] of this rank's tokens, d ≤ head size."""
         length = -(-params.max_seqlen_q // _STEP) * _STEP
         angles, scale = self.stock(length, packed_seq=True), 1.0
         if isinstance(self.stock, YarnRotaryEmbedding):
@@ -83,14 +84,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, sign: int) -
 
 
 def _pairs(x: Tensor, width: int, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """First and second members of the pairs: halves, or neighbours where ``interleaved``."""
+    """Split into first and second members of the pairs: halves, or neighbours where ``interleaved``."""
     if interleaved:
         return x[..., 0:width:2], x[..., 1:width:2]
     return x[..., : width // 2], x[..., width // 2 : width]
 
 
 def rotate(x: Tensor, table: tuple[Tensor, Tensor], *, interleaved: bool) -> Tensor:
-    """``x`` [p, heads, head size] rotated by the table [p, 1, d]; entries beyond d pass unchanged. Differentiable."""
+    """Rotate ``x`` [p, heads, head size] by the table [p, 1, d]; entries beyond d are unchanged. Differentiable."""
     cos, sin = (values.to(x.dtype) for values in table)
-    rotated: Tensor = _Rotate.apply(x, cos, sin, interleaved)
+    rotated: Tensor = _Rotate.apply(x, cos, sin, interleaved)  # type: ignore[no-untyped-call]
     return rotated

@@ -1,4 +1,4 @@
-"""The router of our MoE layers: Megatron's, with a load-balancing loss that counts valid tokens exactly. Metrics."""
+"""Megatron's router with a load-balancing loss that counts valid tokens exactly, and metrics of the routing."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from torch import Tensor
 from skyrl_megatron import device
 
 
-class TokenWeightedRouter(TopKRouter):
+class TokenWeightedRouter(TopKRouter):  # type: ignore[misc]  # Megatron is untyped
     """``TopKRouter`` whose auxiliary loss is weighted by the valid tokens of its micro-batch over tp·cp.
 
     Megatron multiplies the loss by the *local* count of valid tokens times the ranks (megatron/core/transformer/moe/
     router.py, ``attach_and_log_load_balancing_loss``): right only when all tp·cp ranks hold equally many. Packed
-    sequences of odd lengths do not, and a micro-batch without a valid token divides by zero. Both are mended here; the
-    gradient is then the same for every tp and cp.
+    sequences of odd lengths do not, and a micro-batch without a valid token divides by zero. Both are fixed here: the
+    gradient is the same for every tp and cp.
     """
 
     load: Tensor | None = None
-    """What :func:`router_metrics` reads, of this rank's tokens since it last did: [E + 2] float64, tokens per expert,
-    Σ entropy in nats, tokens. Training passes only; a pass that is recomputed counts once."""
+    """Sums for :func:`router_metrics` over this rank's tokens since its last call, [E + 2] float64: tokens per expert,
+    Σ entropy in nats, tokens. Of training passes only; a pass that is recomputed counts once."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """See ``TopKRouter``; ``padding_mask``, [sequence, batch], is True on padding."""
+        """Route as ``TopKRouter`` does, and count. ``padding_mask``, [sequence, batch], is True on padding."""
         if padding_mask is not None and padding_mask.numel() != logits.shape[:-1].numel():
             # Megatron gives each sequence-parallel rank its part on the first pipeline stage only
             # (megatron/core/models/gpt/gpt_model.py, _preprocess).
@@ -51,7 +51,7 @@ class TokenWeightedRouter(TopKRouter):
         self.load = found if self.load is None else self.load + found
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Megatron combines a [tokens, experts] map with a [tokens] mask; it needs a column."""
+        """Pass the mask as a column: Megatron combines it with a [tokens, experts] map."""
         super()._apply_expert_bias(routing_map, None if padding_mask is None else padding_mask.reshape(-1, 1))
 
     def _apply_aux_loss(
@@ -73,7 +73,7 @@ class TokenWeightedRouter(TopKRouter):
             moe_aux_loss_coeff=coefficient,
             fused=self.config.moe_router_fusion,
         )
-        return self.attach_and_log_load_balancing_loss(
+        attached: Tensor = self.attach_and_log_load_balancing_loss(
             probs,
             coefficient,
             loss,
@@ -81,12 +81,13 @@ class TokenWeightedRouter(TopKRouter):
             self.tp_cp_group,
             valid_token_count=total / self.tp_cp_group.size(),
         )
+        return attached
 
 
 def router_metrics(
     chunks: Sequence[torch.nn.Module], config: TransformerConfig, *, per_layer: bool
 ) -> dict[str, float]:
-    """Balance and entropy of the routers over all valid tokens of all ranks since the last call; {} without experts.
+    """Measure balance and entropy of the routers over all ranks' valid tokens since the last call; {} without experts.
 
     ``moe_load_imbalance``: the busiest expert's tokens over the mean of all (1 is even); ``moe_router_entropy``: mean
     entropy of the routing distribution, in nats. Means over layers; ``per_layer`` adds each layer as ``…/layer_N``.

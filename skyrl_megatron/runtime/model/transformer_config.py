@@ -1,4 +1,4 @@
-"""From a model and a layout to Megatron's ``TransformerConfig``."""
+"""Megatron's ``TransformerConfig`` for a model in a layout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu}
 
 
 def has_transformer_engine() -> bool:
-    """Whether layers can be built from Transformer Engine's modules: it is installed and there is a GPU."""
+    """Tell whether layers can be built from Transformer Engine's modules: it is installed and there is a GPU."""
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
     return bool(HAVE_TE) and device.has_cuda()
@@ -38,7 +38,7 @@ def transformer_config(
     on_meta: bool = False,
     prefix: str = PREFIX,
 ) -> TransformerConfig:
-    """``TransformerConfig`` (``MLATransformerConfig`` for multi-latent attention) of a model in a layout.
+    """Make the ``TransformerConfig`` (``MLATransformerConfig`` for multi-latent attention) of a model in a layout.
 
     ``overrides`` (``transformer_config_kwargs``) are its fields, applied last; keys that start with ``rope_`` or
     belong to the layout are refused, because they have settings of their own. Raises ConfigError for an unknown or
@@ -101,7 +101,7 @@ def _layout_fields(parallel: ParallelConfig) -> dict[str, Any]:
 
 
 def _common_fields(dtype: torch.dtype, use_te: bool, on_meta: bool) -> dict[str, Any]:
-    """Fields that do not depend on the model: precision, shapes that vary, and fused kernels where they exist."""
+    """Return fields that do not depend on the model: precision, varying shapes, fused kernels where they exist."""
     return {
         "params_dtype": dtype,
         "pipeline_dtype": dtype,

@@ -16,8 +16,8 @@ from skyrl_megatron.runtime.parallel_state import ProcessGroups
 class ValueHead(torch.nn.Module):
     """Linear map H → 1 in place of ``GPTModel.output_layer``; whole on every tp rank.
 
-    Starts from a normal distribution of deviation 1 / (H + 1), equal on all ranks. Products and result are fp32,
-    because values are regressed.
+    Starts from a normal distribution of deviation 1 / (H + 1), equal on all ranks. Computes in fp32, because values
+    are regressed.
     """
 
     def __init__(self, config: TransformerConfig, groups: ProcessGroups, *, seed: int = 0) -> None:
@@ -25,13 +25,14 @@ class ValueHead(torch.nn.Module):
         self.groups, self.sequence_parallel = groups, config.sequence_parallel
         hidden = config.hidden_size
         weight = torch.randn(1, hidden, generator=torch.Generator().manual_seed(seed), device="cpu") / (hidden + 1)
-        self.weight = torch.nn.Parameter(weight.to(config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # its gradient is summed over tp
+        parameter: Any = torch.nn.Parameter(weight.to(config.params_dtype))
+        parameter.sequence_parallel = config.sequence_parallel  # its gradient is summed over tp
+        self.weight: torch.nn.Parameter = parameter
 
     def forward(
         self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, None]:
-        """``hidden`` [s, b, H] (s / tp under sequence parallelism) → ([s, b, 1] float32 on every tp rank, None)."""
+        """Map [s, b, H] (s / tp under sequence parallelism) → ([s, b, 1] float32 on every tp rank, None)."""
         values = hidden.float() @ self.weight.float().t()
         if self.sequence_parallel:
             # Every tp rank goes on to compute the same loss, so a rank keeps the gradient of its own tokens.
@@ -41,10 +42,11 @@ class ValueHead(torch.nn.Module):
         return values, None
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """One replicated tensor, ``output_layer.weight`` [1, H]."""
+        """Describe the one replicated tensor, ``output_layer.weight`` [1, H]."""
         state = self.state_dict(prefix="", keep_vars=True)
-        return make_sharded_tensors_for_checkpoint(
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             state, prefix, {}, sharded_offsets, tp_group=self.groups.tp, dp_cp_group=self.groups.dp_cp
         )
+        return sharded

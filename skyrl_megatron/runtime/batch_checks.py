@@ -1,0 +1,31 @@
+"""Checks of a mini-batch before a training step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from skyrl_megatron.algorithms.objective import PolicyObjective
+    from skyrl_megatron.types import TrainingBatch
+
+
+def find_problem(batch: TrainingBatch, objective: PolicyObjective, max_positions: int | None) -> Exception | None:
+    """Return the error of rows that cannot be trained on: inputs missing or not finite, or a sequence too long."""
+    if batch.advantages is None:
+        return ValueError("the batch has no advantages: compute them before the training step")
+    if objective.needs_old_log_probs and batch.old_logprobs is None:
+        return ValueError(f"the policy loss {objective.name!r} reads old log-probs: the batch has none")
+    longest = int(batch.lengths.max(initial=0))
+    if max_positions and longest > max_positions:
+        return ValueError(f"a sequence of {longest} tokens exceeds the model's {max_positions} positions")
+    for name in ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs"):
+        values = getattr(batch, name)
+        if values is not None:
+            bad = ~torch.isfinite(values) & (batch.loss_mask > 0)
+            if bad.any():
+                row, token = (int(i) for i in bad.nonzero()[0])
+                uid = f" (uid {batch.uids[row]})" if batch.uids else ""
+                return ValueError(f"{name} is {values[row, token]} at row {row}{uid}, response token {token}")
+    return None
