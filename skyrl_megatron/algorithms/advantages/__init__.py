@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from skyrl_megatron.algorithms.advantages.compute import Estimator, run_estimator
+from skyrl_megatron.algorithms.advantages.gae import discounted_suffix_sum, gae, reinforce_plus_plus
 from skyrl_megatron.algorithms.advantages.groups import Groups, varied_rows
-from skyrl_megatron.algorithms.advantages.normalize import normalize_advantages
-from skyrl_megatron.algorithms.advantages.outcome import (
+from skyrl_megatron.algorithms.advantages.grpo import (
     Index,
     grpo,
     grpo_scores,
@@ -25,7 +25,7 @@ from skyrl_megatron.algorithms.advantages.outcome import (
     rloo,
     rloo_scores,
 )
-from skyrl_megatron.algorithms.advantages.temporal import discounted_suffix_sum, gae, reinforce_plus_plus
+from skyrl_megatron.algorithms.advantages.normalize import normalize_advantages
 from skyrl_megatron.algorithms.registry import BaseFunctionRegistry
 
 __all__ = [

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skyrl_megatron.algorithms.advantages.outcome import Index
+from skyrl_megatron.algorithms.advantages.grpo import Index
 from skyrl_megatron.algorithms.checks import check_mask, check_token_tensors, finite_rows
 from skyrl_megatron.errors import AlgorithmError
 

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import Any
 
-from skyrl_megatron.algorithms.losses.clipped import dual_clip, gspo, regular
 from skyrl_megatron.algorithms.losses.covariance import clip_cov, kl_cov, seed_random_picks
 from skyrl_megatron.algorithms.losses.critic import ppo_critic_loss
-from skyrl_megatron.algorithms.losses.weighted import (
+from skyrl_megatron.algorithms.losses.importance_sampling import (
     cispo,
     cross_entropy,
     dppo,
@@ -22,6 +21,7 @@ from skyrl_megatron.algorithms.losses.weighted import (
     rollout_is,
     sapo,
 )
+from skyrl_megatron.algorithms.losses.ppo import dual_clip, gspo, regular
 from skyrl_megatron.algorithms.registry import BaseFunctionRegistry
 
 __all__ = ["PolicyLossRegistry", "PolicyLossType", "ppo_critic_loss", "register_policy_loss", "seed_random_picks"]

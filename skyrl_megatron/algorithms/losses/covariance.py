@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from skyrl_megatron.algorithms.losses.builtin import builtin_loss
-from skyrl_megatron.algorithms.losses.clipped import clipped_surrogate
-from skyrl_megatron.algorithms.losses.weighted import nothing_clipped
+from skyrl_megatron.algorithms.losses.importance_sampling import nothing_clipped
+from skyrl_megatron.algorithms.losses.ppo import clipped_surrogate
 from skyrl_megatron.algorithms.masked import masked_mean
 from skyrl_megatron.algorithms.metrics import Metrics, token_mean
 
