@@ -67,7 +67,7 @@ class SearchToolGroup(ToolGroup):
 
     @tool
     def search(self, query: str | None) -> str:
-        """Find passages, ``{"result": "Doc 1: …"}``; nothing without a query. Raises RuntimeError naming the retriever."""
+        """Find passages, ``{"result": "Doc 1: …"}``; nothing without a query. Raises RuntimeError with the URL."""
         if query is None:
             return ""
         if self.log_requests:
