@@ -1,6 +1,5 @@
-"""The algorithms as tensor maths on [B, T]: advantages, losses, KL, off-policy corrections, and their averaging.
+"""What is optimised, as tensor maths on [B, T]: advantages, losses, corrections, and how they are averaged.
 
-``advantages/`` and ``losses/`` hold a file for each algorithm; ``objective`` combines them for the training engine;
-``registry`` adds custom functions. Nothing here knows of processes or devices, except that registries synchronise
-through Ray once it runs.
+``objective`` puts it together for the training engine; ``registry`` is where custom functions come in. Nothing here
+knows of processes or devices, except that registries travel over Ray when somebody started it.
 """

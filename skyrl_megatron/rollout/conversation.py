@@ -239,14 +239,6 @@ def sequence_of(
             rewards[max(after + turn.appended - 1, 0)] += turn.reward
         spans = ((name, first + start, min(first + end, after)) for name, start, end in turn.generation.versions)
         versions += [(name, start, end) for name, start, end in spans if start < end]
-    sequence = np.asarray(ids, np.int32)
-    return TrajectoryOutput(
-        sequence[:prompt_length],
-        sequence[prompt_length:],
-        mask,
-        rewards,
-        stop_reason,
-        logprobs,
-        routes.padded(len(ids)),
-        versions,
-    )
+    prompt, response = np.split(np.asarray(ids, np.int32), [prompt_length])
+    experts = routes.padded(len(ids))
+    return TrajectoryOutput(prompt, response, mask, rewards, stop_reason, logprobs, experts, versions)

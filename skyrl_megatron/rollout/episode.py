@@ -159,18 +159,11 @@ class Episode:
         if self.conversation is not None:
             length = min(self.conversation.prompt_length, self.config.max_input_length)
             prompt = self.conversation.next_prompt()[:length]
-        end = [self.config.chat.end_token]
-        blank = np.zeros(1, np.float32) if self.config.sampling.get("logprobs") is not None else None
-        return [
-            TrajectoryOutput(
-                np.asarray(prompt or end, np.int32),
-                np.asarray(end, np.int32),
-                np.zeros(1, np.uint8),
-                [0.0],
-                "error" if self.error else self.stop_reason,
-                blank,
-            )
-        ]
+        end = np.asarray([self.config.chat.end_token], np.int32)
+        logprobs = np.zeros(1, np.float32) if self.config.sampling.get("logprobs") is not None else None
+        ids = np.asarray(prompt, np.int32) if prompt else end.copy()
+        reason = "error" if self.error else self.stop_reason
+        return [TrajectoryOutput(ids, end, np.zeros(1, np.uint8), [0.0], reason, logprobs)]
 
     async def _in_pool(self, function: Callable[..., Any], *arguments: Any) -> Any:
         started = time.perf_counter()

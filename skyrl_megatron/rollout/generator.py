@@ -151,18 +151,12 @@ class SkyRLGymGenerator(GeneratorInterface):
         from tqdm import tqdm
 
         extras = batch.get("env_extras") or [{} for _ in ids]
-        max_tokens, max_input_length = self._limits()
+        sampling, limits = batch.get("sampling_params"), self._limits()
         with tqdm(total=len(ids), desc="trajectories", mininterval=5, disable=disable_tqdm or None) as progress:
 
             async def one(prompt: ConversationType, env_class: str, extra: dict[str, Any], id: TrajectoryID) -> Any:
                 trajectory = await self.agent_loop(
-                    prompt,
-                    env_class,
-                    extra,
-                    max_tokens,
-                    max_input_length,
-                    sampling_params=batch.get("sampling_params"),
-                    trajectory_id=id,
+                    prompt, env_class, extra, *limits, sampling_params=sampling, trajectory_id=id
                 )
                 progress.update()
                 return trajectory
@@ -221,17 +215,9 @@ class SkyRLGymGenerator(GeneratorInterface):
             kind = RetokenizedConversation
         else:
             kind = ChatConversation if cfg.use_conversation_multi_turn else OneMessageConversation
-        append = cfg.append_eos_token_after_stop_str_in_multi_turn
-        return RolloutConfig(
-            self.chat,
-            partial(kind, self.chat, append_end_token=append),
-            self.pool,
-            self.skyrl_gym_cfg,
-            sampling,
-            cfg.max_turns,
-            max_input_length,
-            self.nonfinite == "skip",
-        )
+        conversation = partial(kind, self.chat, append_end_token=cfg.append_eos_token_after_stop_str_in_multi_turn)
+        skip, gym = self.nonfinite == "skip", self.skyrl_gym_cfg
+        return RolloutConfig(self.chat, conversation, self.pool, gym, sampling, cfg.max_turns, max_input_length, skip)
 
     def _request(
         self, sampling: Mapping[str, Any], trajectory_id: TrajectoryID, metadata: BatchMetadata | None, turn: int
