@@ -87,7 +87,7 @@ def finite_samples(batch: TrainingBatch, nonfinite: str = "error") -> Tensor:
     """Return [B] bool: the rows whose rewards, values and log-probs are finite, log-probs where trained on.
 
     Raises, or returns the rows to keep, as :func:`finite_rows` does. Rows to skip leave the step by
-    ``batch.loss_mask *= keep[:, None]``, and before advantages are computed, so that they sway no group.
+    ``batch.loss_mask *= keep[:, None]``, and before advantages are computed, so that they affect no group.
     """
     keep = torch.ones(len(batch), dtype=torch.bool, device=batch.loss_mask.device)
     for name in ("rewards", "values", "rollout_logprobs", "old_logprobs", "ref_logprobs"):

@@ -59,7 +59,7 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     """Scale ``values`` to variance 1 over the valid entries, and to mean 0 when ``shift_mean``.
 
-    Entries outside the mask go through the same map and mean nothing. Raises as :func:`masked_var` does.
+    Entries outside the mask go through the same map: ignore them. Raises as :func:`masked_var` does.
     """
     mean = masked_mean(values, mask)
     scale = torch.rsqrt(masked_var(values, mask) + 1e-8)

@@ -1,6 +1,6 @@
 """Metrics that reduce exactly: over micro-batches, ranks, and any way of cutting a batch into them.
 
-A metric is one of two things, told apart by type:
+A metric is one of two things, distinguished by type:
 
 * :class:`Mean`, a sum and a weight, mostly a count of tokens; both scalar tensors in float64. Adding the pairs of two
   parts gives the pair of the whole. A quantity that is no mean but a total (the loss of the step) is a pair too: the

@@ -54,7 +54,7 @@ class PolicyObjective:
 
     @property
     def needs_old_log_probs(self) -> bool:
-        """False when nobody reads the trainer's log-probs before the update: their forward pass can be saved."""
+        """Whether anything reads the trainer's log-probs before the update: else their forward pass is skipped."""
         return correction_enabled(self.correction) or self.builtin is None or self.builtin.uses_old(self.config)
 
     def effective_mask(

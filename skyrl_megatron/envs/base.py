@@ -16,7 +16,7 @@ class BaseTextEnvStepOutput(TypedDict):
     """Answer to one turn of the policy."""
 
     observations: ConversationType
-    """Messages to go on with; empty when done."""
+    """Messages that the conversation continues with; empty when done."""
     reward: float
     """Reward of this turn; put on its last token."""
     done: bool

@@ -68,7 +68,7 @@ class _Answers:
         try:
             loop.call_soon_threadsafe(self._deliver)
         except RuntimeError:
-            pass  # the loop is closed: nobody waits
+            pass  # the loop is closed: nothing waits for it
 
     def _deliver(self) -> None:
         self._woken = None  # from here on the next result wakes the loop again

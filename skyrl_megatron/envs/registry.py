@@ -91,8 +91,8 @@ def require(ids: Iterable[str]) -> None:
 def make(id: str, env_config: Any = None, extras: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
     """Make an environment for one episode; see :class:`BaseTextEnv` for the arguments.
 
-    Whatever has ``init``, ``step`` and ``close`` will do. Raises DataError for unknown ids and for classes that lack
-    one of them; what the constructor raises passes through.
+    Anything with ``init``, ``step`` and ``close`` is accepted. Raises DataError for unknown ids and for classes that
+    lack one of them; what the constructor raises passes through.
     """
     spec_ = spec(id)
     env = spec_.load()(env_config=env_config, extras=extras or {}, **{**copy.deepcopy(dict(spec_.kwargs)), **kwargs})

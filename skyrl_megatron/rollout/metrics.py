@@ -86,5 +86,5 @@ def _mean(values: np.ndarray) -> float:
 
 
 def _times(name: str, seconds: np.ndarray) -> dict[str, float]:
-    figures = {"mean": seconds.mean(), "p90": np.percentile(seconds, 90), "max": seconds.max()}
-    return {f"generate/trajectory_time_{name}_{figure}": float(value) for figure, value in figures.items()}
+    statistics = {"mean": seconds.mean(), "p90": np.percentile(seconds, 90), "max": seconds.max()}
+    return {f"generate/trajectory_time_{name}_{key}": float(value) for key, value in statistics.items()}

@@ -104,7 +104,7 @@ def compute_advantages_and_returns(
 
     Raises AlgorithmError (a ValueError) for an unknown name, shapes, dtypes or masks that do not fit, a wrong return
     of a custom estimator, and rewards or values that are not finite; with ``config.nonfinite == "skip"`` such rows get
-    zeros and sway nobody (``checks.finite_rows`` tells which, to mask and to count them).
+    zeros and affect no other row (``checks.finite_rows`` returns which, to mask and to count them).
     """
     return run_estimator(
         adv_estimator,

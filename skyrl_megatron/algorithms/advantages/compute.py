@@ -50,7 +50,7 @@ def run_estimator(
     if bool(keep.all()):
         result = estimator(**tensors, index=uids, **options)
         return _checked(name, result, token_level_rewards.shape)
-    # A sample left out must not sway its group either: the estimator sees the others only.
+    # A sample left out must not affect its group either: the estimator sees the others only.
     kept = {key: None if tensor is None else tensor[keep] for key, tensor in tensors.items()}
     result = estimator(**kept, index=uids[keep if isinstance(uids, Tensor) else keep.numpy(force=True)], **options)
     parts = _checked(name, result, torch.Size([int(keep.sum()), token_level_rewards.shape[1]]))

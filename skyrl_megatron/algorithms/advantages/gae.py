@@ -45,7 +45,7 @@ def gae(
     """Estimate advantages from the critic's values and whiten them over the response; returns are A + V before that.
 
     δ_t = r_t + γV_{t+1} - V_t and A_t = δ_t + γλA_{t+1}, over all of T: padding stands at the left, where nothing
-    flows from. Advantages [B, T] are not masked again; entries outside the mask mean nothing.
+    flows from. Advantages [B, T] are not masked again: ignore entries outside the mask.
     Raises AlgorithmError without ``values`` [B, T], or when fewer than two tokens are valid.
     """
     if values is None:

@@ -99,7 +99,7 @@ def builtin_loss(
             if old_log_probs is None:
                 if uses_old(config) or correction_enabled(cfg):
                     raise AlgorithmError(f"the policy loss {formula.__name__} needs old_log_probs with this config")
-                old_log_probs = torch.zeros_like(log_probs)  # read by nobody
+                old_log_probs = torch.zeros_like(log_probs)  # not read
             old = keep_masked(old_log_probs, mask)
             rollout = None if rollout_log_probs is None else keep_masked(rollout_log_probs, mask)
             values, metrics = formula(

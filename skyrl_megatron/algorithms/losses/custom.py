@@ -1,15 +1,15 @@
-"""How a policy loss of the registry is called, whoever wrote it.
+"""The call of a registered policy loss, built-in or custom.
 
-A custom loss takes ``(log_probs, old_log_probs, advantages, config)`` and, if it likes, ``loss_mask`` and the engine's
+A custom loss takes ``(log_probs, old_log_probs, advantages, config)``, optionally ``loss_mask`` and the engine's
 log-probs, spelt ``rollout_log_probs`` or ``rollout_logprobs``, and returns a pair:
 
 * ``(loss of each token [B, T], metrics)``: masked and averaged like a built-in one; or
 * ``(scalar, metrics)``: the mean over the micro-batch that it was given. It counts in proportion to the micro-batch:
   by valid tokens, or by sequences for ``loss_reduction`` ``sequence_mean`` and ``prompt_mean``. Such a loss depends on
-  how the batch is cut, which is said once, in a warning.
+  how the batch is cut; a warning says so, once.
 
 Metrics are a number (the clip ratio) or a dict of numbers, each the mean over the tokens of the micro-batch unless its
-name ends in ``_min`` or ``_max``; scalar tensors and (sum, count) pairs will do as well.
+name ends in ``_min`` or ``_max``; scalar tensors and (sum, count) pairs are accepted, too.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def call_policy_loss(
 def accepted_keywords(name: str, function: Callable[..., Any]) -> dict[str, str]:
     """Return the optional arguments that ``function`` takes: its spelling → ``loss_mask`` or ``rollout``.
 
-    Raises AlgorithmError when it has fewer than four parameters, or asks for something that nobody provides.
+    Raises AlgorithmError when it has fewer than four parameters, or requires another argument.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())
