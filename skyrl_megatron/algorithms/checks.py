@@ -1,4 +1,4 @@
-"""Bad input, found where it enters: wrong shapes and dtypes, masks that are none, values that are not finite."""
+"""Checks of input where it enters: shapes and dtypes, masks of 0 and 1, finite values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCK = 1 << 20
 
 
 def check_token_tensors(shape_of: str, /, **tensors: Tensor | None) -> None:
-    """Every tensor given is [B, T] with the shape and device of ``tensors[shape_of]``, and floating unless a mask.
+    """Check that every tensor is [B, T] with shape and device of ``tensors[shape_of]``, and floating unless a mask.
 
     A name that ends in ``mask`` may be bool or integer too. Raises AlgorithmError with the names and both shapes.
     """
@@ -38,7 +38,7 @@ def check_token_tensors(shape_of: str, /, **tensors: Tensor | None) -> None:
 
 
 def check_mask(name: str, mask: Tensor) -> None:
-    """A mask holds 0 and 1 only. Raises AlgorithmError with the first other value and its place."""
+    """Check that a mask holds 0 and 1 only. Raises AlgorithmError with the first other value and its place."""
     if mask.dtype == torch.bool or not mask.numel():
         return
     # Only 0, 1 and infinity are their own squares. In blocks, so that no second mask has to be written to memory.
@@ -58,7 +58,7 @@ def finite_rows(
     nonfinite: str = "error",
     uids: Sequence[str] | np.ndarray | None = None,
 ) -> Tensor:
-    """[B] bool: the rows of ``values`` ([B] or [B, T]) whose entries are all finite where ``mask`` is 1.
+    """Return [B] bool: the rows of ``values`` ([B] or [B, T]) whose entries are all finite where ``mask`` is 1.
 
     ``nonfinite`` is ``algorithm.nonfinite``: ``error`` raises AlgorithmError naming the first bad row, its uid, token
     and value; ``skip`` returns the rows to keep, for the caller to mask and to count (``(~rows).sum()``).
@@ -78,16 +78,16 @@ def finite_rows(
     raise AlgorithmError(
         f"{name} of row {row}{whose} is {considered[tuple(place)].item()}"
         + ("" if token is None else f" at token {token}")
-        + f"; {int((~keep).sum())} of {rows} rows are not finite. Mend what computes them, or set"
+        + f"; {int((~keep).sum())} of {rows} rows are not finite. Fix what computes them, or set"
         " trainer.algorithm.nonfinite=skip to leave such samples out and count them"
     )
 
 
 def finite_samples(batch: TrainingBatch, nonfinite: str = "error") -> Tensor:
-    """[B] bool: the rows of a batch whose rewards, values and log-probs are finite, log-probs where trained on.
+    """Return [B] bool: the rows whose rewards, values and log-probs are finite, log-probs where trained on.
 
     Raises, or returns the rows to keep, as :func:`finite_rows` does. Rows to skip leave the step by
-    ``batch.loss_mask *= keep[:, None]``, and before advantages are computed, so that they sway no group.
+    ``batch.loss_mask *= keep[:, None]``, and before advantages are computed, so that they affect no group.
     """
     keep = torch.ones(len(batch), dtype=torch.bool, device=batch.loss_mask.device)
     for name in ("rewards", "values", "rollout_logprobs", "old_logprobs", "ref_logprobs"):

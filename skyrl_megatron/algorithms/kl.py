@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from skyrl_megatron.algorithms.masked import keep_masked, masked_mean
-from skyrl_megatron.algorithms.metrics import Mean, Metrics
+from skyrl_megatron.algorithms.metrics import Mean, ReducibleMetrics
 from skyrl_megatron.errors import AlgorithmError
 
 
 def compute_approx_kl(
     log_probs: Tensor, log_probs_base: Tensor, loss_mask: Tensor | None = None, kl_estimator_type: str = "k3"
 ) -> Tensor:
-    """Per-token estimate of KL(policy ‖ base) from tokens that the policy sampled, in nats; 0 where masked.
+    """Estimate KL(policy ‖ base) per token from tokens that the policy sampled, in nats; 0 where masked.
 
     With d = log_probs - log_probs_base, all [B, T]: ``k1`` d, ``abs`` |d|, ``k2`` d²/2, ``k3`` exp(-d) + d - 1 with d
     clamped to ±20 and the result to at most 10 (joschu.net/blog/kl-approx.html). Differentiable in ``log_probs``.
@@ -36,13 +36,13 @@ def compute_approx_kl(
 
 
 class FixedKLController:
-    """A coefficient that stays; ``value`` is it."""
+    """A constant coefficient, ``value``."""
 
     def __init__(self, kl_coef: float) -> None:
         self.value = kl_coef
 
     def update(self, current: float, n_steps: int) -> None:
-        """Nothing to do: the coefficient is fixed."""
+        """Keep the coefficient: it is fixed."""
 
 
 class AdaptiveKLController:
@@ -54,13 +54,13 @@ class AdaptiveKLController:
         self.horizon = horizon
 
     def update(self, current: float, n_steps: int) -> None:
-        """After a batch of ``n_steps`` samples with mean KL ``current``: at most 20 % · n_steps/horizon up or down."""
+        """Adapt to ``n_steps`` samples with mean KL ``current``, by at most 20 % · n_steps/horizon."""
         error = min(max(current / self.target - 1, -0.2), 0.2)
         self.value *= 1 + error * n_steps / self.horizon
 
 
 def get_kl_controller(algorithm_cfg: Any) -> FixedKLController | AdaptiveKLController:
-    """The controller that ``algorithm.kl_ctrl`` asks for, starting from ``algorithm.kl_loss_coef``."""
+    """Make the controller that ``algorithm.kl_ctrl`` asks for, starting from ``algorithm.kl_loss_coef``."""
     control, start = algorithm_cfg.kl_ctrl, algorithm_cfg.kl_loss_coef
     if control.type == "fixed":
         return FixedKLController(start)
@@ -79,16 +79,16 @@ def penalize_rewards(
     loss_mask: Tensor,
     kl_coef: float,
     kl_estimator_type: str = "k3",
-) -> tuple[Tensor, Metrics]:
-    """``rewards`` [B, T] minus ``kl_coef`` (at least 0) times the KL of each token (``algorithm.use_kl_in_reward``).
+) -> tuple[Tensor, ReducibleMetrics]:
+    """Subtract ``kl_coef`` (at least 0) times the KL from ``rewards``, [B, T] (``algorithm.use_kl_in_reward``).
 
-    Also metrics: ``avg_kl``, the mean over sequences of their token mean, which the controller is updated with;
+    Also returns metrics: ``avg_kl``, the mean over sequences of their token mean, which updates the controller, and
     ``avg_kl_max``, the same mean of each sequence's largest token KL. Sequences without a trained token do not count.
     """
     kl = compute_approx_kl(log_probs, ref_log_probs, loss_mask, kl_estimator_type)
     trained = (loss_mask > 0).any(dim=1).double()
     means, largest = masked_mean(kl, loss_mask, dim=1).double(), kl.abs().amax(dim=1).double()
-    metrics: Metrics = {
+    metrics: ReducibleMetrics = {
         "avg_kl": Mean((means * trained).sum(), trained.sum()),
         "avg_kl_max": Mean((largest * trained).sum(), trained.sum()),
     }

@@ -16,18 +16,18 @@ BLOCK = 1 << 18
 
 
 def keep_masked(values: Tensor, mask: Tensor | None) -> Tensor:
-    """``values`` with exactly 0 where ``mask`` is 0; NaN there does not survive, as it would in a product."""
+    """Set ``values`` to exactly 0 where ``mask`` is 0; NaN there does not survive, as it would in a product."""
     return values if mask is None else torch.where(mask > 0, values, 0.0)
 
 
 def masked_sum(values: Tensor, mask: Tensor, map: Callable[[Tensor], Tensor] = lambda part: part) -> Tensor:
-    """Σ map(values)·mask, scalar. In blocks: a second tensor of this size costs more to allocate than to compute."""
+    """Return Σ map(values)·mask, scalar. In blocks: to allocate a second such tensor costs more than the sum."""
     blocks = zip(torch.split(values.flatten(), BLOCK), torch.split(mask.flatten(), BLOCK), strict=True)
     return torch.stack([(map(part) * valid).sum() for part, valid in blocks]).sum()
 
 
 def masked_mean(values: Tensor, mask: Tensor | None, dim: int | None = None) -> Tensor:
-    """Mean over the valid entries, of everything or along ``dim``; 0 where nothing is valid."""
+    """Return the mean over the valid entries, of everything or along ``dim``; 0 where nothing is valid."""
     if mask is None:
         return values.mean() if dim is None else values.mean(dim)
     if dim is None:
@@ -36,7 +36,7 @@ def masked_mean(values: Tensor, mask: Tensor | None, dim: int | None = None) -> 
 
 
 def masked_token_mean(loss: Tensor, mask: Tensor | None) -> Tensor:
-    """Mean of a per-token loss [B, T] over its valid tokens: the scalar that a custom loss may return.
+    """Return the mean of a per-token loss [B, T] over its valid tokens: the scalar that a custom loss may return.
 
     For losses that wrap a built-in one, whose result is per token.
     """
@@ -44,7 +44,7 @@ def masked_token_mean(loss: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """Variance over the valid entries; ``unbiased`` divides by their number minus one.
+    """Return the variance over the valid entries; ``unbiased`` divides by their number minus one.
 
     Raises AlgorithmError (a ValueError) when there are fewer than two valid entries for an unbiased variance.
     """
@@ -57,9 +57,9 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
 
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """``values`` scaled to variance 1 over the valid entries, and to mean 0 when ``shift_mean``.
+    """Scale ``values`` to variance 1 over the valid entries, and to mean 0 when ``shift_mean``.
 
-    Entries outside the mask go through the same map and mean nothing. Raises as :func:`masked_var` does.
+    Entries outside the mask go through the same map: ignore them. Raises as :func:`masked_var` does.
     """
     mean = masked_mean(values, mask)
     scale = torch.rsqrt(masked_var(values, mask) + 1e-8)

@@ -1,6 +1,6 @@
 """Metrics that reduce exactly: over micro-batches, ranks, and any way of cutting a batch into them.
 
-A metric is one of two things, told apart by type:
+A metric is one of two things, distinguished by type:
 
 * :class:`Mean`, a sum and a weight, mostly a count of tokens; both scalar tensors in float64. Adding the pairs of two
   parts gives the pair of the whole. A quantity that is no mean but a total (the loss of the step) is a pair too: the
@@ -30,17 +30,18 @@ class Mean(NamedTuple):
     weight: Tensor
 
 
-type Metrics = dict[str, Mean | Tensor]
+type ReducibleMetrics = dict[str, Mean | Tensor]
+"""Metrics by name, not yet numbers: see :func:`metric_values`."""
 
 
 def token_mean(values: Tensor, mask: Tensor) -> Mean:
-    """Mean of ``values`` (bool or floating, the shape of ``mask``) over the entries where ``mask`` is 1."""
+    """Return the mean of ``values`` (bool or floating, shaped as ``mask``) over the entries where ``mask`` is 1."""
     kept = keep_masked(values.detach().double(), mask)
     return Mean(kept.sum(), (mask > 0).sum().double())
 
 
-def moments(name: str, values: Tensor, mask: Tensor) -> Metrics:
-    """``{name}_{mean,square_mean,min,max}`` of ``values`` over the entries where ``mask`` is 1."""
+def moments(name: str, values: Tensor, mask: Tensor) -> ReducibleMetrics:
+    """Return ``{name}_{mean,square_mean,min,max}`` of ``values`` over the entries where ``mask`` is 1."""
     values, valid = values.detach().double(), mask > 0
     return {
         f"{name}_mean": token_mean(values, mask),
@@ -50,9 +51,9 @@ def moments(name: str, values: Tensor, mask: Tensor) -> Metrics:
     }
 
 
-def merge_metrics(*parts: Mapping[str, Mean | Tensor]) -> Metrics:
-    """The metrics of several parts (micro-batches) as one: pairs added, ``_min`` and ``_max`` taken."""
-    merged: Metrics = {}
+def merge_metrics(*parts: Mapping[str, Mean | Tensor]) -> ReducibleMetrics:
+    """Merge the metrics of several parts (micro-batches): add the pairs, take ``_min`` and ``_max``."""
+    merged: ReducibleMetrics = {}
     for part in parts:
         for name, metric in part.items():
             before = merged.get(name)
@@ -83,15 +84,15 @@ class PackedMetrics:
     maxima: Tensor
     """[len(extremes)] float64, minima negated."""
 
-    def unpack(self) -> Metrics:
-        """The metrics, after the reduction."""
-        means: Metrics = {name: Mean(*row.unbind()) for name, row in zip(self.means, self.sums, strict=True)}
+    def unpack(self) -> ReducibleMetrics:
+        """Return the metrics, after the reduction."""
+        means: ReducibleMetrics = {name: Mean(*row.unbind()) for name, row in zip(self.means, self.sums, strict=True)}
         extremes = zip(self.extremes, self.maxima, strict=True)
         return means | {name: -value if name.endswith("_min") else value for name, value in extremes}
 
 
 def pack_metrics(metrics: Mapping[str, Mean | Tensor], device: torch.device | None = None) -> PackedMetrics:
-    """``metrics`` as two tensors on ``device``, in sorted order of their names so that ranks agree."""
+    """Pack ``metrics`` into two tensors on ``device``, in sorted order of their names so that ranks agree."""
     means = {name: metric for name, metric in sorted(metrics.items()) if isinstance(metric, Mean)}
     extremes = {name: metric for name, metric in sorted(metrics.items()) if not isinstance(metric, Mean)}
     sums = [torch.stack([metric.sum, metric.weight]).double() for metric in means.values()]
@@ -105,7 +106,7 @@ def pack_metrics(metrics: Mapping[str, Mean | Tensor], device: torch.device | No
 
 
 def metric_values(metrics: Mapping[str, Mean | Tensor]) -> dict[str, float]:
-    """Plain numbers for the log: means, extremes and standard deviations; what has no valid entry is left out."""
+    """Return plain numbers for the log: means, extremes, standard deviations; leave out what has no valid entry."""
     values: dict[str, float] = {}
     for name, metric in metrics.items():
         if not isinstance(metric, Mean):

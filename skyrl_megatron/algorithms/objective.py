@@ -22,10 +22,10 @@ from torch import Tensor
 
 from skyrl_megatron.algorithms.checks import check_token_tensors
 from skyrl_megatron.algorithms.kl import compute_approx_kl
-from skyrl_megatron.algorithms.losses import BUILT_IN, PolicyLossRegistry, ppo_critic_loss
+from skyrl_megatron.algorithms.losses import BUILT_IN, PolicyLossRegistry
 from skyrl_megatron.algorithms.losses.builtin import BuiltinLoss
 from skyrl_megatron.algorithms.losses.custom import call_policy_loss, warn_once
-from skyrl_megatron.algorithms.metrics import Mean, Metrics
+from skyrl_megatron.algorithms.metrics import Mean, ReducibleMetrics
 from skyrl_megatron.algorithms.off_policy import effective_mask
 from skyrl_megatron.algorithms.reduction import StepTotals, micro_batch_share, row_weights, step_totals, weighted_sum
 from skyrl_megatron.config.schema.algorithm import correction_enabled
@@ -55,13 +55,13 @@ class PolicyObjective:
 
     @property
     def needs_old_log_probs(self) -> bool:
-        """False when nobody reads the trainer's log-probs before the update: their forward pass can be saved."""
+        """Whether anything reads the trainer's log-probs before the update: else their forward pass is skipped."""
         return correction_enabled(self.correction) or self.builtin is None or self.builtin.uses_old(self.config)
 
     def effective_mask(
         self, loss_mask: Tensor, old_log_probs: Tensor | None = None, rollout_log_probs: Tensor | None = None
     ) -> Tensor:
-        """[B, T]: the loss mask without the tokens that the off-policy masks of this loss drop."""
+        """Return the loss mask [B, T] without the tokens that the off-policy masks of this loss drop."""
         return effective_mask(old_log_probs, rollout_log_probs, loss_mask, self.correction)
 
     def totals(
@@ -72,7 +72,7 @@ class PolicyObjective:
         rollout_log_probs: Tensor | None = None,
         uids: Sequence[str] | None = None,
     ) -> StepTotals:
-        """Counts of a shard of the mini-batch, [B, T] each; add them up over shards before the step."""
+        """Count a shard of the mini-batch, [B, T] each; add the counts up over shards before the step."""
         mask = self.effective_mask(loss_mask, old_log_probs, rollout_log_probs)
         return step_totals(mask, self.reduction, uids)
 
@@ -88,8 +88,8 @@ class PolicyObjective:
         ref_log_probs: Tensor | None = None,
         entropy: Tensor | None = None,
         uids: Sequence[str] | None = None,
-    ) -> tuple[Tensor, Metrics]:
-        """Loss of a micro-batch, a scalar to call ``backward`` on, and its metrics; all tensors [B, T].
+    ) -> tuple[Tensor, ReducibleMetrics]:
+        """Return the loss of a micro-batch, a scalar to call ``backward`` on, and its metrics; all tensors [B, T].
 
         ``ref_log_probs`` is needed for ``use_kl_loss``, ``entropy`` (nats, differentiable) for ``use_entropy_loss``;
         given without these, they are measured only. Metrics: ``final_loss``, ``policy_loss``, ``policy_kl``,
@@ -123,35 +123,12 @@ class PolicyObjective:
         return loss, metrics | {f"loss_metrics/{name}": metric for name, metric in loss_metrics.items()}
 
 
-def critic_objective(
-    config: Any,
-    totals: StepTotals,
-    values: Tensor,
-    old_values: Tensor,
-    returns: Tensor,
-    loss_mask: Tensor,
-    *,
-    uids: Sequence[str] | None = None,
-) -> tuple[Tensor, Metrics]:
-    """The critic's loss of a micro-batch, reduced as the policy's is, and the metrics ``critic_loss``, ``clip_ratio``.
-
-    ``totals``: ``step_totals(loss_mask, config.loss_reduction, uids)``, added up over shards.
-    """
-    reduction = str(config.loss_reduction)
-    per_token, metrics = ppo_critic_loss(values, old_values, returns, config, loss_mask)
-    max_seq_len = getattr(config, "max_seq_len", None)
-    weights = row_weights(loss_mask, totals, reduction, max_seq_len=max_seq_len, uids=uids)
-    loss = weighted_sum(per_token, loss_mask, weights)
-    share = micro_batch_share(loss_mask, totals, reduction)
-    return loss, metrics | _totals_as_metrics({"critic_loss": loss}, share)
-
-
 def _required(terms: dict[str, Tensor], term: str, option: str, argument: str) -> Tensor:
     if term not in terms:
         raise AlgorithmError(f"trainer.algorithm.{option}=true needs {argument}, which were not given")
     return terms[term]
 
 
-def _totals_as_metrics(terms: dict[str, Tensor], share: Tensor) -> Metrics:
-    """Parts of totals of the step as pairs: values add up to the total, shares to 1."""
+def _totals_as_metrics(terms: dict[str, Tensor], share: Tensor) -> ReducibleMetrics:
+    """Return parts of the step's totals as pairs: values add up to the total, shares to 1."""
     return {name: Mean(value.detach().double(), share) for name, value in terms.items()}

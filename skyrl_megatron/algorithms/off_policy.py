@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from skyrl_megatron.algorithms.masked import keep_masked
-from skyrl_megatron.algorithms.metrics import Mean, Metrics, moments, token_mean
+from skyrl_megatron.algorithms.metrics import Mean, ReducibleMetrics, moments, token_mean
 from skyrl_megatron.config.schema.algorithm import correction_enabled, masks_enabled
 from skyrl_megatron.errors import AlgorithmError
 
@@ -27,23 +27,23 @@ LARGEST_LOG_RATIO = 20.0
 
 
 def clamped_ratio(log_ratio: Tensor) -> Tensor:
-    """exp of a log-ratio clamped to ±20: 485 million at most, never an overflow."""
+    """Return exp of a log-ratio clamped to ±20: 485 million at most, never an overflow."""
     return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
 
 
 class Correction(NamedTuple):
-    """What a correction amounts to for one batch of sequences."""
+    """The effect of a correction on one batch of sequences."""
 
     mask: Tensor
     """[B, T]: the loss mask without what was dropped, in its dtype."""
     weight: Tensor | None
     """[B, T] or [B, 1], no gradient: factor of the loss; None for 1."""
-    metrics: Metrics
+    metrics: ReducibleMetrics
 
 
 @torch.no_grad()
 def correct(old_log_probs: Tensor, rollout_log_probs: Tensor | None, loss_mask: Tensor, cfg: Any) -> Correction:
-    """The correction of sequences with ``old_log_probs``, ``rollout_log_probs`` (nats) and ``loss_mask``, all [B, T].
+    """Compute the correction from ``old_log_probs``, ``rollout_log_probs`` (nats) and ``loss_mask``, all [B, T].
 
     ``cfg`` is an OffPolicyCorrectionConfig. Statistics run over valid tokens, and over sequences that have any.
     Raises AlgorithmError without rollout log-probs, or for an unknown type.
@@ -78,7 +78,7 @@ def correct(old_log_probs: Tensor, rollout_log_probs: Tensor | None, loss_mask: 
 def effective_mask(
     old_log_probs: Tensor | None, rollout_log_probs: Tensor | None, loss_mask: Tensor, cfg: Any
 ) -> Tensor:
-    """[B, T]: the tokens that remain after every mask; what denominators count. Row by row, so any shard will do."""
+    """Return the tokens [B, T] that remain after every mask, which denominators count; each row by itself."""
     if not masks_enabled(cfg):
         return loss_mask
     if old_log_probs is None:
@@ -86,8 +86,8 @@ def effective_mask(
     return correct(old_log_probs, rollout_log_probs, loss_mask, cfg).mask
 
 
-def _truncated_weight(log_ratio: Tensor, mask: Tensor, cfg: Any, metrics: Metrics) -> Tensor:
-    """min(r, cap) of each token [B, T], or of the product over a sequence [B, 1]."""
+def _truncated_weight(log_ratio: Tensor, mask: Tensor, cfg: Any, metrics: ReducibleMetrics) -> Tensor:
+    """Return min(r, cap) of each token [B, T], or of the product over a sequence [B, 1]."""
     if cfg.tis_ratio_type == "token":
         ratio, cap = clamped_ratio(log_ratio), cfg.token_tis_ratio_clip_high
         metrics["tis_token_clip_high_ratio"] = token_mean(ratio > cap, mask)
@@ -100,8 +100,8 @@ def _truncated_weight(log_ratio: Tensor, mask: Tensor, cfg: Any, metrics: Metric
     return ratio.clamp(max=cap)
 
 
-def _sequence_mask(log_ratio: Tensor, mask: Tensor, cfg: Any, metrics: Metrics) -> Tensor:
-    """The mask without sequences whose product, or geometric mean, of r is out of bounds."""
+def _sequence_mask(log_ratio: Tensor, mask: Tensor, cfg: Any, metrics: ReducibleMetrics) -> Tensor:
+    """Drop the sequences whose product, or geometric mean, of r is out of bounds; return the mask."""
     total = keep_masked(log_ratio, mask).sum(1, keepdim=True)
     if cfg.sequence_mask_metric == "geometric":
         name, low, high = "geo_sequence_mask", cfg.geo_mask_low, cfg.geo_mask_high
@@ -117,13 +117,13 @@ def _sequence_mask(log_ratio: Tensor, mask: Tensor, cfg: Any, metrics: Metrics) 
 
 
 def _out_of_bounds(ratio: Tensor, low: float | None, high: float | None) -> tuple[Tensor, Tensor]:
-    """Where ``ratio`` is below ``low`` and where it is above ``high``; None is no bound."""
+    """Return where ``ratio`` is below ``low`` and where it is above ``high``; None is no bound."""
     never = torch.zeros_like(ratio, dtype=torch.bool)
     return never if low is None else ratio < low, never if high is None else ratio > high
 
 
-def _drop_sequences(name: str, under: Tensor, over: Tensor, mask: Tensor, metrics: Metrics) -> Tensor:
-    """The mask without the sequences marked in ``under`` or ``over`` [B, 1], and metrics of how many."""
+def _drop_sequences(name: str, under: Tensor, over: Tensor, mask: Tensor, metrics: ReducibleMetrics) -> Tensor:
+    """Drop the sequences marked in ``under`` or ``over`` [B, 1]; return the mask and add metrics of how many."""
     metrics[f"{name}_masked_ratio"] = _share_of_sequences(under | over, mask)
     metrics[f"{name}_over_high_ratio"] = _share_of_sequences(over, mask)
     metrics[f"{name}_under_low_ratio"] = _share_of_sequences(under, mask)
@@ -131,12 +131,6 @@ def _drop_sequences(name: str, under: Tensor, over: Tensor, mask: Tensor, metric
 
 
 def _share_of_sequences(marked: Tensor, mask: Tensor) -> Mean:
-    """Share of the sequences with a valid token that are ``marked`` [B, 1]."""
+    """Return the share of the sequences with a valid token that are ``marked`` [B, 1]."""
     valid = (mask > 0).any(dim=1)
     return token_mean(marked.squeeze(1), valid)
-
-
-def rollout_difference(log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Metrics:
-    """``rollout_train_logprobs_abs_diff_{mean,std,min,max}``: the engine's log-probs against the trainer's."""
-    difference = keep_masked((log_probs - rollout_log_probs).detach(), mask)
-    return moments("rollout_train_logprobs_abs_diff", difference.abs(), mask)

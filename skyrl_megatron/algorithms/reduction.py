@@ -58,7 +58,7 @@ class StepTotals:
 
 
 def step_totals(mask: Tensor, loss_reduction: str = "token_mean", uids: Sequence[str] | None = None) -> StepTotals:
-    """Counts of one shard: any rows of the mini-batch with their mask [B, T], and for ``prompt_mean`` their uids.
+    """Count one shard: any rows of the mini-batch with their mask [B, T], and for ``prompt_mean`` their uids.
 
     Raises AlgorithmError for a mask that holds more than 0 and 1, an unknown reduction, or missing uids.
     """
@@ -81,7 +81,7 @@ def row_weights(
     max_seq_len: int | None = None,
     uids: Sequence[str] | None = None,
 ) -> Tensor:
-    """[B] float64: the weight of each valid token of a row in the loss of the step; 0 for rows without one.
+    """Return [B] float64: the weight of each valid token of a row in the loss of the step; 0 for rows without one.
 
     ``mask`` [B, T] is that of the micro-batch, whole rows; ``totals`` are the step's. ``max_seq_len`` is needed for
     ``seq_mean_token_sum_norm``, ``uids`` for ``prompt_mean``. Raises AlgorithmError where they are missing.
@@ -105,7 +105,7 @@ def row_weights(
 
 
 def weighted_sum(values: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
-    """Contribution of a micro-batch: Σ over rows of weight · Σ over valid tokens of ``values`` [B, T]. Scalar.
+    """Return a micro-batch's contribution, Σ over rows of weight · Σ over valid tokens of ``values`` [B, T]. Scalar.
 
     Differentiable in ``values``; masked entries, whatever they hold, contribute exactly 0 to value and gradient. The
     sum over rows is taken in float64, the result has the dtype of ``values``, float32 at least.
@@ -116,7 +116,7 @@ def weighted_sum(values: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
 
 
 def micro_batch_share(mask: Tensor, totals: StepTotals, loss_reduction: str = "token_mean") -> Tensor:
-    """Share of a micro-batch in the step, scalar float64: of tokens, or of sequences for the means over rows.
+    """Return a micro-batch's share of the step, scalar float64: of tokens, or of sequences for means over rows.
 
     Shares of all micro-batches add up to 1. The weight of a scalar returned by a custom loss, and of metrics that are
     totals.
@@ -128,7 +128,7 @@ def micro_batch_share(mask: Tensor, totals: StepTotals, loss_reduction: str = "t
 
 
 def check_loss_reduction(loss_reduction: str) -> None:
-    """Raises AlgorithmError for a name that is none of ``LOSS_REDUCTIONS``."""
+    """Raise AlgorithmError for a name that is none of ``LOSS_REDUCTIONS``."""
     if loss_reduction not in LOSS_REDUCTIONS:
         raise AlgorithmError(
             f"trainer.algorithm.loss_reduction={loss_reduction!r}: choose one of {', '.join(LOSS_REDUCTIONS)}"

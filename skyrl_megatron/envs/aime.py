@@ -36,7 +36,7 @@ _BOXED = re.compile(r"\\boxed\{(.*)\}")
 
 
 def normalize(answer: str) -> str:
-    """An answer without units, LaTeX markup and thousands separators; only what follows the last ``=``."""
+    """Strip units, LaTeX markup, thousands separators and everything up to the last ``=`` from an answer."""
     text = answer.rpartition("=")[2]
     for before, after in _SPELLINGS:
         text = text.replace(before, after)
@@ -65,7 +65,6 @@ class AIMEEnv(BaseTextEnv):
         self.answer = normalize(str(known))
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """See the class."""
         said = _ANSWER.findall(action.split("<|im_end|>")[0][-_TAIL:])
         found = normalize(said[-1]) if said else "[INVALID]"
         right = found == self.answer

@@ -26,7 +26,6 @@ class MultiplyEnv(BaseTextEnv):
         self.answer = str(require_ground_truth(self)).strip()
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """See the class."""
         self.turns += 1
         found = _BOXED.search(action)
         answer = found[1].strip() if found else None
@@ -55,7 +54,6 @@ class AdditionEnv(BaseTextEnv):
         self.answer = str(require_ground_truth(self)).strip()
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """See the class."""
         said = action.strip()
         reward = float(said == self.answer)
         return {"observations": [], "reward": reward, "done": True, "metadata": {"parsed_answer": said}}

@@ -1,4 +1,4 @@
-"""What an environment is: it reads the policy's text and answers with messages and a reward."""
+"""The interface of environments: they read the policy's text and answer with messages and a reward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class BaseTextEnvStepOutput(TypedDict):
     """Answer to one turn of the policy."""
 
     observations: ConversationType
-    """Messages to go on with; empty when done."""
+    """Messages that the conversation continues with; empty when done."""
     reward: float
     """Reward of this turn; put on its last token."""
     done: bool
@@ -46,23 +46,23 @@ class BaseTextEnv:
         self.tool_to_toolgroup: dict[str, str] = {}
 
     def init(self, prompt: ConversationType) -> tuple[ConversationType, dict[str, Any]]:
-        """(conversation to start from, metadata), before the first turn."""
+        """Return (conversation to start from, metadata), before the first turn."""
         return prompt, {}
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """Answer to the turn ``action``."""
+        """Answer the turn ``action``."""
         raise NotImplementedError(f"{type(self).__name__} has no step()")
 
     def close(self) -> None:
         """Release what the episode holds. Called once, also when the trajectory ends early."""
 
     def get_metrics(self) -> dict[str, Any]:
-        """Figures of the episode, asked for at its end."""
+        """Return metrics of the episode; called once, at its end."""
         return {}
 
     @staticmethod
     def aggregate_metrics(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """One figure a name over the episodes of a batch: the mean of the numbers."""
+        """Reduce the metrics of a batch of episodes to one number a name: the mean."""
         values: dict[str, list[float]] = {}
         for episode in metrics:
             for name, value in episode.items():
@@ -71,14 +71,14 @@ class BaseTextEnv:
         return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
 
     def init_tool_groups(self, tool_groups: Sequence[ToolGroup] = ()) -> None:
-        """The tools of this environment."""
+        """Set the tools of this environment."""
         self.tool_groups = list(tool_groups)
         self.tool_to_toolgroup = {}
         for group in self.tool_groups:
             self.tool_to_toolgroup.update(group.get_tool_to_group_mapping())
 
     def _execute_tool(self, tool_group_name: str, tool_name: str, tool_input: Sequence[Any]) -> Any:
-        """Result of a tool called with the positional arguments ``tool_input``. Raises ValueError if unknown."""
+        """Call a tool with the positional arguments ``tool_input``. Raises ValueError if it is unknown."""
         for group in self.tool_groups:
             if group.name == tool_group_name:
                 return group.execute_tool(tool_name, *tool_input)
@@ -86,7 +86,7 @@ class BaseTextEnv:
 
 
 def require_ground_truth(env: BaseTextEnv) -> Any:
-    """The row's ground truth. Raises ValueError where there is none to compare with."""
+    """Return the row's ground truth. Raises ValueError where there is none to compare with."""
     if env.ground_truth is None:
         raise ValueError(f"{type(env).__name__} compares with a known answer: the row has no reward_spec.ground_truth")
     return env.ground_truth

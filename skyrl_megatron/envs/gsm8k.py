@@ -13,8 +13,10 @@ _NUMBER = re.compile(r"-?[0-9.,]+")
 
 
 def extract_answer(text: str, *, strict: bool = True) -> str | None:
-    """The number after the first ``####`` without thousands separators; with ``strict=False`` the last number in the
-    text. None where there is none."""
+    """Return the number after the first ``####`` without thousands separators; None where there is none.
+
+    With ``strict=False`` the last number in the text.
+    """
     if strict:
         found = _STRICT.search(text)
         return found[1].replace(",", "") if found else None
@@ -29,7 +31,6 @@ class GSM8kEnv(BaseTextEnv):
         self.answer = str(require_ground_truth(self))
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """See the class."""
         found = extract_answer(action)
         return {
             "observations": [],
@@ -55,7 +56,6 @@ class GSM8kMultiTurnEnv(GSM8kEnv):
         self.max_turns = int(wanted)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """See the class."""
         self.turns += 1
         found = extract_answer(action)
         right = found == self.answer
@@ -71,11 +71,11 @@ class GSM8kMultiTurnEnv(GSM8kEnv):
         }
 
     def get_metrics(self) -> dict[str, Any]:
-        """``steps``: turns taken."""
+        """Return ``steps``: turns taken."""
         return {"steps": self.turns}
 
     @staticmethod
     def aggregate_metrics(metrics: Any) -> dict[str, float]:
-        """``avg_steps``: mean turns."""
+        """Return ``avg_steps``: mean turns."""
         steps = [float(episode.get("steps", 0)) for episode in metrics]
         return {"avg_steps": sum(steps) / len(steps)} if steps else {}

@@ -35,7 +35,7 @@ class GSM8kLLMJudgeEnv(BaseTextEnv):
         self.url = f"{url.rstrip('/')}/chat/completions"
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """See the class. Raises RuntimeError naming the endpoint."""
+        """Ask the judge. Raises RuntimeError naming the endpoint."""
         content = f"{_INSTRUCTIONS}\n\nReference solution:\n{self.reference}\n\nStudent's solution:\n{action}"
         reply = self._ask([{"role": "user", "content": content}]).strip()
         found = _SCORE.findall(reply)

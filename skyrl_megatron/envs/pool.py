@@ -1,7 +1,8 @@
-"""Threads in which environments run: a bounded number, and none of them can hold up the run.
+"""Threads in which environments run: a bounded number, and none of them can block the run.
 
-Python cannot end a thread. A call that outlives the time limit is given up: its caller gets EnvTimeout, its thread is
-replaced by a new one and ends when the call returns, if ever. Threads are daemons, so they do not keep the process.
+Python cannot end a thread. A call that exceeds the time limit is abandoned: its caller gets EnvTimeout, and its thread
+is replaced and ends when the call returns, if ever. Threads are daemons, so they do not keep the process alive.
+(anyio's ``to_thread`` wakes the loop for each result, at about ten times the processor time a call.)
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class EnvTimeout(Exception):
 
 
 class _Call:
-    """One function call on its way through the pool."""
+    """One function call in the pool."""
 
     __slots__ = ("arguments", "function", "future", "started", "worker")
 
@@ -31,34 +32,34 @@ class _Call:
 
 
 class _Worker(threading.Thread):
-    """Takes calls until it is told to end or given up."""
+    """Takes calls until it is told to end or abandoned."""
 
     def __init__(self, calls: SimpleQueue[_Call | None], answers: _Answers) -> None:
         super().__init__(name="environment", daemon=True)
-        self.calls, self.answers, self.given_up = calls, answers, False
+        self.calls, self.answers, self.abandoned = calls, answers, False
 
     def run(self) -> None:
-        while not self.given_up and (call := self.calls.get()) is not None:
+        while not self.abandoned and (call := self.calls.get()) is not None:
             call.worker, call.started = self, time.monotonic()
             try:
                 result, error = call.function(*call.arguments), None
             except BaseException as raised:
                 result, error = None, raised
             call.started = None
-            if not self.given_up:
+            if not self.abandoned:
                 self.answers.put(call.future, result, error)
 
 
 class _Answers:
-    """Results on their way to the event loop that waits for them. To wake a loop is a system call, and a change of
-    threads: it is woken once for all that have come until it runs."""
+    """Results on their way to the event loop that waits for them. Waking a loop is a system call and a thread switch,
+    so it is woken once for all results that arrive before it runs."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
         self._woken: asyncio.AbstractEventLoop | None = None
 
     def put(self, future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-        """From any thread."""
+        """Hand over a result, from any thread."""
         self._waiting.append((future, result, error))
         loop = future.get_loop()
         if self._woken is loop:
@@ -67,13 +68,15 @@ class _Answers:
         try:
             loop.call_soon_threadsafe(self._deliver)
         except RuntimeError:
-            pass  # the loop is closed: nobody waits
+            pass  # the loop is closed: nothing waits for it
 
     def _deliver(self) -> None:
-        self._woken = None  # from here on whoever puts something wakes the loop again
+        self._woken = None  # from here on the next result wakes the loop again
         while self._waiting:
             future, result, error = self._waiting.popleft()
-            if future.done() or future.get_loop().is_closed():  # the caller was cancelled, had given up, or is gone
+            if (
+                future.done() or future.get_loop().is_closed()
+            ):  # the caller was cancelled or timed out, or its loop is gone
                 continue
             if error is None:
                 future.set_result(result)
@@ -92,7 +95,7 @@ class EnvPool:
     def __init__(self, workers: int, timeout_s: float) -> None:
         self.workers, self.timeout_s = workers, timeout_s
         self.abandoned = 0
-        """Calls given up so far."""
+        """Calls abandoned so far."""
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._answers = _Answers()
         self._open: set[_Call] = set()
@@ -100,7 +103,7 @@ class EnvPool:
         self._watched: asyncio.AbstractEventLoop | None = None
 
     async def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """``function(*arguments)`` in a thread. Raises what it raises, and EnvTimeout after ``timeout_s``.
+        """Call ``function(*arguments)`` in a thread. Raises what it raises, and EnvTimeout after ``timeout_s``.
 
         A cancelled caller leaves the call to run to its end.
         """
@@ -112,7 +115,7 @@ class EnvPool:
         self._calls.put(call)
         if self._watched is not loop:
             self._watched = loop
-            loop.call_later(self._interval, self._give_up_on_hung, loop)
+            loop.call_later(self._interval, self._abandon_hung, loop)
         try:
             return await call.future
         finally:
@@ -132,18 +135,18 @@ class EnvPool:
         self._threads += 1
         _Worker(self._calls, self._answers).start()
 
-    def _give_up_on_hung(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _abandon_hung(self, loop: asyncio.AbstractEventLoop) -> None:
         now = time.monotonic()
         for call in list(self._open):
             started = call.started
             if started is not None and now - started > self.timeout_s and not call.future.done():
                 assert call.worker is not None
-                call.worker.given_up = True
+                call.worker.abandoned = True
                 self.abandoned += 1
                 self._threads -= 1
                 self._start_worker()
                 call.future.set_exception(EnvTimeout(f"no answer within {self.timeout_s:g} s"))
         if self._open:
-            loop.call_later(self._interval, self._give_up_on_hung, loop)
+            loop.call_later(self._interval, self._abandon_hung, loop)
         else:
             self._watched = None

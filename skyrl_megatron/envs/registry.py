@@ -26,12 +26,13 @@ class EnvSpec:
     """Its section of ``environment.skyrl_gym``. Empty: the one named like the id, if there is one."""
 
     def load(self) -> Callable[..., Any]:
-        """The class. Raises DataError when the entry point leads nowhere."""
+        """Import the class. Raises DataError when the entry point leads nowhere."""
         if not isinstance(self.entry_point, str):
             return self.entry_point
         module, _, name = self.entry_point.partition(":")
         try:
-            return getattr(importlib.import_module(module), name)
+            loaded: Callable[..., Any] = getattr(importlib.import_module(module), name)
+            return loaded
         except (ImportError, AttributeError, ValueError) as error:
             raise DataError(
                 f"environment {self.id!r}: entry point {self.entry_point!r} cannot be loaded ({error}); it must read"
@@ -68,7 +69,7 @@ def deregister(id: str) -> None:
 
 
 def spec(id: str) -> EnvSpec:
-    """The registration of an id, ours or ``skyrl_gym``'s. Raises DataError that lists what there is."""
+    """Return the registration of an id, ours or ``skyrl_gym``'s. Raises DataError that lists what there is."""
     found = _registry.get(id) or _gym_specs().get(id)
     if found is None:
         known = sorted({*_registry, *_gym_specs()})
@@ -77,21 +78,21 @@ def spec(id: str) -> EnvSpec:
 
 
 def registered() -> list[str]:
-    """All ids."""
+    """Return all ids."""
     return sorted({*_registry, *_gym_specs()})
 
 
 def require(ids: Iterable[str]) -> None:
-    """Raises DataError for the first id that cannot be made."""
+    """Raise DataError for the first id that cannot be made."""
     for id in dict.fromkeys(ids):
         spec(id).load()
 
 
 def make(id: str, env_config: Any = None, extras: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
-    """A new environment for one episode; see :class:`BaseTextEnv` for the arguments.
+    """Make an environment for one episode; see :class:`BaseTextEnv` for the arguments.
 
-    Whatever has ``init``, ``step`` and ``close`` will do. Raises DataError for unknown ids and for classes that lack
-    one of them; what the constructor raises passes through.
+    Anything with ``init``, ``step`` and ``close`` is accepted. Raises DataError for unknown ids and for classes that
+    lack one of them; what the constructor raises passes through.
     """
     spec_ = spec(id)
     env = spec_.load()(env_config=env_config, extras=extras or {}, **{**copy.deepcopy(dict(spec_.kwargs)), **kwargs})
@@ -104,18 +105,18 @@ def make(id: str, env_config: Any = None, extras: Mapping[str, Any] | None = Non
 
 
 def config_of(id: str, gym_config: Any) -> Any:
-    """The section of ``environment.skyrl_gym`` that an environment reads; an empty dict when it has none."""
+    """Return the section of ``environment.skyrl_gym`` that an environment reads; an empty dict when it has none."""
     return getattr(gym_config, spec(id).config or id, {})
 
 
 def aggregate_metrics(id: str, metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Figures of a batch of episodes of one environment."""
+    """Reduce the metrics of a batch of episodes of one environment."""
     aggregate = getattr(spec(id).load(), "aggregate_metrics", BaseTextEnv.aggregate_metrics)
     return dict(aggregate(list(metrics)))
 
 
 def _gym_specs() -> Mapping[str, EnvSpec]:
-    """Registrations of ``skyrl_gym``, where it is installed."""
+    """Return the registrations of ``skyrl_gym``, where it is installed."""
     if importlib.util.find_spec("skyrl_gym") is None:
         return {}
     gym = importlib.import_module("skyrl_gym.envs.registration")

@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 
 from skyrl_megatron.envs.base import BaseTextEnv, BaseTextEnvStepOutput, ConversationType, require_ground_truth
+from skyrl_megatron.envs.end_tags import check_end_tags
 from skyrl_megatron.envs.tools import ToolGroup, tool
 
 logger = logging.getLogger(__name__)
@@ -30,13 +31,13 @@ MAX_ANSWERS = 10
 
 
 def normalize(text: str) -> str:
-    """Lower case without punctuation, articles and extra white space (the SQuAD normalisation)."""
+    """Lower the case and drop punctuation, articles and extra white space (the SQuAD normalisation)."""
     kept = "".join(c for c in text.lower() if c not in string.punctuation)
     return " ".join(_ARTICLES.sub(" ", kept).split())
 
 
 def score(transcript: str, targets: str | Iterable[str]) -> float:
-    """1 if the last answer in the transcript is one of ``targets``, ¼ of that after more than ten answers, else 0."""
+    """Return 1 if the last answer is one of ``targets``, ¼ of that after more than ten answers, else 0."""
     answers = _ANSWER.findall(transcript)
     wanted = {normalize(target) for target in ([targets] if isinstance(targets, str) else targets)}
     if not answers or normalize(answers[-1]) not in wanted:
@@ -66,7 +67,7 @@ class SearchToolGroup(ToolGroup):
 
     @tool
     def search(self, query: str | None) -> str:
-        """Passages as ``{"result": "Doc 1: …"}``; empty without a query. Raises RuntimeError naming the retriever."""
+        """Find passages, ``{"result": "Doc 1: …"}``; nothing without a query. Raises RuntimeError with the URL."""
         if query is None:
             return ""
         if self.log_requests:
@@ -101,8 +102,8 @@ class SearchToolGroup(ToolGroup):
 
 
 class SearchEnv(BaseTextEnv):
-    """Rewarded in the last turn by :func:`score` against ``reward_spec.ground_truth.target``. A failed search is told
-    to the policy as an observation."""
+    """Rewarded in the last turn by :func:`score` against ``reward_spec.ground_truth.target``. The error of a
+    failed search is the policy's observation."""
 
     def __init__(self, env_config: Any = None, extras: Mapping[str, Any] | None = None) -> None:
         super().__init__(env_config, extras)
@@ -114,7 +115,7 @@ class SearchEnv(BaseTextEnv):
         self.history: ConversationType = []
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """See the class. Raises ValueError when text follows an end tag: the tags are not set as stop strings."""
+        """Search, or grade the answer. Raises ValueError when text follows an end tag."""
         check_end_tags(action, ("</search>", "</answer>"))
         self.turns += 1
         self.history.append({"role": "assistant", "content": action})
@@ -131,15 +132,3 @@ class SearchEnv(BaseTextEnv):
         self.history.append(observation)
         metadata = {"tool_group": "SearchToolGroup", "tool_name": "search", "tool_input": [words]}
         return {"observations": [observation], "reward": 0.0, "done": False, "metadata": metadata}
-
-
-def check_end_tags(action: str, tags: tuple[str, ...]) -> None:
-    """Raises ValueError when anything follows the first of ``tags`` in the turn."""
-    for tag in tags:
-        before, found, after = action.partition(tag)
-        if found and after:
-            raise ValueError(
-                f"the turn goes on after {tag}: list {' and '.join(tags)} in generator.sampling_params.stop"
-            )
-        if found:
-            return

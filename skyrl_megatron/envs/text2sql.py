@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_megatron.envs.base import BaseTextEnv, BaseTextEnvStepOutput, ConversationType, require_ground_truth
-from skyrl_megatron.envs.search import check_end_tags
+from skyrl_megatron.envs.end_tags import check_end_tags
 from skyrl_megatron.envs.tools import ToolGroup, tool
 
 _SQL = re.compile(r"<sql>(.*?)</sql>", re.DOTALL)
@@ -22,7 +22,7 @@ _THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)
 _INNER_TAG = re.compile(r"</?(think|sql|observation)\b", re.IGNORECASE)
 _AFTER_OBSERVATION = re.compile(r"</observation>\s*(\S{0,7})", re.IGNORECASE)
 FOLDERS = {"synsql": "SynSQL-2.5M/databases", "spider": "spider/database", "bird": "bird/train/train_databases"}
-"""Where the databases of a row's ``data`` lie under ``db_path``."""
+"""Folder of databases under ``db_path``, by the row's ``data``."""
 EXPLORE_TIMEOUT_S, GRADE_TIMEOUT_S = 5.0, 30.0
 MAX_ROWS, MAX_VALUE_BYTES = 100_000, 10_000_000
 MAX_CHARACTERS, FIRST_ROWS = 9_000, 50
@@ -33,7 +33,7 @@ class QueryFailed(RuntimeError):
 
 
 def run_query(database: Path, query: str, timeout_s: float) -> tuple[list[str], list[tuple[Any, ...]]]:
-    """(column names, rows) of one statement on a database that is opened read-only.
+    """Run one statement on a database that is opened read-only; return (column names, rows).
 
     Raises QueryFailed for SQL errors, writes, attempts to attach other files, more than ``MAX_ROWS`` rows, and after
     ``timeout_s`` seconds.
@@ -75,7 +75,7 @@ def _read_only(action: int, first: str | None, second: str | None, *_: Any) -> i
 
 
 def as_table(names: list[str], rows: list[tuple[Any, ...]]) -> str:
-    """Rows in aligned columns under their names; cut to ``FIRST_ROWS`` rows when longer than ``MAX_CHARACTERS``."""
+    """Align rows under their column names; cut them to ``FIRST_ROWS`` where they exceed ``MAX_CHARACTERS``."""
     text = _aligned(names, rows)
     if len(text) <= MAX_CHARACTERS:
         return text
@@ -89,8 +89,10 @@ def _aligned(names: list[str], rows: list[tuple[Any, ...]]) -> str:
 
 
 def submitted_query(transcript: str) -> str | None:
-    """The query submitted in a transcript of the right form, None for any other: one solution without inner tags, at
-    least one thought, and a thought after every observation before it."""
+    """Return the query that a well-formed transcript submits, else None.
+
+    Well-formed: one solution without inner tags, at least one thought, and a thought after every observation.
+    """
     before, opened, after = transcript.partition("<solution>")
     query, closed, rest = after.partition("</solution>")
     if not (opened and closed) or "<solution>" in after or "</solution>" in rest:
@@ -111,7 +113,7 @@ class SQLToolGroup(ToolGroup):
 
     @tool
     def sql(self, query: str | None, turns_left: int) -> str:
-        """The observation for a query; errors are told in it."""
+        """Return the observation for a query: its rows, or its error."""
         if query is None:
             found = "There is no query: think in <think></think>, then write one query in <sql></sql>."
         else:
@@ -142,7 +144,7 @@ class Text2SQLEnv(BaseTextEnv):
         self.history: ConversationType = []
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        """See the class. Raises ValueError when text follows an end tag: the tags are not set as stop strings."""
+        """Run the query, or grade the solution. Raises ValueError when text follows an end tag."""
         check_end_tags(action, ("</sql>", "</solution>"))
         self.turns += 1
         self.history.append({"role": "assistant", "content": action})

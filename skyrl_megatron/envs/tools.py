@@ -31,23 +31,23 @@ class ToolGroup:
         }
 
     def get_name(self) -> str:
-        """The group's name."""
+        """Return the group's name."""
         return self.name
 
     def get_tool(self, name: str) -> Callable[..., Any] | None:
-        """The tool of that name, or None."""
+        """Return the tool of that name, or None."""
         return self._tools.get(name)
 
     def get_tool_names(self) -> list[str]:
-        """Names of all tools."""
+        """Return the names of all tools."""
         return list(self._tools)
 
     def get_tool_to_group_mapping(self) -> dict[str, str]:
-        """Tool name → group name."""
+        """Return tool name → group name."""
         return dict.fromkeys(self._tools, self.name)
 
     def execute_tool(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Result of a tool. Raises ValueError for a name that the group does not have."""
+        """Call a tool. Raises ValueError for a name that the group does not have."""
         if name not in self._tools:
             raise ValueError(f"tool group {self.name!r} has no tool {name!r}; it has {self.get_tool_names()}")
         return self._tools[name](*args, **kwargs)

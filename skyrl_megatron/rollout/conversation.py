@@ -1,4 +1,4 @@
-"""How the turns of a trajectory become training sequences. Four ways:
+"""The turns of a trajectory as training sequences, in one of four forms:
 
 * :class:`ChatConversation`: each turn and observation is a chat message of its own; tokens are only ever appended.
 * :class:`OneMessageConversation`: all turns and observations continue one assistant message.
@@ -38,8 +38,8 @@ class TrajectoryOutput:
     rollout_logprobs: np.ndarray | None = None
     """[n] float32, nats; 0 on tokens that were not sampled. None: unknown."""
     rollout_expert_indices: np.ndarray | None = None
-    """[p + n, L, K] experts of each token. Rows that the engine does not give (its last sampled token, and what was
-    appended after it) repeat the row before; nothing that is trained on depends on them."""
+    """[p + n, L, K] experts of each token. Rows that the engine does not return (of its last sampled token and of
+    what was appended after it) repeat the row before; training does not depend on them."""
     versions: list[tuple[str, int, int]] = field(default_factory=list)
     """(policy version, first response token, token after the last)."""
     env_metrics: dict[str, Any] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class TrajectoryOutput:
 
 @dataclass(slots=True)
 class Turn:
-    """One generation and where it stands."""
+    """One generation and its place in the sequence."""
 
     start: int
     """Position of its first token in the sequence."""
@@ -57,12 +57,12 @@ class Turn:
     kept: int
     """Sampled tokens that stay in the sequence."""
     appended: int
-    """Tokens of the turn behind them that were not sampled: an end token, or a text that the environment rewrote."""
+    """Tokens after them that were not sampled: an end token, or the text of an environment that rewrites the turn."""
     reward: float
 
 
 class ChatConversation:
-    """Tokens are appended: what was sampled, then what the template puts between this turn and the next."""
+    """Tokens are only appended: the sampled ones, then those that the template puts before the next turn."""
 
     def __init__(self, chat: ChatFormat, messages: ConversationType, *, append_end_token: bool = True) -> None:
         self.chat, self.messages, self.append_end_token = chat, list(messages), append_end_token
@@ -75,14 +75,14 @@ class ChatConversation:
         return self.chat.prompt(self.messages)
 
     def next_prompt(self) -> list[int]:
-        """Tokens that the next turn starts from."""
+        """Return the tokens that the next turn starts from."""
         return self.ids
 
     def add_turn(
         self, generation: Generation, text: str, reward: float, *, at_stop_string: bool, rewritten: str | None = None
     ) -> None:
-        """A sampled turn. ``at_stop_string``: it ended there and not with an end token. ``rewritten``: the text that
-        the environment puts in its place."""
+        """Append a sampled turn. ``at_stop_string``: it ended there and not with an end token. ``rewritten``: the text
+        that the environment puts in its place."""
         start, sampled = len(self.ids), list(generation.token_ids)
         if rewritten is not None:
             sampled, added = [], self.chat.tokenizer.encode(rewritten, add_special_tokens=False)
@@ -99,7 +99,7 @@ class ChatConversation:
         return [end] if at_stop_string and self.append_end_token and not ended else []
 
     def add_observations(self, observations: ConversationType, *, at_stop_string: bool) -> None:
-        """The environment's messages; another turn follows."""
+        """Append the environment's messages; another turn follows."""
         self.messages += observations
         between = self.chat.after_answer(observations)
         has_end = bool(between) and between[0] == self.chat.end_token
@@ -109,7 +109,7 @@ class ChatConversation:
         self.ids += between
 
     def sequences(self, stop_reason: str) -> list[TrajectoryOutput]:
-        """The rows of the trajectory, up to its last turn. In place of an empty response stands an end token."""
+        """Return the rows of the trajectory, up to its last turn. An empty response becomes an end token."""
         last = self.turns[-1]
         if last.start + last.kept + last.appended == self.prompt_length:
             self.ids[self.prompt_length :] = [self.chat.end_token]
@@ -126,7 +126,6 @@ class OneMessageConversation(ChatConversation):
         return []
 
     def add_observations(self, observations: ConversationType, *, at_stop_string: bool) -> None:
-        """See :meth:`ChatConversation.add_observations`."""
         last = self.turns[-1]
         if last.kept and self.ids[-1] == self.chat.end_token:
             self.ids.pop()
@@ -134,7 +133,6 @@ class OneMessageConversation(ChatConversation):
         self.ids += self.chat.observation(observations)
 
     def sequences(self, stop_reason: str) -> list[TrajectoryOutput]:
-        """See :meth:`ChatConversation.sequences`."""
         last = self.turns[-1]
         complete = stop_reason == "stop" and last.kept > 0 and not last.appended
         if complete and len(self.ids) == last.start + last.kept and self.ids[-1] != self.chat.end_token:
@@ -151,7 +149,6 @@ class StepwiseConversation(ChatConversation):
         self.rows: list[TrajectoryOutput] = []
 
     def add_observations(self, observations: ConversationType, *, at_stop_string: bool) -> None:
-        """See :meth:`ChatConversation.add_observations`."""
         self.rows += super().sequences(self.turns[-1].generation.finish_reason)
         self.messages += observations
         self.turns, self.routes = [], Routes()
@@ -159,7 +156,6 @@ class StepwiseConversation(ChatConversation):
         self.prompt_length = len(self.ids)
 
     def sequences(self, stop_reason: str) -> list[TrajectoryOutput]:
-        """See :meth:`ChatConversation.sequences`."""
         return self.rows + (super().sequences(stop_reason) if self.turns else [])
 
 
@@ -175,17 +171,14 @@ class RetokenizedConversation(ChatConversation):
     def add_turn(
         self, generation: Generation, text: str, reward: float, *, at_stop_string: bool, rewritten: str | None = None
     ) -> None:
-        """See :meth:`ChatConversation.add_turn`."""
         super().add_turn(generation, text, reward, at_stop_string=at_stop_string, rewritten=rewritten)
         self.end = len(self.messages)
 
     def add_observations(self, observations: ConversationType, *, at_stop_string: bool) -> None:
-        """See :meth:`ChatConversation.add_observations`."""
         self.messages += observations
         self.ids = self.chat.prompt(self.messages)
 
     def sequences(self, stop_reason: str) -> list[TrajectoryOutput]:
-        """See :meth:`ChatConversation.sequences`."""
         prompt, response, mask = self.chat.answers(self.messages[: self.end], self.first_answer)
         marked = np.asarray(mask, dtype=np.int8)
         ends = np.flatnonzero(np.diff(marked, append=0) == -1)
@@ -202,14 +195,14 @@ class RetokenizedConversation(ChatConversation):
 
 
 class Routes:
-    """Experts of the tokens of a growing sequence; each token keeps those of the turn that computed it first."""
+    """Experts of the tokens of a growing sequence; a token keeps those of the turn that first computed it."""
 
     def __init__(self) -> None:
         self.pieces: list[np.ndarray] = []
         self.rows = 0
 
     def add(self, generation: Generation, start: int) -> None:
-        """The routes of prompt and sample, [start + sampled − 1, L, K], where the engine returns them."""
+        """Add the routes of prompt and sample, [start + sampled − 1, L, K], where the engine returns them."""
         routes = generation.routed_experts
         if routes is None:
             return
@@ -219,8 +212,8 @@ class Routes:
         self.pieces.append(np.asarray(routes)[self.rows : expected])
         self.rows = max(self.rows, expected)
 
-    def of(self, length: int) -> np.ndarray | None:
-        """[length, L, K], or None where nothing is known."""
+    def padded(self, length: int) -> np.ndarray | None:
+        """Return the routes of ``length`` tokens, [length, L, K]; None where the engine returns none."""
         if not self.rows:
             return None
         known = np.concatenate(self.pieces)[:length]
@@ -230,7 +223,7 @@ class Routes:
 def sequence_of(
     ids: list[int], prompt_length: int, turns: list[Turn], stop_reason: str, routes: Routes
 ) -> TrajectoryOutput:
-    """One row from its tokens and the places of its turns."""
+    """Make a row of its tokens and its turns."""
     n = len(ids) - prompt_length
     mask = np.zeros(n, np.uint8)
     known = all(len(turn.generation.logprobs) == len(turn.generation.token_ids) for turn in turns)
@@ -246,14 +239,6 @@ def sequence_of(
             rewards[max(after + turn.appended - 1, 0)] += turn.reward
         spans = ((name, first + start, min(first + end, after)) for name, start, end in turn.generation.versions)
         versions += [(name, start, end) for name, start, end in spans if start < end]
-    sequence = np.asarray(ids, np.int32)
-    return TrajectoryOutput(
-        sequence[:prompt_length],
-        sequence[prompt_length:],
-        mask,
-        rewards,
-        stop_reason,
-        logprobs,
-        routes.of(len(ids)),
-        versions,
-    )
+    prompt, response = np.split(np.asarray(ids, np.int32), [prompt_length])
+    experts = routes.padded(len(ids))
+    return TrajectoryOutput(prompt, response, mask, rewards, stop_reason, logprobs, experts, versions)

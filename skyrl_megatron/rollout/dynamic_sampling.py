@@ -1,4 +1,4 @@
-"""Prompts whose responses all got the same reward teach nothing to group-relative estimators: what to do with them.
+"""Dynamic sampling: group-relative estimators learn nothing from prompts whose responses all got the same reward.
 
 ``filter`` (DAPO, arXiv:2503.14476): leave them out and sample further batches until one is full.
 ``replace`` (POLARIS): put useful prompts of the same batch in their place.
@@ -16,8 +16,8 @@ from skyrl_megatron.rollout.rewards import total_reward
 
 Batch = tuple[GeneratorOutput, list[str]]
 """Rows, and the uid of each row."""
-SAME = 1e-6
-"""Rewards that differ by less are the same."""
+TOLERANCE = 1e-6
+"""Rewards that differ by at most this are the same."""
 
 
 class DynamicSampler:
@@ -31,25 +31,25 @@ class DynamicSampler:
         self.config, self.prompts = config, prompts
         self.rng = np.random.default_rng(seed)
         self.sampled_batches = 0
-        """Batches offered for the step under way."""
+        """Batches offered for the current step."""
         self._kept: list[Batch] = []
 
     def offer(self, output: GeneratorOutput, uids: list[str]) -> Batch | None:
-        """The batch to train on, or None: sample another one. ``uids``: [rows], those of a prompt next to each other.
+        """Return the batch to train on; None asks for another one. ``uids``: [rows], those of a prompt side by side.
 
         Raises DataError when ``max_sample_batches`` batches were not enough.
         """
         self.sampled_batches += 1
         match self.config.type:
             case None:
-                made: Batch | None = (output, uids)
+                batch: Batch | None = (output, uids)
             case "filter":
-                made = self._filter(output, uids)
+                batch = self._filter(output, uids)
             case _:
-                made = self._replace(output, uids)
-        if made is not None:
+                batch = self._replace(output, uids)
+        if batch is not None:
             self.sampled_batches, self._kept = 0, []
-            return made
+            return batch
         limit = self.config.max_sample_batches
         if 0 <= limit <= self.sampled_batches:
             raise DataError(
@@ -66,10 +66,8 @@ class DynamicSampler:
             self._kept.append((select_rows(output, rows), [uids[row] for row in rows]))
         if not self._kept:
             return None
-        joined, names = (
-            concatenate_generator_outputs([o for o, _ in self._kept]),
-            _distinct([n for _, n in self._kept]),
-        )
+        joined = concatenate_generator_outputs([output for output, _ in self._kept])
+        names = _distinct([names for _, names in self._kept])
         starts = [row for row, name in enumerate(names) if row == 0 or name != names[row - 1]]
         if len(starts) < self.prompts:
             return None
@@ -89,7 +87,7 @@ class DynamicSampler:
 
 
 def groups(output: GeneratorOutput, uids: list[str]) -> list[tuple[list[int], bool]]:
-    """(rows, whether its responses got different rewards) of each prompt, in order.
+    """Return (rows, whether its responses got different rewards) for each prompt, in order.
 
     Step-wise, a trajectory counts by its last row. Trajectories whose environment failed do not count. A prompt with
     one sample in the batch is useful.
@@ -105,13 +103,13 @@ def groups(output: GeneratorOutput, uids: list[str]) -> list[tuple[list[int], bo
         if last[row] and errors[row] is None:
             rewards.append(total_reward(output["rewards"][row]))
     return [
-        (rows, samples[uid] == 1 or max(rewards, default=0) - min(rewards, default=0) > SAME)
+        (rows, samples[uid] == 1 or max(rewards, default=0) - min(rewards, default=0) > TOLERANCE)
         for uid, (rows, rewards) in found.items()
     ]
 
 
 def _distinct(names: list[list[str]]) -> list[str]:
-    """Uids of several batches as one list; a prompt that comes again in a later batch gets a uid of its own."""
+    """Join the uids of several batches; a prompt that occurs again in a later batch gets a uid of its own."""
     seen: dict[str, int] = {}
     joined: list[str] = []
     for batch in names:

@@ -1,4 +1,4 @@
-"""One trajectory: an environment, a conversation, and the turns between them."""
+"""One episode: the turns between the policy and an environment, taken down in a conversation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,6 @@ from skyrl_megatron.inference.protocol import Generation
 from skyrl_megatron.rollout.conversation import ChatConversation, TrajectoryOutput
 from skyrl_megatron.rollout.interface import TrajectoryID
 from skyrl_megatron.rollout.rewards import NonFiniteReward, checked_reward
-from skyrl_megatron.rollout.stop_strings import cut_at_stop, stop_strings
 from skyrl_megatron.rollout.templates import ChatFormat
 
 if TYPE_CHECKING:
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Outcome:
-    """What became of a trajectory: one or more rows, never none."""
+class Trajectory:
+    """A finished trajectory: at least one row."""
 
     rows: list[TrajectoryOutput]
     turns: int = 0
@@ -41,8 +40,8 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
-    """What is common to all episodes of a batch."""
+class RolloutConfig:
+    """Settings that all episodes of a batch share."""
 
     chat: ChatFormat
     conversation: Callable[[ConversationType], ChatConversation]
@@ -54,27 +53,27 @@ class Rules:
     skip_nonfinite: bool = False
 
 
-class _Failed(Exception):
+class _EnvFailed(Exception):
     """The environment failed; the message says how."""
 
 
 class Episode:
-    """Begin, then alternate :meth:`request` and :meth:`answer` until a request is None, then :meth:`end`.
+    """Call :meth:`begin`, alternate :meth:`request` and :meth:`answer` until a request is None, then :meth:`end`.
 
-    What the environment raises, and a call of it that takes too long, ends the episode with one masked token and the
-    reason. Errors that every trajectory would share pass through: a reward or an observation of the wrong type.
+    An environment that raises or exceeds its time limit ends the episode with one masked token and the reason. Errors
+    that all trajectories would share pass through: a reward or an observation of the wrong type.
     """
 
     def __init__(
         self,
-        rules: Rules,
+        config: RolloutConfig,
         prompt: ConversationType,
         env_class: str,
         extras: Mapping[str, Any],
-        trajectory: TrajectoryID,
+        trajectory_id: TrajectoryID,
     ) -> None:
-        self.rules, self.env_class, self.trajectory = rules, env_class, trajectory
-        self.prompt, self.extras = prompt, {**extras, "max_turns": rules.max_turns}
+        self.config, self.env_class, self.trajectory_id = config, env_class, trajectory_id
+        self.prompt, self.extras = prompt, {**extras, "max_turns": config.max_turns}
         self.env: Any = None
         self.conversation: ChatConversation | None = None
         self.turns, self.done = 0, False
@@ -87,37 +86,37 @@ class Episode:
         self.llm_seconds = self.env_seconds = 0.0
 
     async def begin(self) -> None:
-        """Make the environment, and the prompt of the first turn."""
+        """Make the environment and the prompt of the first turn."""
         self.started = time.perf_counter()
         try:
             messages = await self._in_pool(self._open)
-            self.conversation = self.rules.conversation(messages)
-        except _Failed as failure:
+            self.conversation = self.config.conversation(messages)
+        except _EnvFailed as failure:
             self.error = str(failure)
 
     def request(self) -> list[int] | None:
-        """Tokens that the next turn starts from; None when there is none."""
-        if self.conversation is None or self.error or self.done or self.turns >= self.rules.max_turns:
+        """Return the tokens that the next turn starts from; None when the episode is over."""
+        if self.conversation is None or self.error or self.done or self.turns >= self.config.max_turns:
             return None
         prompt = self.conversation.next_prompt()
-        if len(prompt) > self.rules.max_input_length:
+        if len(prompt) > self.config.max_input_length:
             self.stop_reason, self.done = "length", True
             return None
         self.asked = time.perf_counter()
         return prompt
 
     async def answer(self, generation: Generation) -> None:
-        """The turn that the policy sampled: hand it to the environment and take down what it says."""
+        """Pass the sampled turn to the environment and record its step output."""
         assert self.conversation is not None
         self.llm_seconds += time.perf_counter() - self.asked
         self.turns += 1
         self.stop_reason = generation.finish_reason
         text, at_stop = self._text_of(generation)
-        last = self.turns >= self.rules.max_turns
+        last = self.turns >= self.config.max_turns
         try:
             step = await self._in_pool(self._step, text, last)
             reward = self._reward_of(step)
-        except _Failed as failure:
+        except _EnvFailed as failure:
             self.error = str(failure)
             return
         rewritten = step.get("postprocessed_action")
@@ -130,12 +129,12 @@ class Episode:
         if not (self.done or last):
             self.conversation.add_observations(list(step["observations"] or ()), at_stop_string=at_stop)
 
-    async def end(self) -> Outcome:
-        """The outcome, after the environment is closed."""
+    async def end(self) -> Trajectory:
+        """Close the environment and return the trajectory."""
         await self.close()
         rows = self._rows()
         rows[-1].env_metrics, rows[-1].error = self.metrics, self.error
-        return Outcome(
+        return Trajectory(
             rows,
             self.turns,
             unfinished=not (self.done or self.error),
@@ -145,12 +144,12 @@ class Episode:
         )
 
     async def close(self) -> None:
-        """Close the environment unless it is closed, or stuck."""
+        """Close the environment unless it is closed or stuck."""
         if self.env is None or self.closed:
             return
         try:
             await self._in_pool(self._close)
-        except _Failed as failure:
+        except _EnvFailed as failure:
             self.error = self.error or str(failure)
 
     def _rows(self) -> list[TrajectoryOutput]:
@@ -158,34 +157,27 @@ class Episode:
             return self.conversation.sequences(self.stop_reason)
         prompt: list[int] = []
         if self.conversation is not None:
-            length = min(self.conversation.prompt_length, self.rules.max_input_length)
+            length = min(self.conversation.prompt_length, self.config.max_input_length)
             prompt = self.conversation.next_prompt()[:length]
-        end = [self.rules.chat.end_token]
-        blank = np.zeros(1, np.float32) if self.rules.sampling.get("logprobs") is not None else None
-        return [
-            TrajectoryOutput(
-                np.asarray(prompt or end, np.int32),
-                np.asarray(end, np.int32),
-                np.zeros(1, np.uint8),
-                [0.0],
-                "error" if self.error else self.stop_reason,
-                blank,
-            )
-        ]
+        end = np.asarray([self.config.chat.end_token], np.int32)
+        logprobs = np.zeros(1, np.float32) if self.config.sampling.get("logprobs") is not None else None
+        ids = np.asarray(prompt, np.int32) if prompt else end.copy()
+        reason = "error" if self.error else self.stop_reason
+        return [TrajectoryOutput(ids, end, np.zeros(1, np.uint8), [0.0], reason, logprobs)]
 
     async def _in_pool(self, function: Callable[..., Any], *arguments: Any) -> Any:
         started = time.perf_counter()
         try:
-            return await self.rules.pool.run(function, *arguments)
+            return await self.config.pool.run(function, *arguments)
         except Exception as error:
             self.closed = self.closed or isinstance(error, EnvTimeout)  # its thread is still inside the environment
-            raise _Failed(f"{type(error).__name__}: {error}") from error
+            raise _EnvFailed(f"{type(error).__name__}: {error}") from error
         finally:
             self.env_seconds += time.perf_counter() - started
 
     # The following run in a thread of the pool.
     def _open(self) -> ConversationType:
-        config = registry.config_of(self.env_class, self.rules.gym_config)
+        config = registry.config_of(self.env_class, self.config.gym_config)
         self.env = registry.make(self.env_class, env_config=config, extras=copy.deepcopy(self.extras))
         messages, _ = self.env.init(copy.deepcopy(self.prompt))
         return list(messages)
@@ -206,16 +198,15 @@ class Episode:
             self.env.close()
 
     def _text_of(self, generation: Generation) -> tuple[str, bool]:
-        skip = bool(self.rules.sampling.get("skip_special_tokens", True))
-        text = self.rules.chat.tokenizer.decode(
+        skip = bool(self.config.sampling.get("skip_special_tokens", True))
+        text: str = self.config.chat.tokenizer.decode(
             generation.token_ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
         )
-        stops = stop_strings(self.rules.sampling)
-        return cut_at_stop(text, stops) if stops else (text, False)
+        return cut_at_stop(text, self.config.sampling.get("stop") or ())
 
     def _reward_of(self, step: Any) -> float:
-        """The reward of a step output, after a check of the whole. Raises DataError naming the environment."""
-        name = self.trajectory.to_string()
+        """Check a step output and return its reward. Raises DataError naming the environment."""
+        name = self.trajectory_id.to_string()
         keys = ("observations", "reward", "done")
         if not isinstance(step, Mapping) or any(key not in step for key in keys):
             raise DataError(
@@ -231,9 +222,16 @@ class Episode:
         try:
             return checked_reward(step["reward"], self.env_class, name)
         except NonFiniteReward as error:
-            if self.rules.skip_nonfinite:
-                raise _Failed(str(error)) from error
+            if self.config.skip_nonfinite:
+                raise _EnvFailed(str(error)) from error
             raise
+
+
+def cut_at_stop(text: str, stop: str | Sequence[str]) -> tuple[str, bool]:
+    """Cut a turn behind its first stop string, which its last token may reach beyond; whether there was one."""
+    stops = (stop,) if isinstance(stop, str) else stop
+    ends = [at + len(each) for each in stops if (at := text.find(each)) >= 0]
+    return (text[: min(ends)], True) if ends else (text, False)
 
 
 _warned: set[str] = set()

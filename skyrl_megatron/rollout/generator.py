@@ -1,40 +1,35 @@
-"""The generator: prompts, engine and environments in, trajectories out."""
+"""The generator: samples trajectories from prompts, with an engine and environments."""
 
 from __future__ import annotations
 
 import asyncio
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-import numpy as np
-
 from skyrl_megatron.envs import registry
 from skyrl_megatron.envs.base import ConversationType
 from skyrl_megatron.envs.pool import EnvPool
-from skyrl_megatron.errors import ConfigError, DataError, Problem, SkyRLMegatronWarning
+from skyrl_megatron.errors import ConfigError, Problem, SkyRLMegatronWarning
 from skyrl_megatron.inference.sampling import engine_sampling, request_seed
 from skyrl_megatron.rollout.conversation import (
     ChatConversation,
     OneMessageConversation,
     RetokenizedConversation,
     StepwiseConversation,
-    TrajectoryOutput,
 )
-from skyrl_megatron.rollout.episode import Episode, Outcome, Rules
+from skyrl_megatron.rollout.episode import Episode, RolloutConfig, Trajectory
 from skyrl_megatron.rollout.interface import (
     BatchMetadata,
     GeneratorInput,
     GeneratorInterface,
     GeneratorOutput,
-    InferenceClient,
+    SamplingClient,
     TrajectoryID,
 )
-from skyrl_megatron.rollout.metrics import get_rollout_metrics
-from skyrl_megatron.rollout.rewards import apply_overlong_filtering, zero_where_not_stopped
-from skyrl_megatron.rollout.stepwise import merge_stepwise_output
+from skyrl_megatron.rollout.outputs import make_generator_output
 from skyrl_megatron.rollout.templates import ChatFormat, load_template
 
 if TYPE_CHECKING:
@@ -46,10 +41,10 @@ if TYPE_CHECKING:
 class SkyRLGymGenerator(GeneratorInterface):
     """Samples trajectories in environments of :mod:`skyrl_megatron.envs`.
 
-    Tokens go in and tokens come out: what trains is what was sampled (:mod:`skyrl_megatron.rollout.conversation`).
-    Trajectories run independently of each other (:meth:`agent_loop`), or, with ``batched`` or a ``seed``, in step:
-    one request holds the next turn of all, in the order of the input. With a ``seed`` every request also carries a
-    seed of its own, so that a run repeats itself.
+    Tokens go in and tokens come out: the policy is trained on the tokens that it sampled
+    (:mod:`skyrl_megatron.rollout.conversation`). Trajectories run independently of each other (:meth:`agent_loop`), or
+    batched, with ``batched`` or a ``seed``: one request holds the next turn of all, in the order of the input. With a
+    ``seed`` every request also carries a seed of its own, so that a run repeats itself.
 
     ``nonfinite``: ``error``, or ``skip`` to mask trajectories with a reward that is NaN or infinite.
 
@@ -61,7 +56,7 @@ class SkyRLGymGenerator(GeneratorInterface):
         self,
         generator_cfg: GeneratorConfig,
         skyrl_gym_cfg: SkyRLGymConfig,
-        inference_engine_client: InferenceClient,
+        inference_engine_client: SamplingClient,
         tokenizer: PreTrainedTokenizerBase,
         *,
         seed: int | None = None,
@@ -88,16 +83,18 @@ class SkyRLGymGenerator(GeneratorInterface):
             )
 
     async def generate(self, input_batch: GeneratorInput, disable_tqdm: bool = False) -> GeneratorOutput:
-        """See :class:`GeneratorInterface`. Raises DataError for unknown environments, for environments that break
-        their contract, and when every trajectory of the batch failed; what the engine raises passes through."""
+        """Sample the trajectories of a batch, in its order.
+
+        Raises DataError for unknown environments, for environments that break their contract, and when every
+        trajectory of the batch failed; errors of the engine pass through.
+        """
         registry.require(input_batch["env_classes"])
         ids = input_batch.get("trajectory_ids") or [TrajectoryID(uuid4().hex, 0) for _ in input_batch["prompts"]]
         if (self.generator_cfg.batched or self.seed is not None) and not self._own_loop:
-            outcomes = await self._generate_batched(input_batch, ids)
+            trajectories = await self._generate_batched(input_batch, ids)
         else:
-            outcomes = await self._each_by_itself(input_batch, ids, disable_tqdm)
-        _check_failures(outcomes, input_batch["env_classes"])
-        return self._output(outcomes, input_batch["env_classes"], ids)
+            trajectories = await self._generate_independently(input_batch, ids, disable_tqdm)
+        return make_generator_output(trajectories, input_batch["env_classes"], ids, self.generator_cfg)
 
     async def agent_loop(
         self,
@@ -108,27 +105,27 @@ class SkyRLGymGenerator(GeneratorInterface):
         max_input_length: int,
         sampling_params: dict[str, Any] | None = None,
         trajectory_id: TrajectoryID | None = None,
-    ) -> Outcome:
-        """One trajectory from its prompt to its end. Subclasses may override it, and the hooks below.
+    ) -> Trajectory:
+        """Sample one trajectory. Subclasses may override it, and the hooks below.
 
         ``max_tokens``: sampled a turn, where ``sampling_params`` is None; ``max_input_length``: tokens that a turn may
         start from.
         """
-        trajectory = trajectory_id or TrajectoryID(uuid4().hex, 0)
-        rules = self._rules(sampling_params, max_tokens, max_input_length)
+        trajectory_id = trajectory_id or TrajectoryID(uuid4().hex, 0)
+        config = self._rollout_config(sampling_params, max_tokens, max_input_length)
         extras = self._setup_env_extras(env_class, env_extras, prompt, sampling_params, max_tokens, max_input_length)
-        episode = Episode(rules, prompt, env_class, extras, trajectory)
+        episode = Episode(config, prompt, env_class, extras, trajectory_id)
         try:
             await episode.begin()
             while (tokens := episode.request()) is not None:
-                session = trajectory.to_string()
-                (generation,) = await self.inference_engine_client.generate([tokens], rules.sampling, [session])
+                session = trajectory_id.to_string()
+                (generation,) = await self.inference_engine_client.generate([tokens], config.sampling, [session])
                 await episode.answer(generation)
-            outcome = await episode.end()
+            trajectory = await episode.end()
         except BaseException:
             await episode.close()
             raise
-        return self._post_process_agent_loop_output(outcome, trajectory)
+        return self._post_process_agent_loop_output(trajectory, trajectory_id)
 
     # Hooks
     def _setup_env_extras(
@@ -140,35 +137,29 @@ class SkyRLGymGenerator(GeneratorInterface):
         max_tokens: int,
         max_input_length: int,
     ) -> dict[str, Any]:
-        """Extras that the environment is made with."""
+        """Return the extras that the environment is made with."""
         return env_extras
 
-    def _post_process_agent_loop_output(self, output: Outcome, trajectory_id: TrajectoryID) -> Outcome:
-        """The outcome as it enters the batch."""
+    def _post_process_agent_loop_output(self, output: Trajectory, trajectory_id: TrajectoryID) -> Trajectory:
+        """Return the trajectory as it enters the batch."""
         return output
 
-    # The two ways through a batch
-    async def _each_by_itself(
+    # Two ways to sample a batch
+    async def _generate_independently(
         self, batch: GeneratorInput, ids: Sequence[TrajectoryID], disable_tqdm: bool
-    ) -> list[Outcome]:
+    ) -> list[Trajectory]:
         from tqdm import tqdm
 
         extras = batch.get("env_extras") or [{} for _ in ids]
-        max_tokens, max_input_length = self._limits()
+        sampling, limits = batch.get("sampling_params"), self._limits()
         with tqdm(total=len(ids), desc="trajectories", mininterval=5, disable=disable_tqdm or None) as progress:
 
             async def one(prompt: ConversationType, env_class: str, extra: dict[str, Any], id: TrajectoryID) -> Any:
-                outcome = await self.agent_loop(
-                    prompt,
-                    env_class,
-                    extra,
-                    max_tokens,
-                    max_input_length,
-                    sampling_params=batch.get("sampling_params"),
-                    trajectory_id=id,
+                trajectory = await self.agent_loop(
+                    prompt, env_class, extra, *limits, sampling_params=sampling, trajectory_id=id
                 )
                 progress.update()
-                return outcome
+                return trajectory
 
             arguments = zip(batch["prompts"], batch["env_classes"], extras, ids, strict=True)
             try:
@@ -178,13 +169,13 @@ class SkyRLGymGenerator(GeneratorInterface):
                 raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    async def _generate_batched(self, batch: GeneratorInput, ids: Sequence[TrajectoryID]) -> list[Outcome]:
+    async def _generate_batched(self, batch: GeneratorInput, ids: Sequence[TrajectoryID]) -> list[Trajectory]:
         extras = batch.get("env_extras") or [{} for _ in ids]
         sampling, metadata = batch.get("sampling_params"), batch.get("batch_metadata")
         limits = self._limits()
-        rules = self._rules(sampling, *limits)
+        config = self._rollout_config(sampling, *limits)
         episodes = [
-            Episode(rules, prompt, env_class, self._setup_env_extras(env_class, extra, prompt, sampling, *limits), id)
+            Episode(config, prompt, env_class, self._setup_env_extras(env_class, extra, prompt, sampling, *limits), id)
             for prompt, env_class, extra, id in zip(batch["prompts"], batch["env_classes"], extras, ids, strict=True)
         ]
         try:
@@ -192,27 +183,29 @@ class SkyRLGymGenerator(GeneratorInterface):
             while waiting := [(e, tokens) for e in episodes if (tokens := e.request()) is not None]:
                 generations = await self.inference_engine_client.generate(
                     [tokens for _, tokens in waiting],
-                    [self._request(rules.sampling, e.trajectory, metadata, e.turns) for e, _ in waiting],
-                    [e.trajectory.to_string() for e, _ in waiting],
+                    [self._request(config.sampling, e.trajectory_id, metadata, e.turns) for e, _ in waiting],
+                    [e.trajectory_id.to_string() for e, _ in waiting],
                 )
                 answers = zip(waiting, generations, strict=True)
                 await asyncio.gather(*(episode.answer(generation) for (episode, _), generation in answers))
-            outcomes = await asyncio.gather(*(episode.end() for episode in episodes))
+            trajectories = await asyncio.gather(*(episode.end() for episode in episodes))
         except BaseException:
             await asyncio.gather(*(episode.close() for episode in episodes))
             raise
-        return [self._post_process_agent_loop_output(o, id) for o, id in zip(outcomes, ids, strict=True)]
+        return [self._post_process_agent_loop_output(t, id) for t, id in zip(trajectories, ids, strict=True)]
 
     # Parts
     def _limits(self) -> tuple[int, int]:
-        """(tokens sampled a turn, tokens that a turn may start from)."""
+        """Return (tokens sampled a turn, tokens that a turn may start from)."""
         limit = self.generator_cfg.max_input_length
         if limit is None:
             fix = "set it: the tokens that a turn may start from"
             raise ConfigError([Problem("generator.max_input_length", None, fix)])
         return self.generator_cfg.sampling_params.max_generate_length, limit
 
-    def _rules(self, sampling: Mapping[str, Any] | None, max_tokens: int, max_input_length: int) -> Rules:
+    def _rollout_config(
+        self, sampling: Mapping[str, Any] | None, max_tokens: int, max_input_length: int
+    ) -> RolloutConfig:
         cfg = self.generator_cfg
         if sampling is None:
             sampling = {**engine_sampling(cfg.sampling_params), "max_tokens": max_tokens}
@@ -222,28 +215,20 @@ class SkyRLGymGenerator(GeneratorInterface):
             kind = RetokenizedConversation
         else:
             kind = ChatConversation if cfg.use_conversation_multi_turn else OneMessageConversation
-        append = cfg.append_eos_token_after_stop_str_in_multi_turn
-        return Rules(
-            self.chat,
-            partial(kind, self.chat, append_end_token=append),
-            self.pool,
-            self.skyrl_gym_cfg,
-            sampling,
-            cfg.max_turns,
-            max_input_length,
-            self.nonfinite == "skip",
-        )
+        conversation = partial(kind, self.chat, append_end_token=cfg.append_eos_token_after_stop_str_in_multi_turn)
+        skip, gym = self.nonfinite == "skip", self.skyrl_gym_cfg
+        return RolloutConfig(self.chat, conversation, self.pool, gym, sampling, cfg.max_turns, max_input_length, skip)
 
     def _request(
-        self, sampling: Mapping[str, Any], trajectory: TrajectoryID, metadata: BatchMetadata | None, turn: int
+        self, sampling: Mapping[str, Any], trajectory_id: TrajectoryID, metadata: BatchMetadata | None, turn: int
     ) -> Mapping[str, Any]:
         if self.seed is None:
             return sampling
         step = metadata.global_step if metadata else 0
-        uid = f"{trajectory.instance_id}/turn-{turn}" if turn else trajectory.instance_id
-        return {**sampling, "seed": request_seed(self.seed, uid, trajectory.repetition_id, step)}
+        uid = f"{trajectory_id.instance_id}/turn-{turn}" if turn else trajectory_id.instance_id
+        return {**sampling, "seed": request_seed(self.seed, uid, trajectory_id.repetition_id, step)}
 
-    def _problems(self) -> Any:
+    def _problems(self) -> Iterator[Problem]:
         cfg = self.generator_cfg
         if cfg.batched and cfg.max_turns > 1:
             yield Problem("generator.batched", True, f"max_turns={cfg.max_turns} needs agent loops: set batched=false")
@@ -264,68 +249,3 @@ class SkyRLGymGenerator(GeneratorInterface):
                 " tokens: set it to null, or use step_wise_trajectories with the tokenizer's template"
             )
             yield Problem("generator.sampling_params.logprobs", cfg.sampling_params.logprobs, fix)
-
-    def _output(
-        self, outcomes: Sequence[Outcome], env_classes: Sequence[str], ids: Sequence[TrajectoryID]
-    ) -> GeneratorOutput:
-        cfg = self.generator_cfg
-        rows = [row for outcome in outcomes for row in outcome.rows]
-        reasons = [row.stop_reason for row in rows]
-        responses, masks = [row.response_ids for row in rows], [row.loss_mask for row in rows]
-        one_turn = cfg.max_turns == 1 and not cfg.step_wise_trajectories
-        rewards: list[Any] = [sum(row.reward) for row in rows] if one_turn else [row.reward for row in rows]
-        logprobs = [row.rollout_logprobs for row in rows]
-        routes = [row.rollout_expert_indices for row in rows]
-        metrics = get_rollout_metrics(
-            responses,
-            rewards,
-            [outcome.rows[-1].env_metrics for outcome in outcomes],
-            env_classes,
-            masks,
-            [outcome.seconds for outcome in outcomes],
-            {"llm": [o.llm_seconds for o in outcomes], "env": [o.env_seconds for o in outcomes]},
-        )
-        output: GeneratorOutput = {
-            "prompt_token_ids": [row.prompt_ids for row in rows],
-            "response_ids": responses,
-            "rewards": zero_where_not_stopped(rewards, reasons) if cfg.zero_reward_on_non_stop else rewards,
-            "loss_masks": apply_overlong_filtering(masks, reasons) if cfg.apply_overlong_filtering else masks,
-            "stop_reasons": reasons,
-            "rollout_metrics": {**metrics, **_outcome_metrics(outcomes)},
-            "rollout_logprobs": None if any(row is None for row in logprobs) else logprobs,  # type: ignore[misc]
-            "trajectory_ids": [id for id, outcome in zip(ids, outcomes, strict=True) for _ in outcome.rows],
-            "rollout_expert_indices": None if all(row is None for row in routes) else routes,
-            "rollout_versions": [row.versions for row in rows],
-            "env_metrics": [row.env_metrics for row in rows],
-            "errors": [row.error for row in rows],
-            "is_last_step": None,
-        }
-        if cfg.step_wise_trajectories:
-            output["is_last_step"] = [row is outcome.rows[-1] for outcome in outcomes for row in outcome.rows]
-        return merge_stepwise_output(output) if cfg.merge_stepwise_output else output
-
-
-def _outcome_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Counts of trajectories that did not go as planned."""
-    reasons = [outcome.rows[-1].stop_reason for outcome in outcomes]
-    return {
-        "generate/num_failed": float(sum(reason == "error" for reason in reasons)),
-        "generate/num_unfinished": float(sum(outcome.unfinished for outcome in outcomes)),
-        "generate/truncated_ratio": float(np.mean([reason == "length" for reason in reasons])),
-        "generate/avg_turns": float(np.mean([outcome.turns for outcome in outcomes])),
-    }
-
-
-def _check_failures(outcomes: Sequence[Outcome], env_classes: Sequence[str]) -> None:
-    """Tell of failed environments once a batch. Raises DataError when nothing else is left."""
-    failed = [(env, error) for env, o in zip(env_classes, outcomes, strict=True) if (error := o.rows[-1].error)]
-    if not failed:
-        return
-    env_class, error = failed[0]
-    text = f"{len(failed)} of {len(outcomes)} trajectories: environment {env_class!r} failed ({error})"
-    if len(failed) == len(outcomes):
-        raise DataError(f"{text}; there is nothing to train on")
-    warnings.warn(f"{text}; they are masked", SkyRLMegatronWarning, stacklevel=2)
-
-
-__all__ = ["Outcome", "SkyRLGymGenerator", "TrajectoryOutput"]

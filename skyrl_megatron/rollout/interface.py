@@ -1,4 +1,4 @@
-"""What a generator is given and what it returns. SkyRL's generators and trainers fit these types."""
+"""Input and output of a generator, in the types of SkyRL's generators and trainers."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class TrajectoryID:
     """0, 1, 2 … for the samples of a prompt."""
 
     def to_string(self) -> str:
-        """``uid_repetition``."""
+        """Return ``uid_repetition``."""
         return f"{self.instance_id}_{self.repetition_id}"
 
 
 @dataclass(frozen=True, slots=True)
 class BatchMetadata:
-    """When and what for a batch is generated."""
+    """The step and the purpose that a batch is generated for."""
 
     global_step: int
     training_phase: TrainingPhase
@@ -78,7 +78,7 @@ class GeneratorOutput(TypedDict):
     """(policy version, first response token, token after the last) of each sampled span."""
     env_metrics: NotRequired[list[dict[str, Any]]]
     errors: NotRequired[list[str | None]]
-    """What went wrong in the environment; such rows hold one masked token and count in no group of a prompt."""
+    """Why the environment failed; such rows hold one masked token and count in no group of a prompt."""
 
 
 class MetricsOutput(TypedDict):
@@ -94,11 +94,11 @@ class GeneratorInterface(ABC):
 
     @abstractmethod
     async def generate(self, input_batch: GeneratorInput, disable_tqdm: bool = False) -> GeneratorOutput:
-        """Trajectories of a batch, in its order."""
+        """Sample the trajectories of a batch, in its order."""
 
 
-class InferenceClient(Protocol):
-    """The part of ``inference.client`` that generators use."""
+class SamplingClient(Protocol):
+    """The part of ``inference.client.InferenceClient`` that generators use."""
 
     async def generate(
         self,
@@ -106,5 +106,5 @@ class InferenceClient(Protocol):
         sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]],
         session_ids: Sequence[str] | None = None,
     ) -> Sequence[Generation]:
-        """One continuation for each prompt, in order. ``sampling_params``: for all, or one for each. Requests of a
-        session prefer the engine that has its prefix."""
+        """Sample a continuation for each prompt, in order. ``sampling_params``: for all, or one for each. Requests of
+        a session prefer the engine that has its prefix."""

@@ -1,4 +1,4 @@
-"""Figures of a rollout: lengths, turns, times, and what the environments report."""
+"""Metrics of a rollout: lengths, turns, times, and those that the environments report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def get_rollout_metrics(
     trajectory_completion_times: Sequence[float] | None = None,
     trajectory_time_splits: Mapping[str, Sequence[float]] | None = None,
 ) -> dict[str, float]:
-    """``generate/*`` and ``environment/*`` over the rows of a batch.
+    """Return ``generate/*`` and ``environment/*`` over the rows of a batch.
 
     ``loss_masks`` gives tokens by the policy alone and by turn; ``trajectory_completion_times`` [trajectories] and
     their shares by name give ``generate/trajectory_time_*``, seconds.
@@ -53,7 +53,7 @@ def get_rollout_metrics(
 
 
 def turn_lengths(loss_masks: Sequence[Tokens]) -> np.ndarray:
-    """Lengths of all runs of ones: the turns of the policy, over all rows."""
+    """Return the lengths of all runs of ones, over all rows: the turns of the policy."""
     end = np.zeros(1, bool)
     flat = np.concatenate([end, *(part for mask in loss_masks for part in (np.asarray(mask, dtype=bool), end))])
     edges = np.diff(flat.astype(np.int8))
@@ -86,5 +86,5 @@ def _mean(values: np.ndarray) -> float:
 
 
 def _times(name: str, seconds: np.ndarray) -> dict[str, float]:
-    figures = {"mean": seconds.mean(), "p90": np.percentile(seconds, 90), "max": seconds.max()}
-    return {f"generate/trajectory_time_{name}_{figure}": float(value) for figure, value in figures.items()}
+    statistics = {"mean": seconds.mean(), "p90": np.percentile(seconds, 90), "max": seconds.max()}
+    return {f"generate/trajectory_time_{name}_{key}": float(value) for key, value in statistics.items()}

@@ -1,22 +1,28 @@
-"""Generator inputs and outputs as a whole: making, checking, joining, picking rows, and the way into training."""
+"""Generator inputs and outputs as a whole: making, checking, joining, selecting rows, and the training batch."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
+from skyrl_megatron.config import GeneratorConfig
 from skyrl_megatron.data.batch import collate, failed_uid
-from skyrl_megatron.errors import DataError
+from skyrl_megatron.errors import DataError, SkyRLMegatronWarning
+from skyrl_megatron.rollout.episode import Trajectory
 from skyrl_megatron.rollout.interface import (
     BatchMetadata,
     GeneratorInput,
     GeneratorOutput,
+    Tokens,
     TrainingPhase,
     TrajectoryID,
 )
 from skyrl_megatron.rollout.metrics import get_rollout_metrics
+from skyrl_megatron.rollout.rewards import apply_overlong_filtering, zero_where_not_stopped
+from skyrl_megatron.rollout.stepwise import merge_stepwise_output
 from skyrl_megatron.types import TrainingBatch
 
 
@@ -28,7 +34,7 @@ def prepare_generator_input(
     training_phase: TrainingPhase,
     global_step: int,
 ) -> tuple[GeneratorInput, list[str]]:
-    """(input with every prompt ``n_samples_per_prompt`` times, uid of each entry).
+    """Return (input with every prompt ``n_samples_per_prompt`` times, uid of each entry).
 
     ``prompts``: entries ``{prompt, env_class, env_extras, uid}`` of a data loader; those without ``env_class`` get
     ``default_env_class``.
@@ -46,20 +52,87 @@ def prepare_generator_input(
     return made, uids
 
 
-def row_fields(output: GeneratorOutput) -> list[str]:
-    """The keys that hold one entry a row."""
-    rows = len(output["response_ids"])
-    return [key for key, value in output.items() if isinstance(value, list) and len(value) == rows]
+def make_generator_output(
+    trajectories: Sequence[Trajectory],
+    env_classes: Sequence[str],
+    ids: Sequence[TrajectoryID],
+    config: GeneratorConfig,
+) -> GeneratorOutput:
+    """Assemble the rows of all trajectories; warn of failed environments once a batch.
+
+    Raises DataError when every trajectory failed.
+    """
+    _check_failures(trajectories, env_classes)
+    rows = [row for trajectory in trajectories for row in trajectory.rows]
+    reasons = [row.stop_reason for row in rows]
+    responses: list[Tokens] = [row.response_ids for row in rows]
+    masks: list[Tokens] = [row.loss_mask for row in rows]
+    one_turn = config.max_turns == 1 and not config.step_wise_trajectories
+    rewards: list[Any] = [sum(row.reward) for row in rows] if one_turn else [row.reward for row in rows]
+    logprobs: list[Tokens] = [row.rollout_logprobs for row in rows if row.rollout_logprobs is not None]
+    routes = [row.rollout_expert_indices for row in rows]
+    metrics = get_rollout_metrics(
+        responses,
+        rewards,
+        [trajectory.rows[-1].env_metrics for trajectory in trajectories],
+        env_classes,
+        masks,
+        [trajectory.seconds for trajectory in trajectories],
+        {"llm": [t.llm_seconds for t in trajectories], "env": [t.env_seconds for t in trajectories]},
+    )
+    output: GeneratorOutput = {
+        "prompt_token_ids": [row.prompt_ids for row in rows],
+        "response_ids": responses,
+        "rewards": zero_where_not_stopped(rewards, reasons) if config.zero_reward_on_non_stop else rewards,
+        "loss_masks": apply_overlong_filtering(masks, reasons) if config.apply_overlong_filtering else masks,
+        "stop_reasons": reasons,
+        "rollout_metrics": {**metrics, **_trajectory_metrics(trajectories)},
+        "rollout_logprobs": logprobs if len(logprobs) == len(rows) else None,
+        "trajectory_ids": [id for id, trajectory in zip(ids, trajectories, strict=True) for _ in trajectory.rows],
+        "rollout_expert_indices": None if all(row is None for row in routes) else routes,
+        "rollout_versions": [row.versions for row in rows],
+        "env_metrics": [row.env_metrics for row in rows],
+        "errors": [row.error for row in rows],
+        "is_last_step": None,
+    }
+    if config.step_wise_trajectories:
+        output["is_last_step"] = [row is trajectory.rows[-1] for trajectory in trajectories for row in trajectory.rows]
+    return merge_stepwise_output(output) if config.merge_stepwise_output else output
+
+
+def _trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Count trajectories that failed, were cut off or did not finish."""
+    reasons = [trajectory.rows[-1].stop_reason for trajectory in trajectories]
+    return {
+        "generate/num_failed": float(sum(reason == "error" for reason in reasons)),
+        "generate/num_unfinished": float(sum(trajectory.unfinished for trajectory in trajectories)),
+        "generate/truncated_ratio": float(np.mean([reason == "length" for reason in reasons])),
+        "generate/avg_turns": float(np.mean([trajectory.turns for trajectory in trajectories])),
+    }
+
+
+def _check_failures(trajectories: Sequence[Trajectory], env_classes: Sequence[str]) -> None:
+    failed = [(env, error) for env, t in zip(env_classes, trajectories, strict=True) if (error := t.rows[-1].error)]
+    if not failed:
+        return
+    env_class, error = failed[0]
+    text = f"{len(failed)} of {len(trajectories)} trajectories: environment {env_class!r} failed ({error})"
+    if len(failed) == len(trajectories):
+        raise DataError(f"{text}; there is nothing to train on")
+    warnings.warn(f"{text}; they are masked", SkyRLMegatronWarning, stacklevel=3)
 
 
 def select_rows(output: GeneratorOutput, rows: Sequence[int]) -> GeneratorOutput:
-    """The given rows, in the given order; everything that is not by row is kept."""
-    per_row = set(row_fields(output))
-    return {key: [value[row] for row in rows] if key in per_row else value for key, value in output.items()}  # type: ignore[return-value]
+    """Select rows, in the given order; what is not by row is kept."""
+    selected: dict[str, Any] = dict(output)
+    for key, value in selected.items():
+        if isinstance(value, list) and len(value) == len(output["response_ids"]):
+            selected[key] = [value[row] for row in rows]
+    return cast(GeneratorOutput, selected)
 
 
 def concatenate_generator_outputs(outputs: Sequence[GeneratorOutput]) -> GeneratorOutput:
-    """The rows of all outputs as one. Metrics of responses and rewards are taken anew over all rows; others are joined
+    """Join the rows of all outputs. Metrics of responses and rewards are taken anew over all rows; others are joined
     by their names (mean for ``avg``, ``mean``, ``std`` and quantiles, extreme for ``min`` and ``max``, sum for the
     rest).
 
@@ -69,7 +142,7 @@ def concatenate_generator_outputs(outputs: Sequence[GeneratorOutput]) -> Generat
         raise DataError("there are no generator outputs to join")
     joined: dict[str, Any] = {}
     for key in dict.fromkeys(key for output in outputs for key in output):
-        values = [output.get(key) for output in outputs]
+        values: list[Any] = [output.get(key) for output in outputs]
         if key == "rollout_metrics":
             continue
         if all(value is None for value in values):
@@ -77,11 +150,11 @@ def concatenate_generator_outputs(outputs: Sequence[GeneratorOutput]) -> Generat
         elif any(value is None for value in values):
             raise DataError(f"only some of the generator outputs have {key}: all must, or none")
         else:
-            joined[key] = [entry for value in values for entry in value]  # type: ignore[union-attr]
+            joined[key] = [entry for value in values for entry in value]
     metrics = _join_metrics([output.get("rollout_metrics") or {} for output in outputs])
     fresh = get_rollout_metrics(joined["response_ids"], joined["rewards"], loss_masks=joined["loss_masks"])
     joined["rollout_metrics"] = {**metrics, **fresh}
-    return joined  # type: ignore[return-value]
+    return cast(GeneratorOutput, joined)
 
 
 def _join_metrics(metrics: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -100,7 +173,7 @@ def _join_metrics(metrics: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def validate_generator_output(output: GeneratorOutput, num_trajectories: int | None = None) -> None:
-    """Raises DataError naming what does not fit: lengths of lists, of rows within, or step marks that are not in order
+    """Raise DataError naming what does not fit: lengths of lists, of rows within, or step marks that are not in order
     (the rows of a trajectory must stand together and end with its last step)."""
     rows = len(output["response_ids"])
     if not rows:
@@ -109,9 +182,9 @@ def validate_generator_output(output: GeneratorOutput, num_trajectories: int | N
     if num_trajectories is not None and steps is None and rows != num_trajectories:
         raise DataError(f"the generator returned {rows} rows for {num_trajectories} trajectories")
     for key in ("prompt_token_ids", "rewards", "loss_masks", "stop_reasons", "rollout_logprobs", "trajectory_ids"):
-        value = output.get(key)
-        if value is not None and len(value) != rows:  # type: ignore[arg-type]
-            raise DataError(f"the generator returned {len(value)} {key} for {rows} rows")  # type: ignore[arg-type]
+        value: Any = output.get(key)
+        if value is not None and len(value) != rows:
+            raise DataError(f"the generator returned {len(value)} {key} for {rows} rows")
     kinds = {isinstance(reward, list) for reward in output["rewards"]}
     if len(kinds) > 1:
         raise DataError("rewards must be one number a row, or one list a row; the generator returned both")
@@ -135,7 +208,7 @@ def _check_steps(output: GeneratorOutput, num_trajectories: int | None) -> None:
 
 
 def to_training_batch(output: GeneratorOutput, uids: Sequence[str]) -> TrainingBatch:
-    """The rows as right-aligned tensors; ``uids`` [rows] name the prompt of each row.
+    """Make right-aligned tensors of the rows; ``uids`` [rows] name the prompt of each row.
 
     Rows whose environment failed get a uid of their own and a response mask of 0, so that they enter neither the
     baseline of their prompt nor any mean. Raises DataError for an output that does not fit together.

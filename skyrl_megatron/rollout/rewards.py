@@ -1,4 +1,4 @@
-"""Rewards of trajectories: what environments may return, and what is made of them."""
+"""Rewards of trajectories: checks of what environments return, sums, filters and scores."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ class NonFiniteReward(DataError):
 
 
 def checked_reward(value: Any, env_class: str, name: str) -> float:
-    """``value`` as a float. Raises DataError naming environment, trajectory and value if it is not one finite number;
-    NonFiniteReward for NaN and infinities."""
+    """Return ``value`` as a float.
+
+    Raises DataError naming environment, trajectory and value if it is not one number; NonFiniteReward for NaN and
+    infinities.
+    """
     where = f"environment {env_class!r}, trajectory {name}"
     if isinstance(value, str | bytes) or value is None or np.ndim(value) != 0:
         raise DataError(f"{where}: the reward is {value!r} ({type(value).__name__}), it must be a number")
@@ -35,18 +38,18 @@ def checked_reward(value: Any, env_class: str, name: str) -> float:
     return reward
 
 
-def total_reward(reward: float | Sequence[float]) -> float:
-    """The sum over the tokens of a row, or the row's one reward."""
-    return float(sum(reward)) if isinstance(reward, list | tuple | np.ndarray) else float(reward)
+def total_reward(reward: float | Sequence[float] | np.ndarray) -> float:
+    """Return the sum over the tokens of a row, or the row's one reward."""
+    return float(sum(reward)) if isinstance(reward, Sequence | np.ndarray) else float(reward)
 
 
-def last_reward(reward: float | Sequence[float]) -> float:
-    """The reward on the last token of a row, which is that of its last turn, or the row's one reward."""
-    return float(reward[-1]) if isinstance(reward, list | tuple | np.ndarray) else float(reward)
+def last_reward(reward: float | Sequence[float] | np.ndarray) -> float:
+    """Return the reward on the last token of a row, which is that of its last turn, or the row's one reward."""
+    return float(reward[-1]) if isinstance(reward, Sequence | np.ndarray) else float(reward)
 
 
 def zero_where_not_stopped(rewards: Sequence[Any], stop_reasons: Sequence[str]) -> list[Any]:
-    """Rewards with 0 for every row that was cut off (``zero_reward_on_non_stop``)."""
+    """Set the rewards of rows that were cut off to 0 (``zero_reward_on_non_stop``)."""
     zeros = ([0.0] * len(reward) if isinstance(reward, list) else 0.0 for reward in rewards)
     return [
         kept if reason == "stop" else zero for kept, zero, reason in zip(rewards, zeros, stop_reasons, strict=True)
@@ -54,7 +57,7 @@ def zero_where_not_stopped(rewards: Sequence[Any], stop_reasons: Sequence[str]) 
 
 
 def apply_overlong_filtering(loss_masks: Sequence[Tokens], stop_reasons: Sequence[str]) -> list[Tokens]:
-    """Masks with 0 everywhere for rows that were cut off (DAPO, arXiv:2503.14476, section 3.4)."""
+    """Set the masks of rows that were cut off to 0 (DAPO, arXiv:2503.14476, section 3.4)."""
     return [
         mask if reason == "stop" else np.zeros_like(np.asarray(mask))
         for mask, reason in zip(loss_masks, stop_reasons, strict=True)
@@ -62,7 +65,7 @@ def apply_overlong_filtering(loss_masks: Sequence[Tokens], stop_reasons: Sequenc
 
 
 def get_metrics_from_generator_output(generator_output: GeneratorOutput, uids: Sequence[str]) -> MetricsOutput:
-    """Scores of a batch; ``uids`` [rows] name the prompt of each row.
+    """Score a batch; ``uids`` [rows] name the prompt of each row.
 
     ``avg_score``: mean total reward. ``pass_at_n``: share of prompts with a trajectory whose last reward is positive.
     ``mean_positive_reward``: mean over trajectories of their positive rewards. Step-wise, a trajectory counts by its

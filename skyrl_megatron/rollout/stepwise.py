@@ -1,10 +1,10 @@
-"""Joining the rows of step-wise trajectories where one continues the other."""
+"""Merging the rows of step-wise trajectories where one continues the other."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -13,8 +13,9 @@ from skyrl_megatron.rollout.interface import GeneratorOutput, Tokens
 
 
 def merge_stepwise_output(output: GeneratorOutput) -> GeneratorOutput:
-    """Fewer rows: neighbours of one trajectory are joined where the first one's prompt and response are the beginning
-    of the second one's prompt. What the second prompt has beyond that becomes part of the response, masked.
+    """Join neighbouring rows of a trajectory where prompt and response of the first begin the prompt of the second.
+
+    What the second prompt has beyond that becomes part of the response, masked.
 
     ``stop_reasons``, ``env_metrics``, ``errors`` and ``is_last_step`` are those of the last row that was joined.
     Raises DataError for routes, which are not joined, and for rows that are not step-wise.
@@ -45,7 +46,7 @@ def _join(output: GeneratorOutput, groups: Sequence[Sequence[int]]) -> Generator
         for before, row in pairwise(group):
             gaps[row] = np.asarray(prompts[row])[len(prompts[before]) + len(responses[before]) :]
 
-    def joined(values: Sequence[Tokens], between: bool = False) -> list[Tokens]:
+    def joined(values: Sequence[Tokens], between: bool = False) -> list[np.ndarray]:
         rows = []
         for group in groups:
             pieces = [np.asarray(values[group[0]])]
@@ -71,7 +72,7 @@ def _join(output: GeneratorOutput, groups: Sequence[Sequence[int]]) -> Generator
             merged[key] = [_joined_versions(value, responses, gaps, group) for group in groups]
         else:
             merged[key] = [value[group[-1]] for group in groups]
-    return merged  # type: ignore[return-value]
+    return cast(GeneratorOutput, merged)
 
 
 def _joined_versions(

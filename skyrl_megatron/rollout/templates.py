@@ -1,9 +1,9 @@
-"""Chat templates: which tokens stand before, between and after the tokens that the policy samples.
+"""Chat templates: the tokens before, between and after those that the policy samples.
 
-A conversation is never tokenized again as a whole, because decoding and tokenizing does not give sampled tokens back.
-Instead the tokens that a template puts *between* two turns are found once: a stand-in conversation is rendered whose
-answer is a marker, and what follows the marker in the text is tokenized. So the text after an answer is right also for
-templates that treat the last answer, or earlier thinking, differently.
+A conversation is never tokenized again as a whole, because decoding and tokenizing does not give the sampled tokens
+back. Instead the tokens that a template puts *between* two turns are found once: a stand-in conversation is rendered
+whose answer is a marker, and the text that follows the marker is tokenized. So the text after an answer is right also
+for templates that treat the last answer, or earlier thinking, differently.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ BUILT_IN = {
 
 
 def load_template(config: ChatTemplateConfig) -> str | None:
-    """The Jinja text that ``generator.chat_template`` names; None for the tokenizer's own.
+    """Return the Jinja text that ``generator.chat_template`` names; None for the tokenizer's own.
 
     Raises DataError for unknown names and for files that cannot be read.
     """
@@ -85,7 +85,8 @@ class ChatFormat:
                 f"the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template: set"
                 " generator.chat_template, or take the tokenizer of an instruction-tuned model"
             )
-        self.tokenizer, self.template, self.kwargs = tokenizer, template, dict(kwargs or {})
+        self.tokenizer: Any = tokenizer  # its type hints are narrower than what templates take
+        self.template, self.kwargs = template, dict(kwargs or {})
         self.marks_answers = template is not None and _GENERATION_TAG.search(template) is not None
         """Whether the template says which of its text is the assistant's (``{% generation %}``)."""
         self._after_answer = lru_cache(maxsize=1024)(self._tokenize_after_answer)
@@ -93,19 +94,19 @@ class ChatFormat:
 
     @cached_property
     def end_token(self) -> int:
-        """The token that ends an answer: the template's, or the tokenizer's end of sequence."""
+        """Token that ends an answer: the template's, or the tokenizer's end of sequence."""
         after = self.after_answer([])
         ends = after and after[0] in self.tokenizer.all_special_ids
         return int(after[0] if ends else self.tokenizer.eos_token_id)
 
     def prompt(self, messages: ConversationType, *, generation_prompt: bool = True) -> list[int]:
-        """Tokens of a conversation, by default with the beginning of the next answer."""
+        """Tokenize a conversation, by default with the beginning of the next answer."""
         if _is_plain(messages):
             return list(self._prompt(_pairs(messages), generation_prompt))
         return self._text_prompt(messages, generation_prompt)
 
     def after_answer(self, observations: ConversationType) -> list[int]:
-        """Tokens between a turn and the next: the end of the answer, the observations, the next answer's beginning.
+        """Return the tokens between two turns: the end of the answer, the observations, the next answer's beginning.
 
         The first of them is the end token, where the template has one; leave it out if it was sampled.
         """
@@ -114,13 +115,13 @@ class ChatFormat:
         return self._text_after_answer(observations)
 
     def observation(self, observations: ConversationType) -> list[int]:
-        """Tokens of the bare texts, for conversations inside one assistant message."""
+        """Tokenize the bare texts, for conversations inside one assistant message."""
         texts = (message["content"] for message in observations)
         return [token for text in texts for token in self.tokenizer.encode(text, add_special_tokens=False)]
 
     def answers(self, messages: ConversationType, start: int) -> tuple[list[int], list[int], list[int]]:
-        """(prompt, response, mask) of a whole conversation: tokens of the first ``start`` messages, of the others, and
-        1 on those of the others that the template marks as the assistant's."""
+        """Return (prompt, response, mask) of a whole conversation: tokens of the first ``start`` messages, of the
+        others, and 1 on those of the others that the template marks as the assistant's."""
         prompt = self.prompt(messages[:start], generation_prompt=False)
         whole = self.tokenizer.apply_chat_template(
             messages, chat_template=self.template, return_dict=True, return_assistant_tokens_mask=True, **self.kwargs
@@ -134,13 +135,14 @@ class ChatFormat:
         from jinja2 import TemplateError
 
         try:
-            return self.tokenizer.apply_chat_template(
+            text: str = self.tokenizer.apply_chat_template(
                 list(messages),
                 chat_template=self.template,
                 add_generation_prompt=generation_prompt,
                 tokenize=False,
                 **self.kwargs,
             )
+            return text
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             roles = [message.get("role") for message in messages]
             raise DataError(f"the chat template cannot render a conversation with roles {roles}: {error}") from error
@@ -149,7 +151,8 @@ class ChatFormat:
         return tuple(self._text_prompt(_messages(messages), generation_prompt))
 
     def _text_prompt(self, messages: ConversationType, generation_prompt: bool) -> list[int]:
-        return self.tokenizer.encode(self._render(messages, generation_prompt), add_special_tokens=False)
+        ids: list[int] = self.tokenizer.encode(self._render(messages, generation_prompt), add_special_tokens=False)
+        return ids
 
     def _tokenize_after_answer(self, observations: _Pairs) -> tuple[int, ...]:
         return tuple(self._text_after_answer(_messages(observations)))
@@ -159,7 +162,8 @@ class ChatFormat:
         _, found, after = text.partition(_MARKER)
         if not found:
             raise DataError("the chat template leaves assistant messages out: it cannot be used for several turns")
-        return self.tokenizer.encode(after, add_special_tokens=False)
+        ids: list[int] = self.tokenizer.encode(after, add_special_tokens=False)
+        return ids
 
 
 type _Pairs = tuple[tuple[str, str], ...]

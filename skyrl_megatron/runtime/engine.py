@@ -26,7 +26,7 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from torch import Tensor
 
 from skyrl_megatron import device
-from skyrl_megatron.algorithms.metrics import Metrics, merge_metrics, metric_values, pack_metrics
+from skyrl_megatron.algorithms.metrics import ReducibleMetrics, merge_metrics, metric_values, pack_metrics
 from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.algorithms.reduction import StepTotals
 from skyrl_megatron.config.rules.role_layout import parallel_config
@@ -326,7 +326,7 @@ class MegatronEngine:
         dist.all_reduce(count, group=self.groups.dp)
         return count.item()
 
-    def _reduce(self, metrics: Metrics) -> dict[str, float]:
+    def _reduce(self, metrics: ReducibleMetrics) -> dict[str, float]:
         """Sum the last stage's metrics over replicas, and share them with every rank."""
         values: dict[str, float] = {}
         if self.groups.is_last_stage:

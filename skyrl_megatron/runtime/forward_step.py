@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from skyrl_megatron.algorithms.losses import seed_random_picks
-from skyrl_megatron.algorithms.metrics import Metrics
+from skyrl_megatron.algorithms.metrics import ReducibleMetrics
 from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.algorithms.reduction import StepTotals
 from skyrl_megatron.runtime.loss_scale import loss_for_schedule
@@ -111,7 +111,7 @@ class PolicyStep(ForwardStep):
         self.finished = 0
         self.failure: Exception | None = None
 
-    def on_last_stage(self, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Metrics]:
+    def on_last_stage(self, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, ReducibleMetrics]:
         batch = micro_batch.batch
         logprobs, entropy = self.head(output, micro_batch.packed, with_entropy=self.entropy)
         assert batch.advantages is not None

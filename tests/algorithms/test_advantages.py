@@ -65,7 +65,7 @@ def test_suffix_sum_equals_the_recurrence(length, factor):
 def test_gae_equals_the_recurrence(gamma, lambd):
     import torch
 
-    from skyrl_megatron.algorithms.advantages.temporal import gae
+    from skyrl_megatron.algorithms.advantages.gae import gae
     from skyrl_megatron.algorithms.masked import masked_whiten
 
     rewards, mask, values = random_case(7, 77)
@@ -86,7 +86,7 @@ def test_gae_equals_the_recurrence(gamma, lambd):
 def test_reinforce_plus_plus_stops_at_gaps(gamma):
     import torch
 
-    from skyrl_megatron.algorithms.advantages.temporal import reinforce_plus_plus
+    from skyrl_megatron.algorithms.advantages.reinforce import reinforce_plus_plus
 
     rewards, mask, _ = random_case(7, 77)
     running, expected = torch.zeros(7, dtype=torch.float64), torch.empty_like(rewards)

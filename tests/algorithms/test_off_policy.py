@@ -140,14 +140,3 @@ def test_missing_log_probs():
         correct(x, None, x, cfg)
     with pytest.raises(ValueError, match="need old_log_probs"):
         effective_mask(None, x, x, cfg)
-
-
-def test_distance_between_engine_and_trainer():
-    from skyrl_megatron.algorithms.metrics import metric_values
-    from skyrl_megatron.algorithms.off_policy import rollout_difference
-
-    nan = float("nan")
-    metrics = rollout_difference(tensor([[nan, -1.0, -2.0]]), tensor([[-1.0, -1.5, -1.0]]), tensor([[0.0, 1.0, 1.0]]))
-    prefix = "rollout_train_logprobs_abs_diff"
-    expected = {f"{prefix}_mean": 0.75, f"{prefix}_std": 0.125**0.5, f"{prefix}_min": 0.5, f"{prefix}_max": 1.0}
-    assert metric_values(metrics) == pytest.approx(expected)

@@ -254,31 +254,6 @@ def test_float32_loss_keeps_its_precision():
     assert weighted_sum(values, mask, weights).item() == pytest.approx(exact, rel=1.2e-7)
 
 
-def test_critic_is_cut_the_same_way():
-    import torch
-
-    from skyrl_megatron.algorithms.objective import critic_objective
-    from skyrl_megatron.algorithms.reduction import StepTotals, step_totals
-
-    batch, config = make_batch(3, 7), algorithm_config(loss_reduction="prompt_mean")
-    old, returns, mask, uids = batch["old_log_probs"], batch["ref_log_probs"], batch["loss_mask"], batch["uids"]
-
-    def cut(plan):
-        totals = sum((step_totals(mask[r], "prompt_mean", [uids[i] for i in r]) for r in plan), StepTotals())
-        values = batch["log_probs"].clone().requires_grad_()
-        loss = 0.0
-        for r in plan:
-            some = [uids[i] for i in r]
-            part, metrics = critic_objective(config, totals, values[r], old[r], returns[r], mask[r], uids=some)
-            part.backward()
-            loss += part.item()
-        return loss, values.grad
-
-    whole, pieces = cut([list(range(7))]), cut([[4, 1], [0], [2, 3, 6, 5]])
-    assert pieces[0] == pytest.approx(whole[0], rel=1e-12)
-    torch.testing.assert_close(pieces[1], whole[1], rtol=1e-12, atol=1e-15)
-
-
 def test_losses_that_depend_on_the_cut_say_so_once():
     import warnings
 

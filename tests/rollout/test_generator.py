@@ -136,11 +136,11 @@ def test_an_environment_that_never_ends_is_ended():
         ({**say("x"), "observations": ["x"]}, r"an observation is 'x', it must be a message with role and content"),
     ],
 )
-@pytest.mark.parametrize("in_step", [False, True])
-def test_what_breaks_the_contract_of_environments_ends_the_run(step, message, in_step):
+@pytest.mark.parametrize("batched", [False, True])
+def test_what_breaks_the_contract_of_environments_ends_the_run(step, message, batched):
     log = Log()
     engine = ScriptedEngine(answers(tokenizer_of("chatml")))
-    generator = generator_of("chatml", engine, options={"seed": 1 if in_step else None})
+    generator = generator_of("chatml", engine, options={"seed": 1 if batched else None})
     batch = batch_of([QUESTION] * 2, [{"steps": [step], "log": log}, {"steps": [say(done=True)], "log": log}])
     with pytest.raises(DataError, match=message):
         generate(generator, batch)
@@ -209,7 +209,7 @@ def test_a_prompt_over_the_limit_is_one_masked_token():
     assert len(output["prompt_token_ids"][0]) == 8 and output["loss_masks"][0].tolist() == [0]
 
 
-def test_requests_in_step_carry_seeds_of_their_own():
+def test_batched_requests_carry_seeds_of_their_own():
     """Seeds follow uid, repetition, turn and step, not the place in the batch."""
 
     def seeds(order, step=3):

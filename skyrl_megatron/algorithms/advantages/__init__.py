@@ -3,6 +3,14 @@
 
 ``index`` holds the uid of each row's prompt. Keywords passed on: ``values``, ``grpo_norm_by_std``, ``gamma``,
 ``lambd``, ``config`` and whatever the caller adds; an estimator takes what it needs and ``**kwargs``.
+
+    name                   file
+    grpo                   grpo.py (``grpo_norm_by_std=False``: Dr. GRPO)
+    rloo, maxrl, gae       rloo.py, maxrl.py, gae.py
+    reinforce++            reinforce.py
+
+``groups.py`` holds the groups of responses to a prompt, ``normalize.py`` whitens a batch, ``compute.py`` checks input
+and output of an estimator.
 """
 
 from __future__ import annotations
@@ -14,18 +22,13 @@ from typing import Any
 from torch import Tensor
 
 from skyrl_megatron.algorithms.advantages.compute import Estimator, run_estimator
-from skyrl_megatron.algorithms.advantages.groups import Groups, varied_rows
+from skyrl_megatron.algorithms.advantages.gae import discounted_suffix_sum, gae
+from skyrl_megatron.algorithms.advantages.groups import Groups, Index, varied_rows
+from skyrl_megatron.algorithms.advantages.grpo import grpo, grpo_scores
+from skyrl_megatron.algorithms.advantages.maxrl import maxrl, maxrl_scores
 from skyrl_megatron.algorithms.advantages.normalize import normalize_advantages
-from skyrl_megatron.algorithms.advantages.outcome import (
-    Index,
-    grpo,
-    grpo_scores,
-    maxrl,
-    maxrl_scores,
-    rloo,
-    rloo_scores,
-)
-from skyrl_megatron.algorithms.advantages.temporal import discounted_suffix_sum, gae, reinforce_plus_plus
+from skyrl_megatron.algorithms.advantages.reinforce import reinforce_plus_plus
+from skyrl_megatron.algorithms.advantages.rloo import rloo, rloo_scores
 from skyrl_megatron.algorithms.registry import BaseFunctionRegistry
 
 __all__ = [
@@ -101,7 +104,7 @@ def compute_advantages_and_returns(
 
     Raises AlgorithmError (a ValueError) for an unknown name, shapes, dtypes or masks that do not fit, a wrong return
     of a custom estimator, and rewards or values that are not finite; with ``config.nonfinite == "skip"`` such rows get
-    zeros and sway nobody (``checks.finite_rows`` tells which, to mask and to count them).
+    zeros and affect no other row (``checks.finite_rows`` returns which, to mask and to count them).
     """
     return run_estimator(
         adv_estimator,

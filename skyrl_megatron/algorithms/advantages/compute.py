@@ -1,4 +1,4 @@
-"""The one call that the trainer makes: check, find the estimator, run it, check what came back."""
+"""How a registered estimator is run: check the input, call it, check what it returned."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skyrl_megatron.algorithms.advantages.outcome import Index
+from skyrl_megatron.algorithms.advantages.groups import Index
 from skyrl_megatron.algorithms.checks import check_mask, check_token_tensors, finite_rows
 from skyrl_megatron.errors import AlgorithmError
 
@@ -31,7 +31,7 @@ def run_estimator(
     is_last_step: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns [B, T] of a registered estimator; see ``compute_advantages_and_returns``."""
+    """Return advantages and returns [B, T] of a registered estimator; see ``compute_advantages_and_returns``."""
     tensors = {"token_level_rewards": token_level_rewards, "response_mask": response_mask, "values": values}
     check_token_tensors("token_level_rewards", **tensors)
     check_mask("response_mask", response_mask)
@@ -50,7 +50,7 @@ def run_estimator(
     if bool(keep.all()):
         result = estimator(**tensors, index=uids, **options)
         return _checked(name, result, token_level_rewards.shape)
-    # A sample left out must not sway its group either: the estimator sees the others only.
+    # A sample left out must not affect its group either: the estimator sees the others only.
     kept = {key: None if tensor is None else tensor[keep] for key, tensor in tensors.items()}
     result = estimator(**kept, index=uids[keep if isinstance(uids, Tensor) else keep.numpy(force=True)], **options)
     parts = _checked(name, result, torch.Size([int(keep.sum()), token_level_rewards.shape[1]]))
@@ -67,7 +67,7 @@ def _stepwise(
     nonfinite: str,
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """A trajectory has one row a step, in order, and its reward on the last: that row's advantage goes to all of them.
+    """Give all rows of a trajectory the advantage of its last one: a row is a step, and the last has the reward.
 
     The estimator runs on the last rows with a mask of ones, so that its (constant) advantage stands in every column.
     """
@@ -95,7 +95,7 @@ def _stepwise(
 
 
 def _checked(name: str, result: object, shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """(advantages, returns) as the estimator gave them. Raises AlgorithmError when they are not two [B, T] tensors."""
+    """Return (advantages, returns) as returned. Raises AlgorithmError when they are not two [B, T] tensors."""
     wanted = f"the advantage estimator {str(name)!r} must return (advantages, returns), both floating {list(shape)}"
     if not isinstance(result, tuple | list) or len(result) != 2:
         got = f"{len(result)} values" if isinstance(result, tuple | list) else type(result).__name__

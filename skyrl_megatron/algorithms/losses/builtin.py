@@ -1,6 +1,8 @@
 """What all built-in losses share: checks, masking, off-policy correction. The rest of a loss is its formula.
 
-A formula takes [B, T] tensors that are 0 wherever ``loss_mask`` is 0, and returns the loss of each token with metrics.
+A formula takes (log_probs, old_log_probs, advantages, config, mask, rollout), where ``mask`` is the loss mask,
+``rollout`` the engine's log-probs or None, and every tensor is [B, T] and 0 wherever the mask is. It returns the loss
+of each token with metrics.
 :func:`builtin_loss` turns it into a registered function, which
 
 * accepts padding that holds anything, NaN included: it gets exactly 0, and so does its gradient,
@@ -17,12 +19,12 @@ from torch import Tensor
 
 from skyrl_megatron.algorithms.checks import check_token_tensors
 from skyrl_megatron.algorithms.masked import keep_masked
-from skyrl_megatron.algorithms.metrics import Metrics
+from skyrl_megatron.algorithms.metrics import ReducibleMetrics, token_mean
 from skyrl_megatron.algorithms.off_policy import correct
 from skyrl_megatron.config.schema.algorithm import correction_enabled
 from skyrl_megatron.errors import AlgorithmError
 
-type Formula = Callable[[Tensor, Tensor, Tensor, Any, Tensor, Tensor | None], tuple[Tensor, Metrics]]
+type Formula = Callable[[Tensor, Tensor, Tensor, Any, Tensor, Tensor | None], tuple[Tensor, ReducibleMetrics]]
 
 
 class BuiltinLoss(Protocol):
@@ -44,20 +46,37 @@ class BuiltinLoss(Protocol):
         config: Any,
         loss_mask: Tensor | None = None,
         rollout_log_probs: Tensor | None = None,
-    ) -> tuple[Tensor, Metrics]:
-        """Loss of each token [B, T], unscaled and 0 where masked, and metrics."""
+    ) -> tuple[Tensor, ReducibleMetrics]:
+        """Return the loss of each token [B, T], unscaled and 0 where masked, and metrics."""
         ...
 
 
 def always(config: Any) -> bool:
-    """For losses that read the old log-probs."""
+    """Return True: for losses that read the old log-probs."""
     return True
+
+
+def never(config: Any) -> bool:
+    """Return False: for losses that do not read the old log-probs."""
+    return False
+
+
+def nothing_clipped(mask: Tensor) -> ReducibleMetrics:
+    """Return ``clip_ratio`` 0, for losses that clip nothing."""
+    return {"clip_ratio": token_mean(torch.zeros_like(mask, dtype=torch.bool), mask)}
+
+
+def require_rollout(name: str, rollout: Tensor | None) -> Tensor:
+    """Return the engine's log-probs. Raises AlgorithmError where they are missing."""
+    if rollout is None:
+        raise AlgorithmError(f"{name} needs the engine's log-probs: set generator.sampling_params.logprobs=1")
+    return rollout
 
 
 def builtin_loss(
     *, corrected: bool = True, uses_old: Callable[[Any], bool] = always, depends_on_cut: bool = False
 ) -> Callable[[Formula], BuiltinLoss]:
-    """Decorator: a formula as a policy loss with the signature of the registry."""
+    """Make a formula a policy loss with the signature of the registry (a decorator)."""
 
     def decorate(formula: Formula) -> BuiltinLoss:
         def loss(
@@ -67,7 +86,7 @@ def builtin_loss(
             config: Any,
             loss_mask: Tensor | None = None,
             rollout_log_probs: Tensor | None = None,
-        ) -> tuple[Tensor, Metrics]:
+        ) -> tuple[Tensor, ReducibleMetrics]:
             mask = torch.ones_like(log_probs) if loss_mask is None else loss_mask
             check_token_tensors(
                 "log_probs",
@@ -81,7 +100,7 @@ def builtin_loss(
             if old_log_probs is None:
                 if uses_old(config) or correction_enabled(cfg):
                     raise AlgorithmError(f"the policy loss {formula.__name__} needs old_log_probs with this config")
-                old_log_probs = torch.zeros_like(log_probs)  # read by nobody
+                old_log_probs = torch.zeros_like(log_probs)  # not read
             old = keep_masked(old_log_probs, mask)
             rollout = None if rollout_log_probs is None else keep_masked(rollout_log_probs, mask)
             values, metrics = formula(

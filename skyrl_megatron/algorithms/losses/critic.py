@@ -9,13 +9,13 @@ from torch import Tensor
 
 from skyrl_megatron.algorithms.checks import check_token_tensors
 from skyrl_megatron.algorithms.masked import keep_masked
-from skyrl_megatron.algorithms.metrics import Metrics, token_mean
+from skyrl_megatron.algorithms.metrics import ReducibleMetrics, token_mean
 
 
 def ppo_critic_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, config: Any, loss_mask: Tensor | None = None
-) -> tuple[Tensor, Metrics]:
-    """½·max((V - R)², (clip(V) - R)²) of each token [B, T], 0 where masked, and the metric ``clip_ratio``.
+) -> tuple[Tensor, ReducibleMetrics]:
+    """Return ½·max((V - R)², (clip(V) - R)²) of each token [B, T], 0 where masked, and the metric ``clip_ratio``.
 
     clip(V) keeps V within ``config.value_clip`` of ``old_values``; None clips nothing. Per token, like the policy
     losses: averaged in ``reduction.py``. Raises AlgorithmError for shapes that differ.

@@ -1,15 +1,15 @@
-"""How a policy loss of the registry is called, whoever wrote it.
+"""The call of a registered policy loss, built-in or custom.
 
-A custom loss takes ``(log_probs, old_log_probs, advantages, config)`` and, if it likes, ``loss_mask`` and the engine's
+A custom loss takes ``(log_probs, old_log_probs, advantages, config)``, optionally ``loss_mask`` and the engine's
 log-probs, spelt ``rollout_log_probs`` or ``rollout_logprobs``, and returns a pair:
 
 * ``(loss of each token [B, T], metrics)``: masked and averaged like a built-in one; or
 * ``(scalar, metrics)``: the mean over the micro-batch that it was given. It counts in proportion to the micro-batch:
   by valid tokens, or by sequences for ``loss_reduction`` ``sequence_mean`` and ``prompt_mean``. Such a loss depends on
-  how the batch is cut, which is said once, in a warning.
+  how the batch is cut; a warning says so, once.
 
 Metrics are a number (the clip ratio) or a dict of numbers, each the mean over the tokens of the micro-batch unless its
-name ends in ``_min`` or ``_max``; scalar tensors and (sum, count) pairs will do as well.
+name ends in ``_min`` or ``_max``; scalar tensors and (sum, count) pairs are accepted, too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from skyrl_megatron.algorithms.masked import keep_masked
-from skyrl_megatron.algorithms.metrics import Mean, Metrics
+from skyrl_megatron.algorithms.metrics import Mean, ReducibleMetrics
 from skyrl_megatron.errors import AlgorithmError, SkyRLMegatronWarning
 
 OPTIONAL = {"loss_mask": "loss_mask", "rollout_log_probs": "rollout", "rollout_logprobs": "rollout"}
@@ -32,7 +32,7 @@ _warned: set[str] = set()
 
 
 def warn_once(message: str) -> None:
-    """A SkyRLMegatronWarning, once a process for each message."""
+    """Issue a SkyRLMegatronWarning, once a process for each message."""
     if message not in _warned:
         _warned.add(message)
         warnings.warn(message, SkyRLMegatronWarning, stacklevel=3)
@@ -47,8 +47,8 @@ def call_policy_loss(
     config: Any,
     loss_mask: Tensor,
     rollout_log_probs: Tensor | None = None,
-) -> tuple[Tensor, Metrics]:
-    """Loss of each token [B, T], or a scalar, with metrics in their reducible form.
+) -> tuple[Tensor, ReducibleMetrics]:
+    """Call a policy loss: return the loss of each token [B, T], or a scalar, with metrics in their reducible form.
 
     Raises AlgorithmError (a ValueError) when the function cannot be called like this, or returns something else.
     """
@@ -67,9 +67,9 @@ def call_policy_loss(
 
 
 def accepted_keywords(name: str, function: Callable[..., Any]) -> dict[str, str]:
-    """Which optional arguments ``function`` takes: its spelling → ``loss_mask`` or ``rollout``.
+    """Return the optional arguments that ``function`` takes: its spelling → ``loss_mask`` or ``rollout``.
 
-    Raises AlgorithmError when it has fewer than four parameters, or asks for something that nobody provides.
+    Raises AlgorithmError when it has fewer than four parameters, or requires another argument.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -94,7 +94,7 @@ def accepted_keywords(name: str, function: Callable[..., Any]) -> dict[str, str]
 
 
 def _checked_pair(name: str, result: object, log_probs: Tensor) -> tuple[Tensor, object]:
-    """(loss, metrics) as returned. Raises AlgorithmError with what came instead."""
+    """Return (loss, metrics) as the function gave them. Raises AlgorithmError with what came instead."""
     shape = list(log_probs.shape)
     wanted = f"the policy loss {name!r} must return (loss, metrics), the loss a scalar tensor or one of shape {shape}"
     if not isinstance(result, tuple | list) or len(result) != 2:
@@ -110,14 +110,14 @@ def _checked_pair(name: str, result: object, log_probs: Tensor) -> tuple[Tensor,
     return loss, metrics
 
 
-def reducible(name: str, metrics: object, loss_mask: Tensor) -> Metrics:
-    """Metrics of a custom loss in the form of ``metrics.py``: a number weighs as many tokens as it covers."""
+def reducible(name: str, metrics: object, loss_mask: Tensor) -> ReducibleMetrics:
+    """Return a custom loss's metrics in the form of ``metrics.py``: a number weighs as many tokens as it covers."""
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
         metrics = {"clip_ratio": metrics}
     tokens = (loss_mask > 0).sum().double()
-    reduced: Metrics = {}
+    reduced: ReducibleMetrics = {}
     for key, value in metrics.items():
         if isinstance(value, tuple) and len(value) == 2:
             sum_, count = (torch.as_tensor(part, device=tokens.device).detach().double() for part in value)
