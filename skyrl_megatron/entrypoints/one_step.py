@@ -11,13 +11,13 @@ import argparse
 import asyncio
 import sys
 import tempfile
-import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from skyrl_megatron.entrypoints.command import run_command
+from skyrl_megatron.entrypoints.command import require_memory, run_command
 
 RANKS, PROMPTS, SAMPLES = 2, 8, 4
 AGREE = 1e-4
@@ -44,13 +44,13 @@ class Gaps:
 
 
 def run(folder: Path, seed: int = 0) -> Gaps:
-    """The whole step; prints a line per phase. Raises LaunchError, EngineError, WeightSyncError."""
+    """Take the whole step and print a line for each phase. Raises LaunchError, EngineError, WeightSyncError."""
     from skyrl_megatron.entrypoints.embedded_model import write_embedded_model
-    from skyrl_megatron.workers.ports import require_memory
+    from skyrl_megatron.trainer.phases import StartUp
     from skyrl_megatron.workers.ray_setup import local_ray
 
     require_memory(NEEDED_GIB, "one step of the embedded model")
-    phases = _Phases()
+    phases = StartUp(partial(print, flush=True))
     model = write_embedded_model(folder / "model", seed)
     phases.done(f"model: {model}")
     with local_ray(slots=RANKS + 1 + 4):
@@ -75,18 +75,6 @@ def run(folder: Path, seed: int = 0) -> Gaps:
         finally:
             step.stop()
     return Gaps(before, unsynced, synced)
-
-
-class _Phases:
-    """One line per phase with its time."""
-
-    def __init__(self) -> None:
-        self.last = time.perf_counter()
-
-    def done(self, text: str) -> None:
-        now = time.perf_counter()
-        print(f"{text:<74}{now - self.last:6.1f} s", flush=True)
-        self.last = now
 
 
 class _Step:

@@ -7,6 +7,7 @@ With ``RAY_ADDRESS`` set (``auto``: a cluster that this machine belongs to) the 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import sys
@@ -83,7 +84,7 @@ def initialize_ray(cfg: SkyRLTrainConfig, *, log_to_driver: bool = True) -> None
     if not ray.is_initialized():
         environment = {"env_vars": worker_environment(cfg)}
         if address := os.environ.get("RAY_ADDRESS"):
-            _join(address, environment)
+            _join(address, environment, show_output=log_to_driver)
         else:
             slots = max(logical_slots(cfg), os.cpu_count() or 1) if device.has_cuda() else logical_slots(cfg)
             _start(slots, environment, None if device.has_cuda() else CPU_STORE_BYTES, show_output=log_to_driver)
@@ -112,7 +113,7 @@ def _start(slots: int, environment: dict[str, Any], store_bytes: int | None, *, 
                 include_dashboard=False,
                 object_store_memory=store_bytes,
                 log_to_driver=show_output,
-                logging_level="ERROR",
+                logging_level=logging.ERROR,
                 runtime_env=environment,
                 _node_ip_address=LOOPBACK,
             )
@@ -124,10 +125,10 @@ def _start(slots: int, environment: dict[str, Any], store_bytes: int | None, *, 
                 raise LaunchError(f"Ray did not start on {LOOPBACK}: {_first_line(error)}") from error
 
 
-def _join(address: str, environment: dict[str, Any]) -> None:
+def _join(address: str, environment: dict[str, Any], *, show_output: bool) -> None:
     try:
         _require_listener(address)
-        ray.init(address=address, runtime_env=environment, logging_level="ERROR")
+        ray.init(address=address, runtime_env=environment, log_to_driver=show_output, logging_level=logging.ERROR)
     except Exception as error:
         ray.shutdown()
         raise LaunchError(
