@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def arguments(args: Sequence[str]) -> list[str]:
-    """Return the recipe, the model and data made for the seed that ``args`` ask for, and ``args`` themselves, which win."""
+    """Return the recipe, model and data for the seed that ``args`` ask for, and ``args`` themselves, which win."""
     from skyrl_megatron.entrypoints.embedded_model import write_embedded_model
 
     seed = next((arg.partition("=")[2] for arg in reversed(args) if arg.startswith("trainer.seed=")), "42")
@@ -60,8 +60,10 @@ def arguments(args: Sequence[str]) -> list[str]:
 
 
 def write_problems(folder: Path, seed: int) -> Path:
-    """Write every two-digit sum of two two-digit numbers, in both orders: 3,240 problems. A random fifth of the pairs of
-    operands is held out in both orders."""
+    """Write every two-digit sum of two two-digit numbers, in both orders: 3,240 problems.
+
+    A random fifth of the pairs of operands is held out in both orders.
+    """
     from skyrl_megatron.data import prepare
 
     pairs = [(a, b) for a in range(10, 50) for b in range(a, 100 - a)]

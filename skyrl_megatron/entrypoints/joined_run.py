@@ -29,10 +29,11 @@ type Printed = tuple[bool, str]
 """(whether it is for stderr, text)."""
 
 
-class _Printer(io.TextIOBase):
+class _Printer(io.StringIO):
     """A stream that puts what is written into a queue."""
 
     def __init__(self, printed: queue.Queue[Printed], *, error: bool) -> None:
+        super().__init__()
         self._printed, self._error = printed, error
 
     def write(self, text: str) -> int:
@@ -87,7 +88,8 @@ def run_in_cluster(cfg: SkyRLTrainConfig, experiment: Any) -> None:
     The first Ctrl-C ends it after the step in work and raises StopRequested, the second one at once. Raises what the
     run raises; DistributedError when its process dies.
     """
-    holder = ray.remote(num_cpus=0, max_concurrency=3)(RunHolder).remote()
+    actor: Any = ray.remote(RunHolder)
+    holder = actor.options(num_cpus=0, max_concurrency=3).remote()
     ended = holder.run.remote(cfg, experiment)
     told = False
     with StopSignal() as signals:

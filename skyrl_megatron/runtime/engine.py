@@ -170,14 +170,17 @@ class MegatronEngine:
         dist.all_gather_object(everybody, mine, group=self.groups.dp)
         return sum((totals for totals in everybody if totals is not None), StepTotals())
 
-    def forward_backward(self, batch: TrainingBatch, *, accumulate: bool = False) -> dict[str, float]:
+    def forward_backward(
+        self, batch: TrainingBatch, *, accumulate: bool = False, objective: PolicyObjective | None = None
+    ) -> dict[str, float]:
         """Add the gradient of the policy objective over the rows of all replicas; returns the step's metrics.
 
         ``batch``: the rows of this replica, with advantages and the log-probs that the loss reads. Losses are means
         over the rows of all replicas, however they are cut (``algorithms/reduction.py``). Called several times before
         :meth:`optim_step`, the gradient is that of the mean over all rows together (with ``prompt_mean`` the rows of a
         prompt must come in one call; auxiliary losses of the calls are averaged). ``accumulate`` says that more calls
-        follow; it is needed only with ``ddp_config.overlap_grad_reduce``.
+        follow; it is needed only with ``ddp_config.overlap_grad_reduce``. ``objective``: that of ``trainer.algorithm``
+        unless given.
 
         Raises the same error on every rank, with gradients cleared: ValueError for sequences over the token budget,
         for no trainable token, for inputs that are not finite; whatever a custom loss raises.
@@ -186,7 +189,7 @@ class MegatronEngine:
             raise ValueError("gradients are reduced already: call optim_step() or clear_gradients() first")
         self._take_back()
         started = time.perf_counter()
-        objective = PolicyObjective(self.cfg.trainer.algorithm)
+        objective = objective or PolicyObjective(self.cfg.trainer.algorithm)
         with self._all_or_none():
             raise_on_all_ranks(self._problem(batch, objective))
             totals = self.step_totals(batch, objective)

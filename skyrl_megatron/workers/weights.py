@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 def weight_synchronizer(
     cfg: SkyRLTrainConfig, policy: WorkerGroup, pool: EnginePool, *, dtype: str
 ) -> WeightSynchronizer:
-    """The publisher of ``policy``'s weights to ``pool``. ``dtype``: of the engines' weights.
+    """Make what brings ``policy``'s weights to the engines of ``pool``, whose weights are of ``dtype``.
 
-    Await its ``publish(version)`` on the event loop that the engines were started on.
+    Await its calls on the event loop that the engines were started on.
     """
     key = "trainer.policy.model.path"
     return WeightSynchronizer(
@@ -81,7 +81,7 @@ class PolicyRank:
         await self._call("offload")
 
     async def _call(self, method: str, *args: Any) -> Any:
-        """Raises the rank's own error, or DistributedError when its process is gone."""
+        """Call the rank. Raises its own error, or DistributedError when its process is gone."""
         try:
             return await getattr(self.actor, method).remote(*args)
         except ray.exceptions.RayActorError as error:
