@@ -94,7 +94,7 @@ class _Step:
         from skyrl_megatron.workers.worker_group import WorkerGroup
 
         self.seed = seed
-        self.tokenizer = AutoTokenizer.from_pretrained(model)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(model)
         self.cfg = SkyRLTrainConfig.from_cli_overrides(
             {
                 "trainer.policy.model.path": str(model),
@@ -124,7 +124,7 @@ class _Step:
         self.policy.finish_building()
 
     def rollout(self) -> Any:
-        """Additions as prompts; the trivial reward is the share of digits in a response."""
+        """Sample answers to additions; the trivial reward is the share of digits in a response."""
         from skyrl_megatron.algorithms.advantages import compute_advantages_and_returns
         from skyrl_megatron.data.batch import collate
 
@@ -147,6 +147,7 @@ class _Step:
             rewards=rewards,
             rollout_logprobs=[sample.logprobs for sample in samples],
         )
+        assert batch.rewards is not None
         batch.advantages, batch.returns = compute_advantages_and_returns(
             token_level_rewards=batch.rewards,
             response_mask=batch.response_mask,
@@ -157,7 +158,7 @@ class _Step:
         return batch
 
     def engine_logprobs(self, batch: Any) -> Any:
-        """[B, T] under the engine's weights."""
+        """Return log-probs [B, T] under the engine's weights."""
         import torch
 
         rows = [batch.sequences[row, -length:].tolist() for row, length in enumerate(batch.lengths)]
@@ -172,17 +173,17 @@ class _Step:
         return out
 
     def gap(self, batch: Any, engine: Any) -> float:
-        """Largest difference of trainer and engine over the response tokens."""
+        """Return the largest difference of trainer and engine over the response tokens, nats."""
         difference = (self.policy.compute_logprobs(batch) - engine).abs() * batch.response_mask
         return float(difference.max())
 
     def train(self, batch: Any) -> dict[str, float]:
-        """One optimizer step with the trainer's own log-probs as the old ones."""
+        """Take an optimizer step with the trainer's own log-probs as the old ones."""
         batch.old_logprobs = self.policy.compute_logprobs(batch)
         return self.policy.train_mini_batch(self.policy.dispatch(batch))
 
     def sync(self, version: str) -> tuple[float, float]:
-        """(megabytes, seconds). Raises WeightSyncError when what arrived is not what was sent."""
+        """Return (megabytes, seconds). Raises WeightSyncError when what arrived is not what was sent."""
         report = self._run(self.weights.publish(version))
         return report.nbytes / 1e6, report.total_seconds
 
@@ -210,7 +211,7 @@ class _Step:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0 when the log-probs agree where they must and differ where they must."""
+    """Run the command; returns 0 when log-probs agree where they must and differ where they must, else 1."""
     parser = argparse.ArgumentParser(prog="one_step", description=__doc__.splitlines()[2])
     parser.add_argument("--seed", type=int, default=0, help="of the model and of sampling (default 0)")
     parser.add_argument("--dir", type=Path, help="where the model is written (default: a temporary folder)")
