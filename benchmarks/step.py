@@ -123,7 +123,7 @@ class OfLength:
         self.engines, self.lengths = engines, lengths
 
     async def generate(self, prompts: Any, sampling: Sequence[Mapping[str, Any]], sessions: Any = None) -> Any:
-        """See ``InferenceClient.generate``."""
+        """Generate responses of the lengths that are imposed."""
         imposed = [
             {**one, "max_tokens": length, "min_tokens": length, "ignore_eos": True}
             for one, length in zip(sampling, self.lengths, strict=True)
@@ -132,7 +132,7 @@ class OfLength:
 
 
 def large_model(folder: Path, shape: Mapping[str, int]) -> Path:
-    """The embedded model's tokenizer with a model of ``shape``."""
+    """Write the embedded model's tokenizer with a model of ``shape``."""
     import torch
     from transformers import AutoConfig, Qwen3MoeForCausalLM
 

@@ -1,20 +1,25 @@
-"""What every command does around its work: readable warnings, one message for a user's mistake, exit codes."""
+"""What every command does around its work: readable warnings, library noise off the terminal, one message for a user's
+mistake, exit codes."""
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TextIO
 
-from skyrl_megatron.errors import SkyRLMegatronError, SkyRLMegatronWarning
+import psutil
+
+from skyrl_megatron.errors import LaunchError, SkyRLMegatronError, SkyRLMegatronWarning
 
 INTERRUPTED = 130
 
 
 def run_command(work: Callable[[], int]) -> int:
-    """Exit code of ``work``. An error that a user can act on is printed without a traceback."""
+    """Return the exit code of ``work``. An error that a user can act on is printed without a traceback."""
     with readable_warnings():
         try:
             return work()
@@ -40,7 +45,7 @@ def readable_warnings() -> Iterator[None]:
         line: str | None = None,
     ) -> None:
         if issubclass(category, SkyRLMegatronWarning | DeprecationWarning):
-            print(f"warning: {message}", file=file or sys.stderr)
+            print(f"warning: {message}", file=file or _terminal or sys.stderr, flush=True)
         else:
             usual(message, category, filename, lineno, file, line)
 
@@ -50,3 +55,40 @@ def readable_warnings() -> Iterator[None]:
         warnings.filterwarnings("ignore", module=r"megatron\.")  # what Megatron would run faster with
         warnings.showwarning = show
         yield
+
+
+_terminal: TextIO | None = None
+"""Where our warnings go while stderr is a file."""
+
+
+@contextmanager
+def noise_into(log: Path, terminal: TextIO | None = None) -> Iterator[None]:
+    """Append what libraries write to stderr, C++ included, to ``log``; our warnings still reach ``terminal``.
+
+    ``terminal``: stderr as it was, unless given. Standard output stays as it is, and errors that leave the block are
+    shown after it.
+    """
+    global _terminal
+    log.parent.mkdir(parents=True, exist_ok=True)
+    sys.stderr.flush()
+    usual = os.dup(2)
+    with os.fdopen(os.dup(usual), "w", buffering=1) as own, log.open("a") as file:
+        before, _terminal = _terminal, terminal or own
+        os.dup2(file.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(usual, 2)
+            os.close(usual)
+            _terminal = before
+
+
+def require_memory(gib: float, what: str) -> None:
+    """Raise LaunchError unless ``gib`` GiB of memory are available for ``what``."""
+    available = psutil.virtual_memory().available / 2**30
+    if available < gib:
+        raise LaunchError(
+            f"memory: {available:.1f} GiB available, {what} needs about {gib:.1f} GiB: end other processes, or run it "
+            "on a larger machine"
+        )

@@ -11,13 +11,15 @@ from __future__ import annotations
 import os
 import random
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.validate import from_command_line
 from skyrl_megatron.entrypoints import check
-from skyrl_megatron.entrypoints.command import run_command
+from skyrl_megatron.entrypoints.command import require_memory, run_command
 from skyrl_megatron.entrypoints.main_base import config_dir
 
 NEEDED_GIB = 5.0
@@ -35,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def arguments(args: Sequence[str]) -> list[str]:
-    """The recipe, the model and data made for the seed that ``args`` ask for, and ``args`` themselves, which win."""
+    """Return the recipe, model and data for the seed that ``args`` ask for, and ``args`` themselves, which win."""
     from skyrl_megatron.entrypoints.embedded_model import write_embedded_model
 
     seed = next((arg.partition("=")[2] for arg in reversed(args) if arg.startswith("trainer.seed=")), "42")
@@ -58,8 +60,10 @@ def arguments(args: Sequence[str]) -> list[str]:
 
 
 def write_problems(folder: Path, seed: int) -> Path:
-    """Every two-digit sum of two two-digit numbers, in both orders: 3,240 problems. A random fifth of the pairs of
-    operands is held out in both orders."""
+    """Write every two-digit sum of two two-digit numbers, in both orders: 3,240 problems.
+
+    A random fifth of the pairs of operands is held out in both orders.
+    """
     from skyrl_megatron.data import prepare
 
     pairs = [(a, b) for a in range(10, 50) for b in range(a, 100 - a)]
@@ -73,19 +77,19 @@ def write_problems(folder: Path, seed: int) -> Path:
 
 
 def _train(args: Sequence[str]) -> int:
+    began = time.perf_counter()
     cfg = from_command_line(SkyRLTrainConfig, arguments(args))
     from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
     from skyrl_megatron.trainer.warmup import WarmedUpTrainer
-    from skyrl_megatron.workers.ports import require_memory
 
     class EmbeddedExp(BasePPOExp):
         """The usual experiment with a trainer that warms up first."""
 
-        def get_trainer(self, *args: object, **kwargs: object) -> WarmedUpTrainer:
-            return WarmedUpTrainer(*args, **kwargs)  # type: ignore[arg-type]
+        def get_trainer(self, *args: Any, **kwargs: Any) -> WarmedUpTrainer:
+            return WarmedUpTrainer(*args, **kwargs)
 
     require_memory(NEEDED_GIB, "the embedded default")
-    run_experiment(cfg, EmbeddedExp)
+    run_experiment(cfg, EmbeddedExp, began=began)
     return 0
 
 

@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from skyrl_megatron.config.rules.unavailable import require_available
-from skyrl_megatron.config.run_folder import save_config
+from skyrl_megatron.config.run_folder import run_folder, save_config
+from skyrl_megatron.entrypoints.command import noise_into
+from skyrl_megatron.entrypoints.joined_run import run_in_cluster
 from skyrl_megatron.envs import registry
 from skyrl_megatron.rollout.generator import SkyRLGymGenerator
 from skyrl_megatron.trainer import RayPPOTrainer
+from skyrl_megatron.trainer.console import ConsoleSink
+from skyrl_megatron.trainer.phases import StartUp
 from skyrl_megatron.trainer.tracking import Tracking
 from skyrl_megatron.workers.inference_engine_client import InferenceEngineClient
 from skyrl_megatron.workers.placement import Placement, create_placement
@@ -27,16 +31,19 @@ class BasePPOExp:
     """One run of ``cfg``, which must be valid; Ray must be up. :meth:`run` does everything."""
 
     def __init__(self, cfg: SkyRLTrainConfig) -> None:
-        self.cfg = cfg
+        self.cfg, self.start_up = cfg, _start_up(cfg)
         self.tokenizer = self.get_tokenizer()
         self.train_dataset = self.get_train_dataset()
         self.eval_dataset = self.get_eval_dataset()
+        sizes = [0 if dataset is None else len(dataset) for dataset in (self.train_dataset, self.eval_dataset)]
+        self.start_up.done(f"data: {sizes[0]} prompts to train on, {sizes[1]} to evaluate on")
         self.colocate_pg: Placement | None = None
         self.engines: InferenceEngineClient | None = None
+        self.trainer: RayPPOTrainer | None = None
 
     # ------------------------------------------------------------------ parts
     def get_tokenizer(self, padding_side: str = "left") -> Any:
-        """The policy's tokenizer."""
+        """Load the policy's tokenizer."""
         from transformers import AutoTokenizer
 
         trainer = self.cfg.trainer
@@ -51,23 +58,23 @@ class BasePPOExp:
         return tokenizer
 
     def get_train_dataset(self) -> PromptDataset | None:
-        """Prompts to train on."""
+        """Read the prompts to train on."""
         return self._dataset(self.cfg.data.train_data)
 
     def get_eval_dataset(self) -> PromptDataset | None:
-        """Prompts to evaluate on; None without ``data.val_data`` or when evaluation is off."""
+        """Read the prompts to evaluate on; None without ``data.val_data`` or when evaluation is off."""
         trainer = self.cfg.trainer
         wanted = self.train_dataset is None or trainer.eval_before_train or trainer.eval_interval > 0
         return self._dataset(self.cfg.data.val_data) if wanted and self.cfg.data.val_data else None
 
     def get_inference_client(self) -> InferenceEngineClient:
-        """The engines; ``start()`` them before they are used."""
+        """Make the engines; ``start()`` them before they are used."""
         assert self.colocate_pg is not None
         local = self.cfg.generator.inference_engine.run_engines_locally
         return InferenceEngineClient(self.cfg, self.colocate_pg["engines"] if local else None)
 
     def get_generator(self, cfg: SkyRLTrainConfig, tokenizer: Any, inference_engine_client: Any) -> Any:
-        """What turns prompts into trajectories. Raises DataError for environments that are not registered."""
+        """Make what turns prompts into trajectories. Raises DataError for environments that are not registered."""
         for dataset in filter(None, (self.train_dataset, self.eval_dataset)):
             registry.require(dataset.env_classes(cfg.environment.env_class))
         return SkyRLGymGenerator(
@@ -80,25 +87,24 @@ class BasePPOExp:
         )
 
     def get_trainer(self, *args: Any, **kwargs: Any) -> RayPPOTrainer:
-        """What drives the run; the arguments are those of :class:`RayPPOTrainer`."""
+        """Make what drives the run; the arguments are those of :class:`RayPPOTrainer`."""
         return RayPPOTrainer(*args, **kwargs)
 
     def get_tracker(self) -> Tracking:
-        """Where numbers go."""
+        """Make what logs numbers and lines."""
         return Tracking(self.cfg)
 
     # ------------------------------------------------------------------ the run
     def run(self) -> None:
         """Place, start, train, and give everything back, whatever happens."""
-        trainer = None
         try:
-            trainer = self.start()
-            trainer.train()
+            self.trainer = self.start()
+            self.trainer.train()
         finally:
             self.stop()
 
     def start(self) -> RayPPOTrainer:
-        """The trainer with engines that are starting."""
+        """Place the run and make its trainer."""
         save_config(self.cfg)
         tracker = self.get_tracker()
         client = self.start_engines()
@@ -117,6 +123,8 @@ class BasePPOExp:
         """Reserve the places of the run and put the engines on theirs."""
         self.colocate_pg = create_placement(self.cfg)
         self.engines = self.get_inference_client()
+        places = ", ".join(f"{who} {len(each.bundles)}" for who, each in self.colocate_pg.places.items())
+        self.start_up.done(f"placement: {places}")
         return self.engines
 
     def stop(self) -> None:
@@ -143,26 +151,33 @@ class BasePPOExp:
 
 @ray.remote(num_cpus=0)
 def skyrl_entrypoint(cfg: SkyRLTrainConfig) -> None:
-    """The run as a Ray task, on a node of the cluster."""
+    """Run as a Ray task, on a node of the cluster."""
     BasePPOExp(cfg).run()
 
 
-def run_experiment(cfg: SkyRLTrainConfig, experiment: type[BasePPOExp] = BasePPOExp) -> None:
-    """Run it: in this process where Ray is ours, as a task where a cluster was joined; Ray ends with it.
+def run_experiment(
+    cfg: SkyRLTrainConfig, experiment: type[BasePPOExp] = BasePPOExp, *, began: float | None = None
+) -> None:
+    """Run it: in this process where Ray is ours, in an actor where a cluster was joined; Ray ends with it.
 
-    Raises ConfigError for features that are not available yet.
+    ``began``: ``time.perf_counter()`` at the start of the command. Raises ConfigError for features that are not
+    available yet.
     """
     require_available(cfg)
-    joining = bool(os.environ.get("RAY_ADDRESS"))
-    initialize_ray(cfg, log_to_driver=joining)
-    try:
-        if joining:
-            ray.get(ray.remote(num_cpus=0)(_run_remotely).remote(cfg, experiment))
-        else:
-            experiment(cfg).run()
-    finally:
-        ray.shutdown()
+    address = os.environ.get("RAY_ADDRESS")
+    with noise_into(run_folder(cfg) / "console.log"):
+        start_up = _start_up(cfg, began)
+        start_up.done("command: configuration checked, libraries loaded")
+        initialize_ray(cfg, log_to_driver=False)
+        start_up.done(f"ray: joined {address}" if address else "ray: local, loopback, token")
+        try:
+            if address:
+                run_in_cluster(cfg, experiment)
+            else:
+                experiment(cfg).run()
+        finally:
+            ray.shutdown()
 
 
-def _run_remotely(cfg: SkyRLTrainConfig, experiment: type[BasePPOExp]) -> None:
-    experiment(cfg).run()
+def _start_up(cfg: SkyRLTrainConfig, began: float | None = None) -> StartUp:
+    return StartUp(ConsoleSink(run_folder(cfg) / "console.log").say, began)

@@ -8,6 +8,7 @@ that build a run of their own, are in :mod:`.experiment`.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,10 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(args: Sequence[str]) -> int:
+    began = time.perf_counter()
     cfg = from_command_line(SkyRLTrainConfig, args)
     from skyrl_megatron.entrypoints.experiment import run_experiment  # Ray and torch, which a wrong key need not await
 
-    run_experiment(cfg)
+    run_experiment(cfg, began=began)
     return 0
 
 

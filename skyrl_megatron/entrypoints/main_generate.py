@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import Sequence
 
 from skyrl_megatron.config import SkyRLTrainConfig
@@ -25,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _evaluate(args: Sequence[str]) -> int:
+    began = time.perf_counter()
     cfg = from_command_line(SkyRLTrainConfig, args, training=False)
     from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
     from skyrl_megatron.trainer.evaluate import evaluate
@@ -43,6 +45,7 @@ def _evaluate(args: Sequence[str]) -> int:
 
                 async def ask() -> dict[str, float]:
                     await client.start()
+                    self.start_up.done(f"engines: {self.cfg.generator.inference_engine.num_engines} ready")
                     return await evaluate(self.cfg, self.eval_dataset, generator, self.tokenizer, 0)
 
                 metrics = asyncio.run(ask())
@@ -54,7 +57,7 @@ def _evaluate(args: Sequence[str]) -> int:
                 tracker.finish()
                 self.stop()
 
-    run_experiment(cfg, EvalOnlyEntrypoint)
+    run_experiment(cfg, EvalOnlyEntrypoint, began=began)
     return 0
 
 

@@ -11,13 +11,13 @@ import argparse
 import asyncio
 import sys
 import tempfile
-import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from skyrl_megatron.entrypoints.command import run_command
+from skyrl_megatron.entrypoints.command import require_memory, run_command
 
 RANKS, PROMPTS, SAMPLES = 2, 8, 4
 AGREE = 1e-4
@@ -44,13 +44,13 @@ class Gaps:
 
 
 def run(folder: Path, seed: int = 0) -> Gaps:
-    """The whole step; prints a line per phase. Raises LaunchError, EngineError, WeightSyncError."""
+    """Take the whole step and print a line for each phase. Raises LaunchError, EngineError, WeightSyncError."""
     from skyrl_megatron.entrypoints.embedded_model import write_embedded_model
-    from skyrl_megatron.workers.ports import require_memory
+    from skyrl_megatron.trainer.phases import StartUp
     from skyrl_megatron.workers.ray_setup import local_ray
 
     require_memory(NEEDED_GIB, "one step of the embedded model")
-    phases = _Phases()
+    phases = StartUp(partial(print, flush=True))
     model = write_embedded_model(folder / "model", seed)
     phases.done(f"model: {model}")
     with local_ray(slots=RANKS + 1 + 4):
@@ -77,18 +77,6 @@ def run(folder: Path, seed: int = 0) -> Gaps:
     return Gaps(before, unsynced, synced)
 
 
-class _Phases:
-    """One line per phase with its time."""
-
-    def __init__(self) -> None:
-        self.last = time.perf_counter()
-
-    def done(self, text: str) -> None:
-        now = time.perf_counter()
-        print(f"{text:<74}{now - self.last:6.1f} s", flush=True)
-        self.last = now
-
-
 class _Step:
     """The actors and what is asked of them."""
 
@@ -106,7 +94,7 @@ class _Step:
         from skyrl_megatron.workers.worker_group import WorkerGroup
 
         self.seed = seed
-        self.tokenizer = AutoTokenizer.from_pretrained(model)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(model)
         self.cfg = SkyRLTrainConfig.from_cli_overrides(
             {
                 "trainer.policy.model.path": str(model),
@@ -136,7 +124,7 @@ class _Step:
         self.policy.finish_building()
 
     def rollout(self) -> Any:
-        """Additions as prompts; the trivial reward is the share of digits in a response."""
+        """Sample answers to additions; the trivial reward is the share of digits in a response."""
         from skyrl_megatron.algorithms.advantages import compute_advantages_and_returns
         from skyrl_megatron.data.batch import collate
 
@@ -159,6 +147,7 @@ class _Step:
             rewards=rewards,
             rollout_logprobs=[sample.logprobs for sample in samples],
         )
+        assert batch.rewards is not None
         batch.advantages, batch.returns = compute_advantages_and_returns(
             token_level_rewards=batch.rewards,
             response_mask=batch.response_mask,
@@ -169,7 +158,7 @@ class _Step:
         return batch
 
     def engine_logprobs(self, batch: Any) -> Any:
-        """[B, T] under the engine's weights."""
+        """Return log-probs [B, T] under the engine's weights."""
         import torch
 
         rows = [batch.sequences[row, -length:].tolist() for row, length in enumerate(batch.lengths)]
@@ -184,17 +173,17 @@ class _Step:
         return out
 
     def gap(self, batch: Any, engine: Any) -> float:
-        """Largest difference of trainer and engine over the response tokens."""
+        """Return the largest difference of trainer and engine over the response tokens, nats."""
         difference = (self.policy.compute_logprobs(batch) - engine).abs() * batch.response_mask
         return float(difference.max())
 
     def train(self, batch: Any) -> dict[str, float]:
-        """One optimizer step with the trainer's own log-probs as the old ones."""
+        """Take an optimizer step with the trainer's own log-probs as the old ones."""
         batch.old_logprobs = self.policy.compute_logprobs(batch)
         return self.policy.train_mini_batch(self.policy.dispatch(batch))
 
     def sync(self, version: str) -> tuple[float, float]:
-        """(megabytes, seconds). Raises WeightSyncError when what arrived is not what was sent."""
+        """Return (megabytes, seconds). Raises WeightSyncError when what arrived is not what was sent."""
         report = self._run(self.weights.sync(version))
         return report.nbytes / 1e6, report.total_seconds
 
@@ -222,7 +211,7 @@ class _Step:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0 when the log-probs agree where they must and differ where they must."""
+    """Run the command; returns 0 when log-probs agree where they must and differ where they must, else 1."""
     parser = argparse.ArgumentParser(prog="one_step", description=__doc__.splitlines()[2])
     parser.add_argument("--seed", type=int, default=0, help="of the model and of sampling (default 0)")
     parser.add_argument("--dir", type=Path, help="where the model is written (default: a temporary folder)")

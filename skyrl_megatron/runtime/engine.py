@@ -176,14 +176,16 @@ class MegatronEngine:
         dist.all_gather_object(gathered, mine, group=self.groups.dp)
         return sum((totals for totals in gathered if totals is not None), StepTotals())
 
-    def forward_backward(self, batch: TrainingBatch, *, accumulate: bool = False) -> dict[str, float]:
+    def forward_backward(
+        self, batch: TrainingBatch, *, accumulate: bool = False, objective: PolicyObjective | None = None
+    ) -> dict[str, float]:
         """Add the gradient of the policy objective over the rows of all replicas; return the step's metrics.
 
         ``batch``: the rows of this replica, with advantages and the log-probs that the loss reads. Losses are means
         over the rows of all replicas, however they are split (``algorithms/reduction.py``). After several calls before
         :meth:`optim_step` the gradient is that of the mean over all their rows (with ``prompt_mean`` the rows of a
         prompt must come in one call; auxiliary losses of the calls are averaged). ``accumulate``: more calls follow;
-        needed only with ``ddp_config.overlap_grad_reduce``.
+        needed only with ``ddp_config.overlap_grad_reduce``. ``objective``: that of ``trainer.algorithm`` unless given.
 
         Raises the same error on every rank, with gradients cleared: ValueError for sequences over the token budget,
         for no trainable token and for inputs that are not finite; whatever a custom loss raises.
@@ -192,8 +194,7 @@ class MegatronEngine:
             raise ValueError("gradients are reduced already: call optim_step() or clear_gradients() first")
         self._onload()
         started = time.perf_counter()
-        algorithm = self.cfg.trainer.algorithm
-        objective = PolicyObjective(algorithm)
+        objective = objective or PolicyObjective(self.cfg.trainer.algorithm)
         with self._cleared_on_failure():
             positions = self.model.hf.config.get("max_position_embeddings")
             raise_on_all_ranks(find_problem(batch, objective, positions))
@@ -207,7 +208,7 @@ class MegatronEngine:
                     chunk.scale_gradients(1.0 - share)
             self.auxiliary_scale.over(self._count_valid_tokens(batch), share)
             seed = (self.cfg.trainer.seed, self.steps, self.dp_rank)
-            step = PolicyStep(self._head(), objective, combined, entropy=algorithm.use_entropy_loss, seed=seed)
+            step = PolicyStep(self._head(), objective, combined, entropy=objective.config.use_entropy_loss, seed=seed)
             micro_batches = self._micro_batches(batch, self.cfg.trainer.micro_train_batch_size_per_gpu)
             self._set_training(True)
             with self._local_gradients(accumulate), self._profile("forward_backward"):

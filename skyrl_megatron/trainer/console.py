@@ -19,18 +19,17 @@ SHOWN = (
 
 
 class ConsoleSink:
-    """Lines of a run. ``path``: the log file, opened with the first line."""
+    """The lines of a run, on the terminal and in the log file ``path``."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: Any = None
         self._progress: Any = None
         self._task: Any = None
         self._total = self._first = 0
         self._began: float | None = None
 
     def start(self, total_steps: int, first_step: int) -> None:
-        """Steps ``first_step`` + 1 … ``total_steps`` follow."""
+        """Show the progress of steps ``first_step`` + 1 … ``total_steps``, where there is a terminal."""
         self._total = total_steps
         if sys.stdout.isatty():
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -41,10 +40,10 @@ class ConsoleSink:
             self._progress.start()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """One line for the step; evaluations have theirs, those of the warm-up too."""
+        """Write a line for the step; evaluations have lines of their own, those of the warm-up too."""
         if "warmup/step" in metrics:
-            told = "warm-up step {warmup/step:.0f} · loss {warmup/loss:.3f} · score {warmup/score:.3f}"
-            self.say(told.format(**metrics))
+            line = "warm-up step {warmup/step:.0f} · loss {warmup/loss:.3f} · score {warmup/score:.3f}"
+            self.say(line.format(**metrics))
         if "timing/step" in metrics:
             if self._began is None:  # what came before the first step is no measure of the others
                 self._first, self._began = step - 1, time.monotonic() - metrics["timing/step"]
@@ -58,7 +57,7 @@ class ConsoleSink:
             self.say(f"eval at step {step} · score {metrics['eval/all/avg_score']:.3f}")
 
     def say(self, text: str) -> None:
-        """A line of its own."""
+        """Write a line of its own."""
         self._write(text, shown=True)
 
     def _write(self, text: str, *, shown: bool) -> None:
@@ -66,11 +65,9 @@ class ConsoleSink:
             self._progress.console.print(text, highlight=False, markup=False)
         elif shown:
             print(text, flush=True)
-        if self._file is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("a")
-        self._file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
-        self._file.flush()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
     def _seconds_left(self, step: int) -> float:
         assert self._began is not None
@@ -81,13 +78,10 @@ class ConsoleSink:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
-        if self._file is not None:
-            self._file.close()
-            self._file = None
 
 
 def duration(seconds: float) -> str:
-    """``1h05m``, ``3m20s``, ``12s``."""
+    """Return ``1h05m``, ``3m20s`` or ``12s``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:

@@ -11,7 +11,7 @@ from skyrl_megatron.inference.sampling import engine_sampling
 from skyrl_megatron.rollout.interface import GeneratorInterface, GeneratorOutput
 from skyrl_megatron.rollout.outputs import concatenate_generator_outputs, prepare_generator_input, select_rows
 from skyrl_megatron.rollout.rewards import get_metrics_from_generator_output, total_reward
-from skyrl_megatron.trainer.experience import within
+from skyrl_megatron.trainer.loop_thread import within
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -23,7 +23,7 @@ DATASET_KEY = "data_source"
 async def evaluate(
     cfg: SkyRLTrainConfig, eval_dataset: Any, generator: GeneratorInterface, tokenizer: Any, global_step: int
 ) -> dict[str, float]:
-    """``eval/<dataset>/{avg_score, pass_at_n, mean_positive_reward}`` and the same over ``all``.
+    """Return ``eval/<dataset>/{avg_score, pass_at_n, mean_positive_reward}`` and the same over ``all``.
 
     Samples ``eval_n_samples_per_prompt`` responses of each prompt with ``eval_sampling_params``, ``eval_batch_size``
     prompts at a time. With ``dump_eval_results`` prompts, responses and scores go to
@@ -37,8 +37,8 @@ async def evaluate(
     uids: list[str] = []
     sources: list[str] = []
     for start in range(0, len(eval_dataset), size):
-        rows = range(start, min(start + size, len(eval_dataset)))
-        prompts = eval_dataset.collate_fn([eval_dataset[row] for row in rows])
+        end = min(start + size, len(eval_dataset))
+        prompts = eval_dataset.collate_fn([eval_dataset[row] for row in range(start, end)])
         generator_input, batch_uids = prepare_generator_input(
             prompts, samples, sampling, cfg.environment.env_class, "eval", global_step
         )
@@ -61,7 +61,7 @@ async def evaluate(
 
 
 def _uids_of_rows(output: GeneratorOutput, uids: Sequence[str]) -> list[str]:
-    """Uid of each row: step-wise a trajectory has several."""
+    """Return the uid of each row: step-wise, a trajectory has several rows."""
     ids = output.get("trajectory_ids")
     return [each.instance_id for each in ids] if ids and output.get("is_last_step") else list(uids)
 

@@ -1,9 +1,9 @@
-"""Time and memory of each phase of a step."""
+"""Time and memory of each phase of a step, and the lines of those that come before the first one."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import psutil
@@ -17,22 +17,32 @@ class Phases:
     def __init__(self) -> None:
         self.timings: dict[str, float] = {}
         self.memory: dict[str, float] = {}
-        self.current = ""
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        outer, self.current = self.current, name
         began = time.perf_counter()
         try:
             yield
         finally:
             self.timings[name] = self.timings.get(name, 0.0) + time.perf_counter() - began
             self.memory[name] = _process.memory_info().rss / 1e9
-            self.current = outer
 
     def metrics(self) -> dict[str, float]:
-        """``timing/<phase>`` in seconds and ``memory/<phase>_trainer_gb``; starts anew."""
+        """Return ``timing/<phase>`` in seconds and ``memory/<phase>_trainer_gb``, and start anew."""
         timings = {f"timing/{name}": seconds for name, seconds in self.timings.items()}
         memory = {f"memory/{name}_trainer_gb": gigabytes for name, gigabytes in self.memory.items()}
         self.timings, self.memory = {}, {}
         return timings | memory
+
+
+class StartUp:
+    """One line for each phase on the way to the first step, with its seconds. ``began``: of ``time.perf_counter``."""
+
+    def __init__(self, say: Callable[[str], None], began: float | None = None) -> None:
+        self._say, self._last = say, time.perf_counter() if began is None else began
+
+    def done(self, text: str) -> None:
+        """Say ``text`` and the seconds since the line before."""
+        now = time.perf_counter()
+        self._say(f"{text:<74}{now - self._last:6.1f} s")
+        self._last = now

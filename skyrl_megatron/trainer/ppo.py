@@ -1,13 +1,17 @@
 """The main loop: prompts → responses → rewards → log-probs → advantages → optimizer steps → weights for the engines.
 
 Read :meth:`RayPPOTrainer.train_steps` first. Each step of it is a method of its own; a subclass overrides what it
-wants done differently.
+wants done differently. Scripts written for SkyRL override these by their names there: ``train``, ``build_models``,
+``init_weight_sync_state``, ``load_checkpoints``, ``generate``, ``postprocess_generator_output``,
+``handle_dynamic_sampling``, ``convert_to_training_input``, ``fwd_logprobs_values_reward``,
+``apply_reward_kl_penalty``, ``compute_advantages_and_returns``, ``train_critic_and_policy``, ``eval``,
+``save_checkpoints`` and ``save_models``.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,15 +30,15 @@ from skyrl_megatron.data.splitting import PROMPT_UIDS, counted_rows, mini_batche
 from skyrl_megatron.rollout.dynamic_sampling import DynamicSampler
 from skyrl_megatron.rollout.interface import GeneratorInput, GeneratorOutput, TrainingPhase
 from skyrl_megatron.rollout.outputs import prepare_generator_input, to_training_batch
-from skyrl_megatron.trainer import experience
+from skyrl_megatron.trainer.batches import dump_batch, mask_groups_without_variety, with_token_rewards
 from skyrl_megatron.trainer.callbacks import TrainerCallback, notify
 from skyrl_megatron.trainer.checkpoints import run_checkpointer
 from skyrl_megatron.trainer.evaluate import evaluate
-from skyrl_megatron.trainer.experience import within
 from skyrl_megatron.trainer.hf_export import export_due, prepare_export
 from skyrl_megatron.trainer.loop_thread import LoopThread
-from skyrl_megatron.trainer.phases import Phases
-from skyrl_megatron.trainer.report import write_report
+from skyrl_megatron.trainer.metrics import advantage_metrics, logprob_diff_metrics, policy_metrics, reward_metrics
+from skyrl_megatron.trainer.phases import Phases, StartUp
+from skyrl_megatron.trainer.report import last_lines, write_report
 from skyrl_megatron.trainer.stop import StopRequested, StopSignal
 from skyrl_megatron.types import TrainingBatch
 from skyrl_megatron.workers.policy_rank import weight_synchronizer
@@ -42,10 +46,10 @@ from skyrl_megatron.workers.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.runtime.checkpoint.checkpointer import Checkpointer
     from skyrl_megatron.trainer.tracking import Tracking
     from skyrl_megatron.workers.placement import Placement
-
-type Metrics = dict[str, float]
+    from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
 
 class RayPPOTrainer:
@@ -73,24 +77,37 @@ class RayPPOTrainer:
         self.placement, self.callbacks = colocate_pg, list(callbacks)
         self.global_step = 0
         self.train_dataloader = PromptLoader(train_dataset, cfg.trainer.train_batch_size, seed=cfg.trainer.seed)
+        self.position = self.train_dataloader.state_dict()
+        """Where a checkpoint's successor goes on in the data."""
+        self._prompts = _endless(self.train_dataloader)
+        steps = len(self.train_dataloader) * cfg.trainer.epochs
+        limit = cfg.trainer.max_training_steps
+        self.total_steps = steps if limit is None else min(steps, limit)
         self.kl_controller = get_kl_controller(cfg.trainer.algorithm) if self._kl_in_reward else None
         self.sampler = DynamicSampler(
             cfg.trainer.algorithm.dynamic_sampling, cfg.trainer.train_batch_size, cfg.trainer.seed
         )
-        self.phases, self.metrics = Phases(), {}
+        self.phases, self.start_up = Phases(), StartUp(tracker.say)
+        self.metrics: dict[str, float] = {}
+        """Numbers of the step at hand."""
         self.finite = True
+        """Whether every optimizer step of the last training step was applied."""
         self.stop, self.loop = StopSignal(), LoopThread()
         self.roles: dict[str, WorkerGroup] = {}
+        """Ranks of policy, reference and critic, once they are built."""
+        self.checkpoints: Checkpointer | None = None
+        self.weights: WeightSynchronizer | None = None
 
     # ------------------------------------------------------------------ the loop
     def train(self) -> None:
-        """The whole run, from loading to the report. Raises StopRequested after Ctrl-C, with everything saved."""
+        """Run from loading to the report. Raises StopRequested after Ctrl-C, with everything saved."""
         with self.stop, self.loop:
             try:
                 self.build_models()
                 self.load_checkpoints()
                 self.init_weight_sync_state()
                 self.sync_weights()
+                self.start_up.done(f"weights: version {self.global_step} in every engine")
                 self.before_training()
                 gc.collect()
                 gc.freeze()  # what lives now stays: the garbage of each step is not looked for among it
@@ -104,7 +121,7 @@ class RayPPOTrainer:
                 self.finish()
 
     def train_steps(self) -> None:
-        """All steps that are left."""
+        """Take the steps that are left."""
         while self.global_step < self.total_steps:
             self.stop.check()
             notify(self.callbacks, "on_step_start", self)
@@ -132,10 +149,10 @@ class RayPPOTrainer:
             notify(self.callbacks, "on_step_end", self)
 
     def collect_experience(self) -> TrainingBatch:
-        """Responses and rewards for one step; with dynamic sampling, of as many batches of prompts as it takes."""
+        """Return responses and rewards for a step; dynamic sampling takes as many batches of prompts as it needs."""
         chosen = None
         while chosen is None:
-            generator_input, uids = self.prepare_generator_input(self.next_prompts(), "train")
+            generator_input, uids = self.prepare_generator_input(next(self._prompts), "train")
             with self.phases("generate"):
                 output = self.generate(generator_input)
             with self.phases("postprocess_generator_output"):
@@ -148,8 +165,6 @@ class RayPPOTrainer:
     def build_models(self) -> None:
         """Start the ranks of every role and the engines; all load at the same time, unless they share GPUs: an engine
         takes its part of the memory that it finds free, and sleeps while the models are built."""
-        self.total_steps = experience.total_steps(self.cfg, len(self.train_dataloader))
-        self.updates = experience.updates_per_step(self.cfg) * self.total_steps
         logs = str(run_folder(self.cfg) / "workers")
         shared_gpus = self.cfg.trainer.placement.colocate_all
         with self.phases("build_models"):
@@ -163,17 +178,20 @@ class RayPPOTrainer:
                 self.start_engines()
             for role in self.roles.values():
                 role.finish_building()
-        self.policy, self.ref = self.roles["policy"], self.roles.get("ref")
+        built = ", ".join(f"{name} on {len(role.group)}" for name, role in self.roles.items())
+        self.start_up.done(f"models: {built} Megatron ranks{'' if shared_gpus else ', loaded beside the engines'}")
         trained = {name: role for name, role in self.roles.items() if name != "ref"}
         self.checkpoints = run_checkpointer(self.cfg, trained)
 
     def start_engines(self) -> None:
-        """Until they answer. Raises EngineError, LaunchError."""
+        """Wait until the engines answer. Raises EngineError, LaunchError."""
         starting = self.inference_engine_client.start()
-        self.loop.run(within(starting, self.cfg.trainer.phase_timeout_s, "start engines"))
+        self.loop.run(starting, "start engines", timeout_s=self.cfg.trainer.phase_timeout_s)
+        self.start_up.done(f"engines: {self.cfg.generator.inference_engine.num_engines} ready")
 
     def load_checkpoints(self) -> None:
         """Continue where ``trainer.resume_mode`` says, or start at step 0, and say which."""
+        assert self.checkpoints is not None
         loaded = self.checkpoints.load(self.cfg.trainer.resume_mode, self.cfg.trainer.resume_path)
         if loaded is not None:
             self.global_step = loaded.step
@@ -182,11 +200,12 @@ class RayPPOTrainer:
             if self.kl_controller is not None:
                 self.kl_controller.value = loaded.trainer_state["kl_coef"]
             self.tracker.say(f"resumed from {loaded.folder} (step {loaded.step} of {self.total_steps})")
+            self.start_up.done(f"checkpoint: step {self.global_step} loaded")
         self.position = self.train_dataloader.state_dict()
         self.tracker.open(total_steps=self.total_steps, resumed_from=self.global_step if loaded else None)
 
     def init_weight_sync_state(self) -> None:
-        """What gives the engines the policy's weights; ranks and engines are connected by the first sync."""
+        """Make what gives the engines the policy's weights; the first sync connects ranks and engines."""
         engines = self.inference_engine_client
         self.weights = weight_synchronizer(self.cfg, self.policy, engines.pool, dtype=engines.dtype)
         self.loop.run(engines.watch(self.weights.sync_engine))
@@ -194,64 +213,53 @@ class RayPPOTrainer:
     def before_training(self) -> None:
         """Evaluate the policy as it is, when ``eval_before_train`` and nothing was trained yet."""
         if self.cfg.trainer.eval_before_train and self.global_step == 0:
-            self.eval()
+            if self.eval():
+                self.start_up.done(f"evaluation: {len(self.eval_dataset)} held-out prompts")
             self.tracker.log(self.metrics | self.phases.metrics(), 0)
             self.metrics = {}
 
     # ------------------------------------------------------------------ the parts of a step
-    def next_prompts(self) -> list[Any]:
-        """The next ``train_batch_size`` prompts; epochs follow each other."""
-        prompts: list[Any] = next(self._prompts)
-        return prompts
-
-    @property
-    def _prompts(self) -> Iterator[list[Any]]:
-        if not hasattr(self, "_prompt_iterator"):
-            self._prompt_iterator = experience.endless(self.train_dataloader)
-        return self._prompt_iterator
-
     def prepare_generator_input(
         self, prompts: Sequence[Any], phase: TrainingPhase
     ) -> tuple[GeneratorInput, list[str]]:
-        """(input of the generator with every prompt repeated, uid of each row)."""
+        """Return (input of the generator with every prompt repeated, uid of each row)."""
         samples, env = self.cfg.generator.n_samples_per_prompt, self.cfg.environment.env_class
         return prepare_generator_input(prompts, samples, None, env, phase, self.global_step)
 
     def generate(self, generator_input: GeneratorInput) -> GeneratorOutput:
-        """Responses and rewards of the environments, from the generator."""
-        timeout = self.cfg.trainer.phase_timeout_s
-        return self.stop.run(self.loop, within(self.generator.generate(generator_input), timeout, "generate"))
+        """Return responses and rewards of the environments, from the generator."""
+        work: Coroutine[Any, Any, GeneratorOutput] = self.generator.generate(generator_input)
+        return self.loop.run(work, "generate", timeout_s=self.cfg.trainer.phase_timeout_s, stop=self.stop)
 
     def postprocess_generator_output(self, generator_output: GeneratorOutput, uids: list[str]) -> GeneratorOutput:
-        """Rewards for each token, and metrics of rewards and responses."""
-        output, metrics = experience.token_rewards(generator_output, uids, self.cfg.generator.n_samples_per_prompt)
-        self.metrics |= metrics
-        return output
+        """Give each token its reward, and measure rewards and responses."""
+        self.metrics |= reward_metrics(generator_output, uids, self.cfg.generator.n_samples_per_prompt)
+        return with_token_rewards(generator_output)
 
     def handle_dynamic_sampling(
         self, generator_output: GeneratorOutput, uids: list[str]
     ) -> tuple[GeneratorOutput, list[str]] | None:
-        """The rows to train on and their uids; None: sample more (``algorithm.dynamic_sampling``)."""
+        """Return the rows to train on and their uids; None: sample more (``algorithm.dynamic_sampling``)."""
         self.metrics["generate/sampled_batches"] = float(self.sampler.sampled_batches + 1)
         return self.sampler.offer(generator_output, uids)
 
     def convert_to_training_input(self, generator_output: GeneratorOutput, uids: list[str]) -> TrainingBatch:
-        """Right-aligned tensors; samples that are not finite are masked when ``algorithm.nonfinite=skip``."""
+        """Return right-aligned tensors; samples that are not finite are masked with ``algorithm.nonfinite=skip``."""
         batch = to_training_batch(generator_output, uids)
         batch.metadata[PROMPT_UIDS] = uids
         keep = finite_samples(batch, self.cfg.trainer.algorithm.nonfinite)
         batch.loss_mask *= keep[:, None]
         self.metrics["generate/nonfinite_samples"] = float((~keep).sum())
         if self.cfg.trainer.dump_data_batch:
-            experience.dump(batch, Path(self.cfg.trainer.export_path) / "dumped_data", self.global_step + 1)
+            dump_batch(batch, Path(self.cfg.trainer.export_path) / "dumped_data", self.global_step + 1)
         return batch
 
     def fwd_logprobs_values_reward(self, batch: TrainingBatch) -> TrainingBatch:
-        """Log-probs of the policy before the update (where the loss reads them) and of the reference."""
+        """Add log-probs of the policy before the update (where the loss reads them) and of the reference."""
         reference = None if self.ref is None else self.ref.start_logprobs(batch, "reference log-probs")
         if PolicyObjective(self.cfg.trainer.algorithm).needs_old_log_probs or self._kl_in_reward:
             batch.old_logprobs = self.policy.compute_logprobs(batch, "policy log-probs")
-            self.metrics |= experience.rollout_gap(batch)
+            self.metrics |= logprob_diff_metrics(batch)
         if reference is not None:
             batch.ref_logprobs = reference()
         return batch
@@ -277,11 +285,11 @@ class RayPPOTrainer:
 
     @torch.no_grad()
     def compute_advantages_and_returns(self, batch: TrainingBatch) -> TrainingBatch:
-        """Advantages and returns by the configured estimator."""
+        """Add advantages and returns by the configured estimator."""
         algorithm = self.cfg.trainer.algorithm
         assert batch.rewards is not None
         if algorithm.zero_variance_filter:
-            self.metrics["loss/zero_variance_rows"] = experience.mask_groups_without_variety(batch)
+            self.metrics["loss/zero_variance_rows"] = mask_groups_without_variety(batch)
         batch.advantages, batch.returns = compute_advantages_and_returns(
             token_level_rewards=batch.rewards,
             response_mask=batch.response_mask,
@@ -296,11 +304,11 @@ class RayPPOTrainer:
         )
         if algorithm.advantage_batch_normalize:
             batch.advantages = normalize_advantages(batch.advantages, batch.loss_mask)
-        self.metrics |= experience.advantage_metrics(batch)
+        self.metrics |= advantage_metrics(batch)
         return batch
 
     def train_critic_and_policy(self, batch: TrainingBatch) -> None:
-        """``update_epochs_per_batch`` passes over the mini-batches, an optimizer step each."""
+        """Pass over the mini-batches ``update_epochs_per_batch`` times, an optimizer step each."""
         parts = mini_batches(batch, self.cfg.trainer.policy_mini_batch_size)
         if not self.cfg.trainer.policy.megatron_config.moe_aux_loss_coeff:  # which counts every token that is routed
             parts = [counted_rows(part) for part in parts]
@@ -312,15 +320,17 @@ class RayPPOTrainer:
                 for part in sharded
             ]
         self.finite = not any(result["skipped"] for result in results)
-        self.metrics |= experience.policy_metrics(results)
+        self.metrics |= policy_metrics(results)
         self.metrics["trainer/tokens"] = float(batch.lengths.sum())
 
     def begin_training(self) -> None:
-        """The ranks are the trainer's until the next sync: engines that are restarted get no weights before."""
+        """Take the ranks for training: until the next sync, engines that are restarted get no weights."""
+        assert self.weights is not None
         self.loop.run(self.weights.begin_training())
 
     def sync_weights(self) -> None:
-        """The policy's weights into every engine, as version ``global_step``."""
+        """Bring the policy's weights into every engine, as version ``global_step``."""
+        assert self.weights is not None
         with self.phases("sync_weights"):
             report = self.loop.run(self.weights.sync(str(self.global_step)))
         for failure in report.failures:
@@ -333,19 +343,20 @@ class RayPPOTrainer:
         self.metrics["trainer/weight_sync_gb_per_second"] = report.gigabytes_per_second
 
     # ------------------------------------------------------------------ evaluation, saving, logging
-    def eval(self) -> Metrics:
-        """Scores on the evaluation data, into this step's metrics too; {} when there is none."""
+    def eval(self) -> dict[str, float]:
+        """Return scores on the evaluation data, and add them to the step's metrics; {} when there is no such data."""
         if self.eval_dataset is None or len(self.eval_dataset) == 0:
             return {}
         work = evaluate(self.cfg, self.eval_dataset, self.generator, self.tokenizer, self.global_step)
         with self.phases("eval"):
-            metrics = self.stop.run(self.loop, work)
+            metrics = self.loop.run(work, stop=self.stop)
         self.metrics |= metrics
         notify(self.callbacks, "on_evaluate", self, metrics)
         return metrics
 
     def save_checkpoints(self) -> None:
-        """Everything needed to go on from here."""
+        """Save everything that is needed to go on from here."""
+        assert self.checkpoints is not None
         state: dict[str, Any] = {"global_step": self.global_step, "sampler_rng": self.sampler.rng.bit_generator.state}
         if self.kl_controller is not None:
             state["kl_coef"] = self.kl_controller.value
@@ -355,18 +366,18 @@ class RayPPOTrainer:
             notify(self.callbacks, "on_save", self, folder)
 
     def save_models(self) -> None:
-        """The policy as a Hugging Face folder, ``export_path/global_step_N/policy``."""
+        """Export the policy as a Hugging Face folder, ``export_path/global_step_N/policy``."""
         with self.phases("save_hf_model"):
             self.policy.export_hf(str(prepare_export(self.cfg.trainer.export_path, self.global_step)))
 
     def save_on_stop(self) -> None:
-        """A checkpoint of the last complete step, unless there is one."""
-        if self.global_step > 0 and self.checkpoints.saved_step != self.global_step:
+        """Save a checkpoint of the last complete step, unless there is one."""
+        if self.global_step > 0 and self.checkpoints is not None and self.checkpoints.saved_step != self.global_step:
             self.save_checkpoints()
         self.tracker.say(f"stopped after step {self.global_step}; the same command continues from there")
 
     def log_step(self) -> None:
-        """The step's metrics to every sink; starts the next step's with none."""
+        """Log the step's metrics, and start the next step's with none."""
         timings = self.phases.metrics()
         seconds = timings["timing/step"]
         tokens = self.metrics.pop("trainer/tokens", 0.0)
@@ -385,7 +396,7 @@ class RayPPOTrainer:
         """Complete what is being written, end the ranks, draw the report."""
         gc.unfreeze()
         try:
-            if hasattr(self, "checkpoints"):
+            if self.checkpoints is not None:
                 self.checkpoints.close()
         finally:
             for role in self.roles.values():
@@ -393,8 +404,28 @@ class RayPPOTrainer:
             self.tracker.finish()
             if self.global_step:
                 write_report(run_folder(self.cfg), get_config_as_yaml_str(self.cfg))
+                saved = None if self.checkpoints is None else self.checkpoints.saved_step
+                for line in last_lines(self.cfg, saved, self.global_step):
+                    self.tracker.say(line)
 
     # ------------------------------------------------------------------ facts
+    @property
+    def policy(self) -> WorkerGroup:
+        """Ranks of the policy, once they are built."""
+        return self.roles["policy"]
+
+    @property
+    def ref(self) -> WorkerGroup | None:
+        """Ranks of the reference; None when the run has none."""
+        return self.roles.get("ref")
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of the policy in the whole run, where a decaying learning rate ends."""
+        trainer = self.cfg.trainer
+        per_step = trainer.train_batch_size // trainer.policy_mini_batch_size * trainer.update_epochs_per_batch
+        return per_step * self.total_steps
+
     @property
     def is_last_step(self) -> bool:
         """Whether :attr:`global_step` is the last one."""
@@ -406,3 +437,9 @@ class RayPPOTrainer:
 
     def _due(self, interval: int) -> bool:
         return interval > 0 and self.global_step % interval == 0
+
+
+def _endless(loader: PromptLoader) -> Iterator[list[Any]]:
+    """Yield batches of prompts, one epoch after the other."""
+    while True:
+        yield from loader

@@ -1,4 +1,4 @@
-"""The end of a run on two pages: ``curves.png`` and ``report.html``, made from ``metrics.jsonl``."""
+"""The end of a run: ``curves.png`` and ``report.html``, made from ``metrics.jsonl``, and what was written where."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import base64
 import html
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from skyrl_megatron.config.run_folder import run_folder
 from skyrl_megatron.trainer.tracking import METRICS_FILE, read_metrics
+
+if TYPE_CHECKING:
+    from skyrl_megatron.config import SkyRLTrainConfig
 
 CURVES = (
     ("warm-up by imitation", ("warmup/loss", "warmup/score")),
@@ -23,7 +27,7 @@ CURVES = (
 
 
 def write_report(folder: Path, config_yaml: str = "") -> Path:
-    """Write both files into the run's ``folder``; returns the page. Nothing is drawn of metrics that are missing."""
+    """Write both files into the run's ``folder`` and return the page. Metrics that are missing are not drawn."""
     lines = read_metrics(folder / METRICS_FILE)
     picture = draw_curves(lines, folder / "curves.png")
     page = folder / "report.html"
@@ -32,7 +36,7 @@ def write_report(folder: Path, config_yaml: str = "") -> Path:
 
 
 def draw_curves(lines: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    """One panel for each entry of :data:`CURVES` that has numbers."""
+    """Draw a panel for each entry of :data:`CURVES` that has numbers."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -50,6 +54,22 @@ def draw_curves(lines: Sequence[Mapping[str, Any]], path: Path) -> Path:
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
     return path
+
+
+def last_lines(cfg: SkyRLTrainConfig, saved_step: int | None, step: int) -> list[str]:
+    """Return the score before and after, if there was an evaluation, and where the files of the run are."""
+    folder, key = run_folder(cfg), "eval/all/avg_score"
+    scores = [line[key] for line in read_metrics(folder / METRICS_FILE) if line.get(key) is not None]
+    before = f"{scores[0]:.3f} before · " if len(scores) > 1 else ""
+    found = {
+        "metrics": folder / METRICS_FILE,
+        "curves": folder / "curves.png",
+        "report": folder / "report.html",
+        "checkpoint": Path(cfg.trainer.ckpt_path) / f"global_step_{saved_step}",
+        "exported model": Path(cfg.trainer.export_path).expanduser() / f"global_step_{step}" / "policy",
+    }
+    places = [f"{name}: {path}" for name, path in found.items() if path.exists()]
+    return [*([f"score: {before}{scores[-1]:.3f} after"] if scores else []), *places]
 
 
 def _points(lines: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, float]]:

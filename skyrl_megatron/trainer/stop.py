@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Coroutine
-from concurrent.futures import CancelledError
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from skyrl_megatron.trainer.loop_thread import LoopThread
+from typing import Any
 
 
 class StopRequested(KeyboardInterrupt):
-    """Somebody asked the run to end; its state is that of the last complete step."""
+    """The run was asked to end, and did after its last complete step."""
 
 
 class StopSignal:
-    """Handlers for the time of ``with``; outside a main thread it does nothing."""
+    """Handlers of SIGINT and SIGTERM for the time of ``with``; outside the main thread, :meth:`request` alone."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -41,30 +38,25 @@ class StopSignal:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
             raise KeyboardInterrupt
+        self.request()
+
+    def request(self) -> None:
+        """Ask the run to end, from any thread."""
         self.requested = True
         if self._work is not None:
             loop, task = self._work
             loop.call_soon_threadsafe(task.cancel)
 
-    def run[T](self, loop: LoopThread, work: Coroutine[Any, Any, T]) -> T:
-        """The result of ``work``, which changes no state: a signal cancels it and raises StopRequested."""
-
-        async def cancellable() -> T:
-            task = asyncio.current_task()
-            assert task is not None
-            self._work = asyncio.get_running_loop(), task
-            try:
-                return await work
-            finally:
-                self._work = None
-
+    @contextmanager
+    def cancelling(self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> Iterator[None]:
+        """Let a request cancel ``task`` of ``loop`` while the block runs."""
+        self._work = loop, task
         try:
-            return loop.run(cancellable())
-        except CancelledError:
-            self.check()
-            raise
+            yield
+        finally:
+            self._work = None
 
     def check(self) -> None:
-        """Raise StopRequested when a signal came before."""
+        """Raise StopRequested when a stop was requested before."""
         if self.requested:
             raise StopRequested

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: ``metrics.jsonl``, TensorBoard, the console, and a tracker by name."""
+"""Logging a run's numbers: to ``metrics.jsonl``, TensorBoard, the console, and a tracker by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 METRICS_FILE = "metrics.jsonl"
 
 
-class Sink(Protocol):
+class MetricSink(Protocol):
     """One place that numbers go to."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -31,10 +31,8 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """One JSON object a step, on disk at once. ``after``: the step that the run continues from; later lines go.
-
-    A line that a killed run wrote in part goes too. Numbers that are not finite become null, which JSON can hold.
-    """
+    """A JSON object for each step, on disk at once. ``after``: the step that the run continues from; lines of later
+    steps are dropped, and a line that a killed run wrote in part. Numbers that are not finite become null."""
 
     def __init__(self, path: Path, after: int | None) -> None:
         kept = [] if after is None else [line for line in read_metrics(path) if line["step"] <= after]
@@ -56,7 +54,7 @@ class JsonLines:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a ``metrics.jsonl``, without one that was cut off."""
+    """Return the lines of a ``metrics.jsonl``, without one that was cut off."""
     lines: list[dict[str, Any]] = []
     if path.is_file():
         for text in path.read_text().splitlines():
@@ -84,8 +82,8 @@ class TensorBoard:
         self._writer.close()
 
 
-class Named:
-    """wandb, mlflow or swanlab, through their own clients. What goes wrong there is told once and costs no run."""
+class NamedTracker:
+    """wandb, mlflow or swanlab, through their own clients. A failure there warns once; the run goes on without it."""
 
     def __init__(self, name: str, log: Callable[[dict[str, float], int], Any], finish: Callable[[], Any]) -> None:
         self.name, self._log, self._finish, self._failed = name, log, finish, False
@@ -110,8 +108,8 @@ class Named:
             )
 
 
-def named_tracker(cfg: SkyRLTrainConfig) -> Named | None:
-    """The tracker of ``trainer.logger``; None for console and tensorboard, and for wandb without a key.
+def named_tracker(cfg: SkyRLTrainConfig) -> NamedTracker | None:
+    """Return the tracker of ``trainer.logger``; None for console and tensorboard, and for wandb without a key.
 
     Raises LaunchError when its package is not installed or it refuses to start.
     """
@@ -127,17 +125,17 @@ def named_tracker(cfg: SkyRLTrainConfig) -> Named | None:
             import wandb
 
             running = wandb.init(project=project, name=run, config=get_config_as_dict(cfg))
-            return Named(name, lambda metrics, step: running.log(metrics, step=step), running.finish)
+            return NamedTracker(name, lambda metrics, step: running.log(metrics, step=step), running.finish)
         if name == "mlflow":
             import mlflow
 
             mlflow.set_experiment(project)
             mlflow.start_run(run_name=run)
-            return Named(name, lambda metrics, step: mlflow.log_metrics(metrics, step=step), mlflow.end_run)
+            return NamedTracker(name, lambda metrics, step: mlflow.log_metrics(metrics, step=step), mlflow.end_run)
         import swanlab
 
         swanlab.init(project=project, experiment_name=run, config=get_config_as_dict(cfg))
-        return Named(name, lambda metrics, step: swanlab.log(metrics, step=step), swanlab.finish)
+        return NamedTracker(name, lambda metrics, step: swanlab.log(metrics, step=step), swanlab.finish)
     except ImportError as error:
         raise LaunchError(
             f"trainer.logger={name}: its package is not installed ({error}); pip install {name}, or set "
@@ -156,7 +154,7 @@ class Tracking:
         self.cfg, self.folder = cfg, run_folder(cfg)
         self.console = ConsoleSink(self.folder / "console.log")
         self._named = named_tracker(cfg)
-        self.sinks: list[Sink] = []
+        self.sinks: list[MetricSink] = []
 
     def open(self, *, total_steps: int, resumed_from: int | None = None) -> None:
         """Start to take numbers. ``resumed_from``: numbers of later steps are of a run that came to nothing."""
@@ -169,13 +167,13 @@ class Tracking:
         self.console.start(total_steps, resumed_from or 0)
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
-        """Numbers of a step, by name, to every sink."""
+        """Give the numbers of a step, by name, to every sink."""
         metrics = {name: float(value) for name, value in data.items() if value is not None}
         for sink in (*self.sinks, self.console):
             sink.log(metrics, step)
 
     def say(self, text: str) -> None:
-        """A line for people."""
+        """Write a line for people."""
         self.console.say(text)
 
     def finish(self) -> None:

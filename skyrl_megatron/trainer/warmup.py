@@ -1,4 +1,4 @@
-"""A warm-up before the RL steps: known answers, imitated until the policy is right now and then.
+"""A warm-up before the RL steps: known answers are imitated until the policy is right now and then.
 
 Group-relative advantages teach nothing while every sample of a prompt is wrong. The warm-up runs through the same
 ranks and the same objective as training, with the policy loss ``cross_entropy``, and is logged as a phase of its own
@@ -79,12 +79,12 @@ class WarmedUpTrainer(RayPPOTrainer):
                 f"warm-up: held-out score jumped to {score:.3f}, past {plan.too_much}: "
                 "choose another trainer.seed, or lower WarmUp.fine_lr"
             )
-        self.tracker.say(f"warm-up · {step} steps of imitation · held-out score {score:.3f}")
+        self.start_up.done(f"warm-up: {step} steps of imitation, held-out score {score:.3f}")
         self.policy.restart_schedule(total_steps=self.updates)
         self.metrics = {}
 
     def answers(self, rng: random.Random, rows: int) -> TrainingBatch:
-        """Random training prompts with their known answers as responses."""
+        """Return random training prompts with their known answers as responses."""
         drawn = [self.train_dataset[rng.randrange(len(self.train_dataset))] for _ in range(rows)]
         picked = self.train_dataset.collate_fn(drawn)
         chat: Any = self.generator.chat

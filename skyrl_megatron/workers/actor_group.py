@@ -19,7 +19,7 @@ POLL_S = 5.0
 
 @dataclass(slots=True)
 class PendingCall:
-    """Calls that actors are busy with and that need each other: ranks of a group, and engines beside them."""
+    """Calls that the ranks of a group are busy with and that need each other."""
 
     references: list[Any]
     names: list[str]
@@ -30,14 +30,8 @@ class PendingCall:
     """Ends the actors when some failed and others may wait for them for ever."""
     started: float = field(default_factory=time.monotonic)
 
-    def beside(self, references: Sequence[Any], names: Sequence[str]) -> PendingCall:
-        """Wait for these calls too; their results come last."""
-        self.references += references
-        self.names += names
-        return self
-
     def results(self) -> list[Any]:
-        """What the actors returned, in the order of the calls. Raises as :meth:`ActorGroup.call` does."""
+        """Return what the actors returned, in the order of the calls. Raises as :meth:`ActorGroup.call` does."""
         waiting = {reference: number for number, reference in enumerate(self.references)}
         failures: dict[int, Exception] = {}
         deadline = self.started + self.timeout_s
@@ -54,7 +48,8 @@ class PendingCall:
             self._fail(failures)
         if waiting:
             self._fail_stuck(sorted(waiting.values()))
-        return ray.get(self.references)
+        results: list[Any] = ray.get(self.references)
+        return results
 
     def _fail(self, failures: dict[int, Exception]) -> None:
         """Raise the failure that explains the others: a process that died, else the first error."""
@@ -113,9 +108,9 @@ class ActorGroup:
         return PendingCall(references, list(self.names), phase or method, timeout_s or self.timeout_s, self.kill)
 
     def call(self, method: str, *args: Any, **options: Any) -> list[Any]:
-        """Results of ``method`` on all ranks, by rank; ``options`` as for :meth:`start`.
+        """Return the results of ``method`` on all ranks, by rank; ``options`` as for :meth:`start`.
 
-        A rank's error becomes everybody's: a SkyRLMegatronError as it is, a ValueError as DistributedError naming
+        A rank's error is raised for all: a SkyRLMegatronError as it is, a ValueError as DistributedError naming
         role, rank, process and phase, anything else with its traceback. When ranks are left waiting for a failed one,
         or the deadline passes, all actors of the group are killed first.
         """

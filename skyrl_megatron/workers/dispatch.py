@@ -39,19 +39,19 @@ class ShardedBatch:
     """Reference to each chunk."""
     size: int
 
-    def arguments(self, places: Sequence[RankInfo]) -> list[tuple[Any]]:
-        """The chunk of each rank."""
-        return [(self.chunks[place.dp_rank],) for place in places]
+    def arguments(self, ranks: Sequence[RankInfo]) -> list[tuple[Any]]:
+        """Return the chunk of each rank."""
+        return [(self.chunks[rank.dp_rank],) for rank in ranks]
 
-    def collect(self, places: Sequence[RankInfo], results: Sequence[np.ndarray | None]) -> Tensor:
-        """[B, …] in the order of the batch, from the ranks that collect."""
+    def collect(self, ranks: Sequence[RankInfo], results: Sequence[np.ndarray | None]) -> Tensor:
+        """Return [B, …] in the order of the batch, from the ranks that collect."""
         out: np.ndarray | None = None
-        for place, result in zip(places, results, strict=True):
-            if place.collects:
+        for rank, result in zip(ranks, results, strict=True):
+            if rank.collects:
                 assert result is not None
                 if out is None:
                     out = np.zeros((self.size, *result.shape[1:]), result.dtype)
-                mine = self.rows[place.dp_rank]
+                mine = self.rows[rank.dp_rank]
                 out[mine] = result[: len(mine)]
         assert out is not None, "no rank collects"
         return torch.from_numpy(out)
@@ -84,16 +84,15 @@ def _filled(batch: TrainingBatch, rows: int) -> TrainingBatch:
 
 
 def to_arrays(batch: TrainingBatch) -> dict[str, Any]:
-    """The batch with NumPy arrays, which Ray keeps outside its pickles and shares between processes of a node."""
+    """Return the fields of ``batch`` with NumPy arrays, which Ray shares between processes of a node."""
     fields = {item.name: getattr(batch, item.name) for item in dataclasses.fields(batch)}
     return {name: value.numpy() if isinstance(value, Tensor) else value for name, value in fields.items()}
 
 
 def from_arrays(arrays: dict[str, Any]) -> TrainingBatch:
-    """The inverse of :func:`to_arrays`, with memory of its own."""
-    return TrainingBatch(
-        **{
-            name: torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
-            for name, value in arrays.items()
-        }
-    )
+    """Return the batch of :func:`to_arrays`, with memory of its own."""
+    fields: dict[str, Any] = {
+        name: torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
+        for name, value in arrays.items()
+    }
+    return TrainingBatch(**fields)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +38,7 @@ class MegatronWorker:
         self.rank, self.world_size = rank, world_size
 
     def address(self) -> tuple[str, int]:
-        """Where rank 0 of the process group will listen."""
+        """Return where rank 0 of the process group will listen."""
         return ray.util.get_node_ip_address(), free_port()
 
     def build(
@@ -64,7 +63,7 @@ class MegatronWorker:
         os.environ |= {"RANK": str(self.rank), "WORLD_SIZE": str(self.world_size), "LOCAL_RANK": "0"}
         device.set_local_device(0)  # Ray shows each actor its own device only
         timeout = datetime.timedelta(seconds=cfg.trainer.phase_timeout_s)
-        store = dist.TCPStore(*address, self.world_size, self.rank == 0, timeout)
+        store = dist.TCPStore(*address, self.world_size, self.rank == 0, timeout)  # type: ignore[attr-defined]
         dist.init_process_group(
             device.collective_backend(), store=store, rank=self.rank, world_size=self.world_size, timeout=timeout
         )
@@ -80,12 +79,14 @@ class MegatronWorker:
 
     # ------------------------------------------------------------------ computing
     def flops(self) -> ModelFlops:
-        """What sequences cost: the measure that batches are balanced by."""
+        """Return what sequences cost: the measure that batches are balanced by."""
         return self.engine.flops
 
     def compute_logprobs(self, chunk: Arrays) -> np.ndarray | None:
-        """[rows, T] float32, nats: of this replica's rows, on the rank that collects. An array: Megatron changes how
-        tensors are pickled, and a driver that reads one imports all of Megatron first."""
+        """Return [rows, T] float32, nats, of this replica's rows on the rank that collects, None elsewhere.
+
+        An array: Megatron changes how tensors are pickled, and a driver that reads one imports all of Megatron first.
+        """
         from skyrl_megatron.workers.dispatch import from_arrays
 
         logprobs = self.engine.compute_logprobs(from_arrays(chunk))
@@ -94,17 +95,17 @@ class MegatronWorker:
     def train_mini_batch(
         self, registry: RegistryVersion, algorithm: Mapping[str, Any], chunk: Arrays
     ) -> dict[str, float]:
-        """One optimizer step on a mini-batch; the same metrics on every rank, but for the speed of its own.
+        """Take an optimizer step on a mini-batch; all metrics but those of a rank's own speed are equal on all ranks.
 
-        ``algorithm``: fields of ``trainer.algorithm`` that differ for this step.
+        ``algorithm``: fields of ``trainer.algorithm`` that the objective of this step has other values of.
         """
+        from skyrl_megatron.algorithms.objective import PolicyObjective
         from skyrl_megatron.algorithms.registry import ensure_registry_version
         from skyrl_megatron.workers.dispatch import from_arrays
 
         ensure_registry_version(registry)
-        with _changed(self.cfg.trainer.algorithm, algorithm):
-            metrics = self.engine.forward_backward(from_arrays(chunk))
-        return metrics | self.optim_step()
+        objective = PolicyObjective(dataclasses.replace(self.cfg.trainer.algorithm, **algorithm))
+        return self.engine.forward_backward(from_arrays(chunk), objective=objective) | self.optim_step()
 
     def optim_step(self) -> dict[str, float]:
         """Step on the gradients added since the last one."""
@@ -123,14 +124,14 @@ class MegatronWorker:
         self.engine.lr_schedule = build_lr_schedule(self.engine.optimizer, settings, total_steps)
 
     def memory_bytes(self) -> int:
-        """Peak of this process so far."""
+        """Return the peak of this process so far."""
         from skyrl_megatron import device
 
         return device.peak_memory_bytes()
 
     # ------------------------------------------------------------------ weights for the engines
     def weight_metadata(self) -> list[TensorMeta]:
-        """What this rank sends to the engines, in order."""
+        """List what this rank sends to the engines, in order."""
         from skyrl_megatron.config.rules.role_layout import weight_transport
         from skyrl_megatron.weight_sync.megatron_source import MegatronWeightSource
         from skyrl_megatron.weight_sync.sender import WeightSender
@@ -172,7 +173,7 @@ class MegatronWorker:
         self.writer.write(folder, self.role, step, self._state(), background=background)
 
     def wait_checkpoint(self, timeout_s: float) -> None:
-        """Until the background write has ended."""
+        """Wait until the background write has ended."""
         if hasattr(self, "writer"):
             self.writer.wait(timeout_s)
 
@@ -214,21 +215,8 @@ class MegatronWorker:
         return RankState(list(engine.chunks), engine.groups, optimizer, schedule)
 
 
-@contextlib.contextmanager
-def _changed(section: Any, fields: Mapping[str, Any]) -> Iterator[None]:
-    """``section`` with other values for the time of the block."""
-    before = {name: getattr(section, name) for name in fields}
-    for name, value in fields.items():
-        setattr(section, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(section, name, value)
-
-
 def _redirect_output(path: Path) -> None:
-    """Everything that this process prints from now on, libraries included, into a file."""
+    """Send what this process prints from now on, libraries included, to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):

@@ -31,7 +31,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class BundleAllocation:
-    """Bundles that somebody's actors take, one an actor, and the share of each bundle that an actor asks for.
+    """The bundles of a role's actors, one an actor, and the share of a bundle that an actor asks for.
 
     ``gpus``: of engines on GPUs that others use too: where the bundles lie, in order. A bundle has one of them, and an
     engine on several runs over the bundles behind its own.
@@ -43,7 +43,7 @@ class BundleAllocation:
     gpus: tuple[Gpu, ...] = ()
 
     def options(self, number: int, devices: int = 1) -> dict[str, Any]:
-        """``.options`` of actor ``number``, which takes ``devices`` GPUs (none are asked for on a CPU machine)."""
+        """Return ``.options`` of actor ``number``, which takes ``devices`` GPUs (none on a CPU machine)."""
         asked: dict[str, Any] = {"num_cpus": self.share}
         if device.has_cuda():
             asked["num_gpus"] = self.share * (1 if self.gpus else devices)
@@ -51,8 +51,9 @@ class BundleAllocation:
         return asked | {"scheduling_strategy": strategy}
 
     def visible_gpus(self, number: int, devices: int) -> list[str] | None:
-        """Ids of the GPUs that engine ``number`` of ``devices`` GPUs should see: its own, then the others of its node,
-        whose weights it reads (``weight_sync/transport_ipc.py``). None: those that Ray shows it.
+        """Return ids of the GPUs that engine ``number`` of ``devices`` GPUs should see; None: those that Ray shows it.
+
+        Its own come first, then the others of its node, whose weights it reads (``weight_sync/transport_ipc.py``).
 
         Raises LaunchError for an engine that would lie on two nodes.
         """
@@ -116,7 +117,7 @@ def create_placement(cfg: SkyRLTrainConfig, timeout_s: float = READY_TIMEOUT_S) 
 
 
 def reserve(who: str, bundles: list[dict[str, float]], timeout_s: float = READY_TIMEOUT_S) -> PlacementGroup:
-    """A placement group that is ready. Raises LaunchError after ``timeout_s`` naming what the cluster lacks."""
+    """Return a placement group that is ready. Raises LaunchError after ``timeout_s`` naming what the cluster lacks."""
     group = placement_group(bundles, strategy="PACK")
     if group.wait(timeout_s):
         return group
@@ -125,7 +126,7 @@ def reserve(who: str, bundles: list[dict[str, float]], timeout_s: float = READY_
 
 
 def shortage(bundles: list[dict[str, float]]) -> str:
-    """What ``bundles`` need against what the cluster has, as a sentence."""
+    """Say what ``bundles`` need against what the cluster has."""
     needed: Counter[str] = Counter()
     for bundle in bundles:
         needed.update(bundle)
@@ -145,13 +146,13 @@ def _bundle(devices: int) -> dict[str, float]:
 
 
 def _by_node(group: PlacementGroup) -> tuple[int, ...]:
-    """Bundles ordered by node, so that neighbouring ranks share one (tp groups lie inside nodes)."""
+    """Return the bundles ordered by node, so that neighbouring ranks share one (tp groups lie inside nodes)."""
     nodes = placement_group_table(group)["bundles_to_node_id"]
     return tuple(sorted(range(group.bundle_count), key=lambda bundle: (nodes[bundle], bundle)))
 
 
 def _gpus(group: PlacementGroup, bundles: tuple[int, ...], share: float) -> tuple[Gpu, ...]:
-    """The GPU behind each bundle, told by a task that runs there. Raises LaunchError."""
+    """Return the GPU behind each bundle, which a task there reports. Raises LaunchError."""
     asked = [
         _own_gpu.options(num_gpus=share, scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)).remote()
         for bundle in bundles

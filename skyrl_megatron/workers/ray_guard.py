@@ -37,7 +37,7 @@ def guard_agents() -> None:
 
 
 def _watch(starter: int, agents: set[int]) -> None:
-    """Handles of processes (``pidfd_open``): wait for the end of ``starter`` and end what is left of ``agents``."""
+    """Wait for the end of ``starter`` and end what is left of ``agents``; both are handles of ``pidfd_open``."""
     waiting = select.poll()
     for handle in (starter, *agents):
         waiting.register(handle, select.POLLIN)

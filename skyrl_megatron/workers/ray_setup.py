@@ -7,6 +7,7 @@ With ``RAY_ADDRESS`` set (``auto``: a cluster that this machine belongs to) the 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import sys
@@ -38,7 +39,7 @@ CONNECT_TIMEOUT_S = 10.0
 
 
 def worker_environment(cfg: SkyRLTrainConfig | None = None) -> dict[str, str]:
-    """Variables of every actor: one thread per process unless told otherwise, and what the user exported.
+    """Return the variables of every actor: one thread per process unless told otherwise, and what the user exported.
 
     With ``cfg``, those that its options need: Megatron overlaps communication with computation only when the device
     runs kernels in the order of their launch (CUDA_DEVICE_MAX_CONNECTIONS=1).
@@ -65,7 +66,7 @@ def _orders_kernels(cfg: SkyRLTrainConfig) -> bool:
 
 
 def logical_slots(cfg: SkyRLTrainConfig) -> int:
-    """CPUs that a Ray of our own offers: a slot for each rank and engine process, and some to spare."""
+    """Return how many CPUs a Ray of our own offers: a slot for each rank and engine process, and some to spare."""
     ranks = sum(role_world_size(cfg.trainer.placement, role) for role in active_roles(cfg))
     engine = cfg.generator.inference_engine
     engines = engine.num_engines * engine_ranks(cfg) if engine.run_engines_locally else 0
@@ -83,7 +84,7 @@ def initialize_ray(cfg: SkyRLTrainConfig, *, log_to_driver: bool = True) -> None
     if not ray.is_initialized():
         environment = {"env_vars": worker_environment(cfg)}
         if address := os.environ.get("RAY_ADDRESS"):
-            _join(address, environment)
+            _join(address, environment, show_output=log_to_driver)
         else:
             slots = max(logical_slots(cfg), os.cpu_count() or 1) if device.has_cuda() else logical_slots(cfg)
             _start(slots, environment, None if device.has_cuda() else CPU_STORE_BYTES, show_output=log_to_driver)
@@ -92,7 +93,7 @@ def initialize_ray(cfg: SkyRLTrainConfig, *, log_to_driver: bool = True) -> None
 
 @contextlib.contextmanager
 def local_ray(slots: int, *, object_store_bytes: int = 256 << 20) -> Iterator[None]:
-    """A Ray of our own for the enclosed block, with ``slots`` logical CPUs. Its processes end with the block."""
+    """Run a Ray of our own with ``slots`` logical CPUs; its processes end with the block."""
     environment = {"env_vars": worker_environment() | {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}}
     _start(slots, environment, object_store_bytes, show_output=bool(os.environ.get("SKYRL_WORKER_LOGS")))
     try:
@@ -112,7 +113,7 @@ def _start(slots: int, environment: dict[str, Any], store_bytes: int | None, *, 
                 include_dashboard=False,
                 object_store_memory=store_bytes,
                 log_to_driver=show_output,
-                logging_level="ERROR",
+                logging_level=logging.ERROR,
                 runtime_env=environment,
                 _node_ip_address=LOOPBACK,
             )
@@ -124,10 +125,10 @@ def _start(slots: int, environment: dict[str, Any], store_bytes: int | None, *, 
                 raise LaunchError(f"Ray did not start on {LOOPBACK}: {_first_line(error)}") from error
 
 
-def _join(address: str, environment: dict[str, Any]) -> None:
+def _join(address: str, environment: dict[str, Any], *, show_output: bool) -> None:
     try:
         _require_listener(address)
-        ray.init(address=address, runtime_env=environment, logging_level="ERROR")
+        ray.init(address=address, runtime_env=environment, log_to_driver=show_output, logging_level=logging.ERROR)
     except Exception as error:
         ray.shutdown()
         raise LaunchError(
@@ -139,7 +140,7 @@ def _join(address: str, environment: dict[str, Any]) -> None:
 
 
 def _require_listener(address: str) -> None:
-    """Raises OSError when nobody listens at ``host:port``, where Ray itself would end the process."""
+    """Raise OSError when nobody listens at ``host:port``, where Ray itself would end the process."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
         socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
@@ -147,14 +148,14 @@ def _require_listener(address: str) -> None:
 
 @ray.remote(num_cpus=0)
 def _installation() -> tuple[str, str]:
-    """(interpreter, folder of this package) as a node sees them."""
+    """Return (interpreter, folder of this package) as a node sees them."""
     import skyrl_megatron
 
     return sys.executable, str(Path(skyrl_megatron.__file__).parent)
 
 
 def _check_nodes() -> None:
-    """Every node must have this environment at the same path: its workers import from there."""
+    """Raise LaunchError for a node without this environment at the same path: its workers import from there."""
     here = str(Path(__file__).resolve().parents[1])
     asked = {
         node["NodeManagerAddress"]: _installation.options(

@@ -21,19 +21,20 @@ if TYPE_CHECKING:
     from skyrl_megatron.workers.placement import BundleAllocation
 
 ADDRESS_TIMEOUT_S = 120.0
-SUMMED = ("tokens_per_second_per_rank", "flops_per_second_per_rank", "mfu")
+AVERAGED = ("tokens_per_second_per_rank", "flops_per_second_per_rank", "mfu")
 """Metrics of a rank's own speed, averaged over replicas; those that name a peak are the largest."""
 
 
 class WorkerGroup:
-    """The ranks of ``role``, started on ``place``. :meth:`build` must come first; :meth:`start` of it only begins."""
+    """The ranks of ``role``, started on ``place``. :meth:`start_building` and :meth:`finish_building` come first."""
 
     def __init__(self, cfg: SkyRLTrainConfig, role: str, place: BundleAllocation) -> None:
         self.cfg, self.name = cfg, role
         world = role_world_size(cfg.trainer.placement, role)
-        actors = [MegatronWorker.options(**place.options(rank)).remote(rank, world) for rank in range(world)]
+        actor: Any = MegatronWorker
+        actors = [actor.options(**place.options(rank)).remote(rank, world) for rank in range(world)]
         self.group = ActorGroup(role, actors, cfg.trainer.phase_timeout_s)
-        self.places: list[RankInfo] = []
+        self.ranks: list[RankInfo] = []
         self._building: Any = None
 
     # ------------------------------------------------------------------ start
@@ -45,9 +46,9 @@ class WorkerGroup:
 
     def finish_building(self) -> None:
         """Wait until all ranks hold their part of the model. Raises what they raised."""
-        self.places = self._building.results()
+        self.ranks = self._building.results()
         self.group.names = [
-            f"{self.name} rank {rank} (pid {place.pid} on {place.node})" for rank, place in enumerate(self.places)
+            f"{self.name} rank {rank} (pid {info.pid} on {info.node})" for rank, info in enumerate(self.ranks)
         ]
         self.flops = self.group.call("flops")[0]
 
@@ -59,7 +60,7 @@ class WorkerGroup:
     @property
     def dp_size(self) -> int:
         """Number of data-parallel replicas."""
-        return self.places[0].dp_size
+        return self.ranks[0].dp_size
 
     # ------------------------------------------------------------------ computing
     def dispatch(self, batch: TrainingBatch) -> ShardedBatch:
@@ -67,24 +68,24 @@ class WorkerGroup:
         return dispatch(batch, self.dp_size, self.flops)
 
     def compute_logprobs(self, batch: TrainingBatch, phase: str = "") -> Tensor:
-        """[B, T] float32, nats: log-probs of the response tokens under this role's weights."""
+        """Return [B, T] float32, nats: log-probs of the response tokens under this role's weights."""
         return self.start_logprobs(batch, phase)()
 
     def start_logprobs(self, batch: TrainingBatch, phase: str = "") -> Callable[[], Tensor]:
         """Begin to compute log-probs, so that roles on devices of their own work at the same time; call the result."""
         sharded = self.dispatch(batch)
-        each = sharded.arguments(self.places)
+        each = sharded.arguments(self.ranks)
         pending = self.group.start("compute_logprobs", phase=phase or f"{self.name} log-probs", each=each)
-        return lambda: sharded.collect(self.places, pending.results())
+        return lambda: sharded.collect(self.ranks, pending.results())
 
     def train_mini_batch(self, sharded: ShardedBatch, **algorithm: Any) -> dict[str, float]:
-        """One optimizer step on the rows of ``sharded``; metrics of the whole mini-batch.
+        """Take an optimizer step on the rows of ``sharded``; returns metrics of the whole mini-batch.
 
-        ``algorithm``: fields of ``trainer.algorithm`` that differ for this step.
+        ``algorithm``: fields of ``trainer.algorithm`` that the objective of this step has other values of.
         """
         arguments = (registry_version(), algorithm)
         results = self.group.call(
-            "train_mini_batch", *arguments, phase=f"train {self.name}", each=sharded.arguments(self.places)
+            "train_mini_batch", *arguments, phase=f"train {self.name}", each=sharded.arguments(self.ranks)
         )
         return self._merged(results)
 
@@ -93,11 +94,11 @@ class WorkerGroup:
         self.group.call("restart_schedule", lr, total_steps)
 
     def _merged(self, results: list[dict[str, float]]) -> dict[str, float]:
-        """Metrics are equal on all ranks but for those of a rank's own speed and memory."""
-        collected = [result for place, result in zip(self.places, results, strict=True) if place.collects]
+        """Merge what ranks measured: equal on all of them but for their own speed and memory."""
+        collected = [result for info, result in zip(self.ranks, results, strict=True) if info.collects]
         merged = dict(collected[0])
         for name in merged:
-            if name in SUMMED:
+            if name in AVERAGED:
                 merged[name] = sum(result[name] for result in collected) / len(collected)
             elif name.startswith("peak_"):
                 merged[name] = max(result[name] for result in results)
@@ -105,11 +106,11 @@ class WorkerGroup:
 
     # ------------------------------------------------------------------ state
     def save_checkpoint(self, folder: str, step: int, *, background: bool) -> None:
-        """Every rank writes its share into ``folder``, or copies it and writes behind the training."""
+        """Write every rank's share into ``folder``; with ``background``, return once it has been copied."""
         self.group.call("save_checkpoint", folder, step, background, phase="save checkpoint")
 
     def wait_checkpoint(self) -> None:
-        """Until background writes have ended; raises CheckpointError when one failed."""
+        """Wait until background writes have ended. Raises CheckpointError when one failed."""
         self.group.call("wait_checkpoint", self.group.timeout_s, phase="save checkpoint")
 
     def load_checkpoint(self, folder: str) -> int:
@@ -121,12 +122,12 @@ class WorkerGroup:
         self.group.call("export_hf", folder, phase="export")
 
     def state_hashes(self) -> list[dict[str, str]]:
-        """SHA-256 of weights, moments and random states, by rank."""
+        """Return SHA-256 of weights, moments and random states, by rank."""
         hashes: list[dict[str, str]] = self.group.call("state_hashes")
         return hashes
 
     def memory_bytes(self) -> int:
-        """Largest peak of a rank so far."""
+        """Return the largest peak of a rank so far."""
         return int(max(self.group.call("memory_bytes")))
 
     def stop(self) -> None:

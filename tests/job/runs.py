@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import secrets
 import subprocess
 import sys
+import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,18 +136,22 @@ def arguments(folder, **overrides):
     return [f"{key}={value}" for key, value in keys.items()]
 
 
-def start(folder, body="", **overrides):
+def environment(folder):
+    """Variables of a run's processes, which import the package and what is in ``folder``."""
+    path = f"{Path(__file__).resolve().parents[2]}:{folder}"
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": path}
+
+
+def start(folder, body="", *, variables=None, **overrides):
     """The process of a small run; ``body``: Python that changes ``Trainer`` or ``Exp`` before it starts."""
     script = folder / "script.py"
     script.write_text(EXPERIMENT.replace("{body}", body))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    environment["PYTHONPATH"] = f"{Path(__file__).resolve().parents[2]}:{folder}"
     return subprocess.Popen(
         [sys.executable, str(script), *arguments(folder, **overrides)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment,
+        env=environment(folder) | (variables or {}),
     )
 
 
@@ -156,3 +164,27 @@ def finish(process, folder):
 def run(folder, body="", **overrides):
     """A small run from start to end."""
     return finish(start(folder, body, **overrides), folder)
+
+
+@contextlib.contextmanager
+def cluster(folder):
+    """A Ray cluster of one node on the loopback interface, for the block: the variables of a run that joins it."""
+    from skyrl_megatron.workers.ports import LOOPBACK, free_port
+
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    address = f"{LOOPBACK}:{free_port()}"
+    with tempfile.TemporaryDirectory(prefix="ray-") as files:
+        command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--num-cpus=8"]
+        command += [f"--node-ip-address={LOOPBACK}", f"--port={address.rpartition(':')[2]}", f"--temp-dir={files}"]
+        command += ["--include-dashboard=false", "--disable-usage-stats", f"--object-store-memory={256 << 20}"]
+        with (folder / "cluster.log").open("w") as log:
+            head = subprocess.Popen(command, stdout=log, stderr=log, env=environment(folder) | token)
+        try:
+            deadline = time.monotonic() + 90
+            while "Ray runtime started" not in (folder / "cluster.log").read_text():
+                assert head.poll() is None and time.monotonic() < deadline, (folder / "cluster.log").read_text()
+                time.sleep(0.2)
+            yield token | {"RAY_ADDRESS": address}
+        finally:
+            head.terminate()
+            head.wait(60)

@@ -3,7 +3,7 @@
 
 def test_prompts_with_one_reward_throughout_leave_the_loss():
     from skyrl_megatron.data.batch import collate
-    from skyrl_megatron.trainer.experience import mask_groups_without_variety
+    from skyrl_megatron.trainer.batches import mask_groups_without_variety
 
     def batch(rewards):
         return collate([[1]] * 4, [[2, 3], [2], [2, 3], [2]], uids=["a", "a", "b", "b"], rewards=rewards)

@@ -56,7 +56,7 @@ def test_a_signal_cancels_what_is_under_way():
 
     with StopSignal() as stop, LoopThread() as loop:
         with pytest.raises(StopRequested):
-            stop.run(loop, work())
+            loop.run(work(), stop=stop)
         assert cancelled.is_set()
         with pytest.raises(CancelledError):
             loop.run(_cancelled())

@@ -1,6 +1,7 @@
 """The main job end to end: real Ray, Megatron ranks and vLLM engine, short runs, everything they leave behind."""
 
 import os
+import re
 import signal
 
 import psutil
@@ -25,6 +26,14 @@ def folder(tmp_path):
 
 
 SAYS_WHAT_IS_IMPORTED = """
+import os, warnings
+from skyrl_megatron.errors import SkyRLMegatronWarning
+def train_steps(self):
+    os.write(2, b"a library in C++ says something\\n")
+    print("a library in Python says something", file=sys.stderr)
+    warnings.warn("what a user should know", SkyRLMegatronWarning)
+    RayPPOTrainer.train_steps(self)
+Trainer.train_steps = train_steps
 def finish(self):
     RayPPOTrainer.finish(self)
     print("the driver imports megatron:", "megatron" in sys.modules)
@@ -44,6 +53,7 @@ def test_a_run_its_files_and_its_continuation(folder):
     done = runs.run(folder, SAYS_WHAT_IS_IMPORTED, **reference, **kept).check()
     assert descendants() == before, "a process was left behind"
     assert "the driver imports megatron: False" in done.out
+    check_lines(done)
     first, one, two = done.lines
     assert first["step"] == 0 and first["eval/all/avg_score"] == first["eval/sums/avg_score"]
     for line in (one, two):
@@ -78,6 +88,67 @@ def test_a_run_its_files_and_its_continuation(folder):
     assert f"resumed from {folder}/ckpts/global_step_2 (step 2 of 3)" in again.out
     assert [line["step"] for line in again.lines] == [0, 1, 2, 3]
     assert again.lines[3][GAP] <= AGREE, "the engine got the weights of the checkpoint"
+
+
+def check_lines(done):
+    """The console: phases with their seconds, steps, files; library noise is in console.log."""
+    assert done.err == "warning: what a user should know\n"
+    out, log = done.out.splitlines(), (done.folder / "logs/skyrl/run/console.log").read_text()
+    assert [line.partition(":")[0] for line in out[:7]] == [
+        "command",
+        "ray",
+        "data",
+        "placement",
+        "engines",
+        "models",
+        "weights",
+    ]
+    assert all(re.fullmatch(r".*  +\d+\.\d s", line) and line in log for line in out[:8])
+    assert out[7].startswith("evaluation: ") and re.fullmatch(r"eval at step 0 · score 0\.\d{3}", out[8])
+    assert "a library in C++ says something\n" in log and "a library in Python says something\n" in log
+    run, steps = f"{done.folder}/logs/skyrl/run", f"{done.folder}/{{}}/global_step_2"
+    assert re.fullmatch(r"score: \d\.\d{3} before · \d\.\d{3} after", out[-7])
+    assert out[-6:-1] == [
+        f"metrics: {run}/metrics.jsonl",
+        f"curves: {run}/curves.png",
+        f"report: {run}/report.html",
+        f"checkpoint: {steps.format('ckpts')}",
+        f"exported model: {steps.format('exports')}/policy",
+    ]
+
+
+IN_THE_CLUSTER = """
+def start(self):
+    register("digits", "digits:Digits")
+    return BasePPOExp.start(self)
+Exp.start = start
+"""
+
+
+@pytest.mark.full_matrix
+def test_lines_of_a_run_in_a_cluster_appear_once_and_at_once(folder):
+    """A cluster is joined; Ctrl-C here ends the run there, with everything saved; an error is one message here."""
+    with runs.cluster(folder) as joining:
+        keys = {"trainer__epochs": 20, "trainer__max_training_steps": 200}
+        process = runs.start(folder, IN_THE_CLUSTER, variables=joining, **keys)
+        try:
+            lines = list(until_line(process, "step 3/200"))
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=120)
+        finally:
+            process.kill()
+        assert process.returncode == 130 and err == "interrupted\n", err[-4000:]
+        lines += out.splitlines()
+        saved = int((folder / "ckpts/latest_ckpt_global_step.txt").read_text())
+        assert saved >= 3
+        assert [line.partition(":")[0] for line in lines[:3]] == ["command", "ray", "data"]
+        steps = [line.split()[1] for line in lines if line.startswith("step ")]
+        assert steps == [f"{number}/200" for number in range(1, saved + 1)]
+        assert f"stopped after step {saved}; the same command continues from there" in lines
+        assert lines[-1] == f"checkpoint: {folder}/ckpts/global_step_{saved}"
+        failed = runs.finish(runs.start(folder, variables=joining), folder)
+        assert failed.returncode == 1
+        assert failed.err.startswith("no environment 'digits'") and "Traceback" not in failed.err
 
 
 SEED_SCRIPT = """\
@@ -230,8 +301,9 @@ Trainer.train_steps = train_steps
 """
 
 
-def await_line(process, text):
+def until_line(process, text):
     for line in process.stdout:
+        yield line.rstrip()
         if text in line:
             return
     raise AssertionError(f"the run ended without {text!r}: {process.stderr.read()[-4000:]}")
@@ -245,7 +317,7 @@ def test_a_run_that_is_ended_leaves_nothing_and_loses_nothing(folder, number):
     process = runs.start(folder, SLOW, trainer__epochs=20, trainer__max_training_steps=200, trainer__ckpt_interval=2)
     children = []
     try:
-        await_line(process, "step 3/200")
+        list(until_line(process, "step 3/200"))
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(number)
         out, err = process.communicate(timeout=120)

@@ -92,13 +92,13 @@ def test_a_tracker_without_its_package_is_one_message(tmp_path):
 def test_a_tracker_that_fails_costs_no_run(tmp_path):
     """A real wandb client package is not needed: any client object may raise."""
     from skyrl_megatron.errors import SkyRLMegatronWarning
-    from skyrl_megatron.trainer.tracking import Named, Tracking
+    from skyrl_megatron.trainer.tracking import NamedTracker, Tracking
 
     def fail(metrics, number):
         raise ConnectionError("the server is away")
 
     tracking = Tracking(config(tmp_path))
-    tracking._named = Named("wandb", fail, lambda: None)
+    tracking._named = NamedTracker("wandb", fail, lambda: None)
     tracking.open(total_steps=2)
     with pytest.warns(SkyRLMegatronWarning, match="trainer.logger=wandb failed .*the server is away"):
         tracking.log(step(1, 0.1), 1)

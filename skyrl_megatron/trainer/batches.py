@@ -1,0 +1,43 @@
+"""Preparing what a step trains on: a reward for each token, rows that teach nothing masked, the batch dumped."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from skyrl_megatron.algorithms.advantages.groups import varied_rows
+from skyrl_megatron.rollout.interface import GeneratorOutput
+from skyrl_megatron.types import TrainingBatch
+
+
+def with_token_rewards(output: GeneratorOutput) -> GeneratorOutput:
+    """Return ``output`` with a reward for each token: a row's single reward stands on its last token."""
+    given: Sequence[float | list[float]] = output["rewards"]
+    rewards = [
+        reward if isinstance(reward, list) else [*[0.0] * (len(response) - 1), float(reward)][: len(response)]
+        for reward, response in zip(given, output["response_ids"], strict=True)
+    ]
+    return {**output, "rewards": rewards}
+
+
+def mask_groups_without_variety(batch: TrainingBatch) -> float:
+    """Mask the rows of prompts whose rewards are all equal, unless that leaves nothing; return how many there are."""
+    assert batch.rewards is not None
+    scores = (batch.rewards * batch.response_mask).sum(dim=1)
+    varied = varied_rows(scores, batch.uids, batch.loss_mask)
+    if (batch.loss_mask * varied[:, None]).any():
+        batch.loss_mask *= varied[:, None]
+    return float((~varied).sum())
+
+
+def dump_batch(batch: TrainingBatch, folder: Path, step: int) -> None:
+    """Write the tensors of ``batch`` to ``folder/global_step_N.safetensors``."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    fields = {item.name: getattr(batch, item.name) for item in dataclasses.fields(batch)}
+    tensors = {name: value.contiguous() for name, value in fields.items() if isinstance(value, Tensor)}
+    save_file(tensors, str(folder / f"global_step_{step}.safetensors"))

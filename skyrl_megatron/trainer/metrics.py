@@ -1,0 +1,64 @@
+"""The numbers of a step: what its rewards, advantages and optimizer steps are summed up to, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from skyrl_megatron.algorithms.metrics import metric_values, moments
+from skyrl_megatron.rollout.interface import GeneratorOutput
+from skyrl_megatron.rollout.rewards import get_metrics_from_generator_output
+from skyrl_megatron.types import TrainingBatch
+
+RENAMED = {"lr": "policy_lr"}
+
+
+def reward_metrics(output: GeneratorOutput, uids: Sequence[str], samples: int) -> dict[str, float]:
+    """Return ``reward/…`` over the prompts, with ``samples`` responses each, and what the generator measured."""
+    scores = get_metrics_from_generator_output(output, uids)
+    metrics = {
+        f"reward/avg_pass_at_{samples}": scores["pass_at_n"],
+        "reward/avg_raw_reward": scores["avg_score"],
+        "reward/mean_positive_reward": scores["mean_positive_reward"],
+    }
+    return {name: value for name, value in metrics.items() if value is not None} | {
+        name: float(value) for name, value in (output["rollout_metrics"] or {}).items()
+    }
+
+
+def logprob_diff_metrics(batch: TrainingBatch) -> dict[str, float]:
+    """Return moments of |log-prob of the trainer − of the engine|, nats, over the tokens trained on; {} without the
+    engine's."""
+    if batch.rollout_logprobs is None or batch.old_logprobs is None:
+        return {}
+    name = "policy/rollout_train_logprobs_abs_diff"
+    return metric_values(moments(name, (batch.old_logprobs - batch.rollout_logprobs).abs(), batch.loss_mask))
+
+
+def advantage_metrics(batch: TrainingBatch) -> dict[str, float]:
+    """Return means of the advantages over the tokens trained on, and of the rewards behind them."""
+    assert batch.advantages is not None and batch.rewards is not None
+    advantages = batch.advantages[batch.loss_mask > 0]
+    return {
+        "loss/avg_final_rewards": batch.rewards.sum(dim=1).mean().item(),
+        "loss/avg_raw_advantages": advantages.mean().item() if len(advantages) else 0.0,
+        "loss/avg_raw_advantages_abs": advantages.abs().mean().item() if len(advantages) else 0.0,
+    }
+
+
+def policy_metrics(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return ``policy/…`` of a step: means over its optimizer steps; of extremes the extreme, of the rate the last."""
+    metrics: dict[str, float] = {}
+    for name in results[-1]:
+        values = [result[name] for result in results if name in result]
+        if name.endswith("_min"):
+            value = min(values)
+        elif name.endswith("_max") or name.startswith("peak_"):
+            value = max(values)
+        elif name == "lr":
+            value = values[-1]
+        elif name == "skipped":
+            value = sum(values)
+        else:
+            value = sum(values) / len(values)
+        metrics[f"policy/{RENAMED.get(name, name)}"] = value
+    return metrics
