@@ -26,17 +26,18 @@ class EnvSpec:
     """Its section of ``environment.skyrl_gym``. Empty: the one named like the id, if there is one."""
 
     def load(self) -> Callable[..., Any]:
-        """The class. Raises DataError when the entry point leads nowhere."""
+        """Return the class. Raises DataError when the entry point leads nowhere."""
         if not isinstance(self.entry_point, str):
             return self.entry_point
         module, _, name = self.entry_point.partition(":")
         try:
-            return getattr(importlib.import_module(module), name)
+            found: Callable[..., Any] = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError, ValueError) as error:
             raise DataError(
                 f"environment {self.id!r}: entry point {self.entry_point!r} cannot be loaded ({error}); it must read"
                 " module:Class"
             ) from error
+        return found
 
 
 _registry: dict[str, EnvSpec] = {}
@@ -52,7 +53,8 @@ def register(
     """Make an environment known under ``id`` in this process.
 
     ``entry_point``: ``"module:Class"`` or the class. The same registration again changes nothing; another one under an
-    id that is taken raises DataError. Register in the process that runs the rollouts (the entrypoint's).
+    id that is taken raises DataError. Register in the process that runs the rollouts: in a plugin
+    (:mod:`skyrl_megatron.plugins`), or in the script that starts the run.
     """
     spec_ = EnvSpec(id, entry_point, dict(kwargs or {}), config)
     if _registry.setdefault(id, spec_) != spec_:
@@ -68,7 +70,7 @@ def deregister(id: str) -> None:
 
 
 def spec(id: str) -> EnvSpec:
-    """The registration of an id, ours or ``skyrl_gym``'s. Raises DataError that lists what there is."""
+    """Return the registration of an id, ours or ``skyrl_gym``'s. Raises DataError that lists what there is."""
     found = _registry.get(id) or _gym_specs().get(id)
     if found is None:
         known = sorted({*_registry, *_gym_specs()})
@@ -77,18 +79,18 @@ def spec(id: str) -> EnvSpec:
 
 
 def registered() -> list[str]:
-    """All ids."""
+    """List all ids."""
     return sorted({*_registry, *_gym_specs()})
 
 
 def require(ids: Iterable[str]) -> None:
-    """Raises DataError for the first id that cannot be made."""
+    """Raise DataError for the first id that cannot be made."""
     for id in dict.fromkeys(ids):
         spec(id).load()
 
 
 def make(id: str, env_config: Any = None, extras: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
-    """A new environment for one episode; see :class:`BaseTextEnv` for the arguments.
+    """Make a new environment for one episode; see :class:`BaseTextEnv` for the arguments.
 
     Whatever has ``init``, ``step`` and ``close`` will do. Raises DataError for unknown ids and for classes that lack
     one of them; what the constructor raises passes through.
@@ -104,12 +106,12 @@ def make(id: str, env_config: Any = None, extras: Mapping[str, Any] | None = Non
 
 
 def config_of(id: str, gym_config: Any) -> Any:
-    """The section of ``environment.skyrl_gym`` that an environment reads; an empty dict when it has none."""
+    """Return the section of ``environment.skyrl_gym`` that an environment reads; an empty dict when it has none."""
     return getattr(gym_config, spec(id).config or id, {})
 
 
 def aggregate_metrics(id: str, metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Figures of a batch of episodes of one environment."""
+    """Aggregate the metrics of a batch of episodes of one environment."""
     aggregate = getattr(spec(id).load(), "aggregate_metrics", BaseTextEnv.aggregate_metrics)
     return dict(aggregate(list(metrics)))
 

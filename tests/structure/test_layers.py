@@ -20,12 +20,13 @@ LAYER = {
     "data": 1,
     "config": 0,
     "errors": 0,
+    "plugins": 0,
     "types": 0,
     "device": 0,
 }
 # First layer that may import the package, and files below it that may too.
 HEAVY = {
-    "ray": (6, {"skyrl_megatron/algorithms/registry.py"}),
+    "ray": (6, {"skyrl_megatron/algorithms/registry_sync.py"}),
     "vllm": (4, set()),
     "megatron": (2, {"bridges/megatron_io.py"}),
     "transformer_engine": (2, set()),
