@@ -27,7 +27,7 @@ SUPPORTED = (
 
 GROUP = "bridges.families"
 """Entry points that name a :class:`Family`, in packages that bring families of their own."""
-_registered: dict[str, Family] = {}
+_families: dict[str, Family] = {}  # model_type or alias → family
 
 
 def register(family: Family) -> Family:
@@ -35,35 +35,41 @@ def register(family: Family) -> Family:
 
     Raises :class:`BridgeError` when its ``model_type`` or an alias belongs to another family.
     """
-    for name in (family.model_type, *family.aliases):
-        known = _by_type().get(name)
-        if known is not None and known is not family:
-            raise BridgeError(f"model_type={name!r} belongs to the family {known.model_type}: register another name")
-    _registered[family.model_type] = family
-    return family
+    _load_installed()
+    return _add(family)
 
 
 def supported() -> tuple[str, ...]:
     """List the ``model_type`` values with a table of their own: built-in ones first, then registered ones."""
-    return tuple(dict.fromkeys(family.model_type for family in _by_type().values()))
+    _load_installed()
+    return tuple(dict.fromkeys(family.model_type for family in _families.values()))
+
+
+def _add(family: Family) -> Family:
+    for name in (family.model_type, *family.aliases):
+        if _families.setdefault(name, family) is not family:
+            owner = _families[name].model_type
+            raise BridgeError(f"model_type={name!r} belongs to the family {owner} already: it cannot be registered")
+    return family
 
 
 @cache
-def _installed() -> tuple[Family, ...]:
-    built_in = [import_module(f"bridges.families.{name}").FAMILY for name in SUPPORTED]
-    return (*built_in, *(point.load() for point in entry_points(group=GROUP)))
-
-
-def _by_type() -> dict[str, Family]:
-    families = [*_installed(), *_registered.values()]
-    return {name: family for family in families for name in (family.model_type, *family.aliases)}
+def _load_installed() -> None:
+    for name in SUPPORTED:
+        _add(import_module(f"bridges.families.{name}").FAMILY)
+    for point in entry_points(group=GROUP):
+        try:
+            _add(point.load())
+        except Exception as error:
+            raise BridgeError(f"entry point {GROUP}.{point.name}={point.value} cannot be loaded: {error}") from error
 
 
 def get_family(model_type: str) -> Family:
     """Return the family of a HF ``model_type`` or alias. Raises :class:`BridgeError` with the nearest name."""
-    families = _by_type()
-    if model_type in families:
-        return families[model_type]
-    near = difflib.get_close_matches(str(model_type), families, n=1, cutoff=0.5)
+    _load_installed()
+    if model_type in _families:
+        return _families[model_type]
+    near = difflib.get_close_matches(str(model_type), _families, n=1, cutoff=0.5)
     nearest = f"; nearest: {near[0]}" if near else ""
-    raise BridgeError(f"model_type={model_type!r} is not supported{nearest}. Supported: {', '.join(sorted(families))}")
+    known = ", ".join(sorted(_families))
+    raise BridgeError(f"model_type={model_type!r} is not supported{nearest}. Supported: {known}")

@@ -19,6 +19,7 @@ from skyrl_megatron.config.rules.training import training_problems
 from skyrl_megatron.config.schema.base import default_of, get_path, owner_of
 from skyrl_megatron.config.schema.root import SkyRLTrainConfig
 from skyrl_megatron.errors import ConfigError, Problem, SkyRLMegatronWarning
+from skyrl_megatron.plugins import load_plugins
 
 WITHOUT_EFFECT: Mapping[str, str] = {
     "trainer.sequence_parallel_backend": "context_parallel_size of megatron_config splits sequences",
@@ -40,7 +41,8 @@ WITHOUT_EFFECT: Mapping[str, str] = {
 
 
 def validate_cfg(cfg: SkyRLTrainConfig, hardware: Hardware | None = None) -> None:
-    """Fill in what depends on other fields and on the machine, warn of settings without effect, and check the rest.
+    """Import plugins, fill in what depends on other fields and on the machine, warn of settings without effect, and
+    check the rest.
 
     ``hardware``: what the run will get; None is this machine. Changes ``cfg`` in place (:mod:`.resolve`). Raises
     ConfigError with every problem, each naming key, value and fix.
@@ -52,6 +54,10 @@ def validate_cfg(cfg: SkyRLTrainConfig, hardware: Hardware | None = None) -> Non
 
 def find_problems(cfg: SkyRLTrainConfig, hardware: Hardware) -> list[Problem]:
     """As :func:`validate_cfg`, returning the problems."""
+    try:
+        load_plugins(cfg.trainer.plugins)
+    except ConfigError as error:  # what they register is unknown, and would be reported too
+        return list(error.problems)
     resolve.derive(cfg)
     problems = resolve.fit_to_hardware(cfg, hardware)
     _warn(cfg)
