@@ -11,6 +11,7 @@ import ray
 from skyrl_megatron.config.run_folder import save_config
 from skyrl_megatron.entrypoints.available import require_available
 from skyrl_megatron.envs import registry
+from skyrl_megatron.plugins import GENERATORS, load_plugins
 from skyrl_megatron.rollout.generator import SkyRLGymGenerator
 from skyrl_megatron.trainer import RayPPOTrainer
 from skyrl_megatron.trainer.tracking import Tracking
@@ -28,6 +29,7 @@ class BasePPOExp:
 
     def __init__(self, cfg: SkyRLTrainConfig) -> None:
         self.cfg = cfg
+        load_plugins(cfg.trainer.plugins)
         self.tokenizer = self.get_tokenizer()
         self.train_dataset = self.get_train_dataset()
         self.eval_dataset = self.get_eval_dataset()
@@ -70,7 +72,8 @@ class BasePPOExp:
         """What turns prompts into trajectories. Raises DataError for environments that are not registered."""
         for dataset in filter(None, (self.train_dataset, self.eval_dataset)):
             registry.require(dataset.env_classes(cfg.environment.env_class))
-        return SkyRLGymGenerator(
+        generator = GENERATORS.find(cfg.generator.name) or SkyRLGymGenerator
+        return generator(
             cfg.generator,
             cfg.environment.skyrl_gym,
             inference_engine_client,

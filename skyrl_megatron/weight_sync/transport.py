@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from skyrl_megatron import device
+from skyrl_megatron.plugins import TRANSPORTS
 
 DEFAULT_TIMEOUT_S = 120.0
 
@@ -36,7 +37,7 @@ def open_transport(
     listener: socket.socket | None = None,
 ) -> Transport:
     """The transport called ``name``; waits until all ``world_size`` members are there, at most ``timeout_s``."""
-    kind = importlib.import_module(f"skyrl_megatron.weight_sync.transport_{name}").Transport
+    kind = TRANSPORTS.find(name) or importlib.import_module(f"skyrl_megatron.weight_sync.transport_{name}").Transport
     return cast(Transport, kind(host, port, rank, world_size, timeout_s, listener))
 
 

@@ -14,6 +14,7 @@ import ray
 from skyrl_megatron.errors import EngineGoneError, SkyRLMegatronError
 from skyrl_megatron.inference.protocol import Generation, PauseMode, SampleRequest, WeightMetadata
 from skyrl_megatron.inference.vllm.engine import EngineSettings, VLLMEngine
+from skyrl_megatron.plugins import ENGINES
 
 
 @ray.remote(num_cpus=1, max_concurrency=4096)
@@ -21,10 +22,10 @@ class EngineActor:
     """Hands every call to its engine (``inference/protocol.py``). ``gpus``: ids of the GPUs to see instead of those
     that Ray gave it, its own first."""
 
-    def __init__(self, settings: EngineSettings, gpus: Sequence[str] | None = None) -> None:
+    def __init__(self, settings: EngineSettings, gpus: Sequence[str] | None = None, backend: str = "vllm") -> None:
         if gpus is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        self.engine = VLLMEngine(settings)
+        self.engine = (ENGINES.find(backend) or VLLMEngine)(settings)
 
     async def start(self) -> list[int]:
         """Start the engine; its process ids."""
@@ -114,10 +115,12 @@ class RayEngine:
     A lost actor becomes EngineGoneError; an error inside keeps its type, without the actor's traceback around it.
     """
 
-    def __init__(self, settings: EngineSettings, *, gpus: Sequence[str] | None = None, **options: Any) -> None:
+    def __init__(
+        self, settings: EngineSettings, *, backend: str = "vllm", gpus: Sequence[str] | None = None, **options: Any
+    ) -> None:
         """``gpus``: see :class:`EngineActor`. ``options``: of the actor, such as ``num_cpus`` or a
         ``scheduling_strategy``."""
-        self.actor = EngineActor.options(**options).remote(settings, gpus)
+        self.actor = EngineActor.options(**options).remote(settings, gpus, backend)
         self._processes: list[int] = []
         self._node: str | None = None
 

@@ -101,7 +101,8 @@ def _started(cfg: SkyRLTrainConfig, place: BundleAllocation) -> list[Callable[[]
     for number in range(cfg.generator.inference_engine.num_engines):
         settings = engine_settings(cfg, log_file=logs / f"engine_{number}.log")
         options = place.options(number, settings.workers)
-        made.append(partial(RayEngine, settings, gpus=place.visible_gpus(number, settings.workers), **options))
+        options["gpus"] = place.visible_gpus(number, settings.workers)
+        made.append(partial(RayEngine, settings, backend=cfg.generator.inference_engine.backend, **options))
     return made
 
 

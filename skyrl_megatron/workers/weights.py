@@ -10,6 +10,7 @@ import ray
 from skyrl_megatron import device
 from skyrl_megatron.config.hf_model import read_hf_config
 from skyrl_megatron.errors import DistributedError, SkyRLMegatronError
+from skyrl_megatron.plugins import TRANSPORTS
 from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def transport_of(cfg: SkyRLTrainConfig) -> str:
     cannot open its memory: gloo.
     """
     engine, placement = cfg.generator.inference_engine, cfg.trainer.placement
-    if not placement.colocate_all:
+    if not placement.colocate_all or engine.weight_sync_backend not in TRANSPORTS.built_in:
         return engine.weight_sync_backend
     return "ipc" if placement.policy_num_nodes == engine.data_parallel_size == 1 else device.GLOO
 

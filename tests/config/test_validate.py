@@ -353,7 +353,7 @@ def test_a_built_in_loss_without_a_name_or_a_function_cannot_be_imported(lacking
         functions["nameless"] = functions["regular"]
     else:
         del functions["cispo"]
-    with pytest.raises(AlgorithmError, match=r"policy loss: (nameless|cispo): .* config/names\.py"):
+    with pytest.raises(AlgorithmError, match=r"policy loss: (nameless|cispo): .*config/names\.py"):
         losses.PolicyLossRegistry.add_builtins(losses.PolicyLossType, functions)
     assert sorted(losses.PolicyLossRegistry.list_available()) == sorted(losses.PolicyLossType)
 
