@@ -35,7 +35,7 @@ def register(family: Family) -> Family:
 
     Raises :class:`BridgeError` when its ``model_type`` or an alias belongs to another family.
     """
-    _load_installed()
+    _load_built_in()
     return _add(family)
 
 
@@ -54,9 +54,14 @@ def _add(family: Family) -> Family:
 
 
 @cache
-def _load_installed() -> None:
+def _load_built_in() -> None:
     for name in SUPPORTED:
         _add(import_module(f"bridges.families.{name}").FAMILY)
+
+
+@cache
+def _load_installed() -> None:
+    _load_built_in()
     for point in entry_points(group=GROUP):
         try:
             _add(point.load())
