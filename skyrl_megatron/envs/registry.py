@@ -26,18 +26,18 @@ class EnvSpec:
     """Its section of ``environment.skyrl_gym``. Empty: the one named like the id, if there is one."""
 
     def load(self) -> Callable[..., Any]:
-        """Return the class. Raises DataError when the entry point leads nowhere."""
+        """Import the class. Raises DataError when the entry point leads nowhere."""
         if not isinstance(self.entry_point, str):
             return self.entry_point
         module, _, name = self.entry_point.partition(":")
         try:
-            found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+            loaded: Callable[..., Any] = getattr(importlib.import_module(module), name)
+            return loaded
         except (ImportError, AttributeError, ValueError) as error:
             raise DataError(
                 f"environment {self.id!r}: entry point {self.entry_point!r} cannot be loaded ({error}); it must read"
                 " module:Class"
             ) from error
-        return found
 
 
 _registry: dict[str, EnvSpec] = {}
@@ -79,7 +79,7 @@ def spec(id: str) -> EnvSpec:
 
 
 def registered() -> list[str]:
-    """List all ids."""
+    """Return all ids."""
     return sorted({*_registry, *_gym_specs()})
 
 
@@ -90,7 +90,7 @@ def require(ids: Iterable[str]) -> None:
 
 
 def make(id: str, env_config: Any = None, extras: Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
-    """Make a new environment for one episode; see :class:`BaseTextEnv` for the arguments.
+    """Make an environment for one episode; see :class:`BaseTextEnv` for the arguments.
 
     Whatever has ``init``, ``step`` and ``close`` will do. Raises DataError for unknown ids and for classes that lack
     one of them; what the constructor raises passes through.
@@ -111,13 +111,13 @@ def config_of(id: str, gym_config: Any) -> Any:
 
 
 def aggregate_metrics(id: str, metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Aggregate the metrics of a batch of episodes of one environment."""
+    """Reduce the metrics of a batch of episodes of one environment."""
     aggregate = getattr(spec(id).load(), "aggregate_metrics", BaseTextEnv.aggregate_metrics)
     return dict(aggregate(list(metrics)))
 
 
 def _gym_specs() -> Mapping[str, EnvSpec]:
-    """Registrations of ``skyrl_gym``, where it is installed."""
+    """Return the registrations of ``skyrl_gym``, where it is installed."""
     if importlib.util.find_spec("skyrl_gym") is None:
         return {}
     gym = importlib.import_module("skyrl_gym.envs.registration")
