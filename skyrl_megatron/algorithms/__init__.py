@@ -6,22 +6,14 @@ knows of processes or devices, except that registries travel over Ray when someb
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from skyrl_megatron.algorithms.advantages import register_advantage_estimator
-    from skyrl_megatron.algorithms.losses import register_policy_loss
+from typing import Any
 
 __all__ = ["register_advantage_estimator", "register_policy_loss"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "register_policy_loss":
-        from skyrl_megatron.algorithms.losses import register_policy_loss
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from skyrl_megatron.algorithms import advantages, losses  # torch, which not every importer of a submodule needs
 
-        return register_policy_loss
-    if name == "register_advantage_estimator":
-        from skyrl_megatron.algorithms.advantages import register_advantage_estimator
-
-        return register_advantage_estimator
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(losses if name == "register_policy_loss" else advantages, name)
