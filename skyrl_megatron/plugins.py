@@ -14,10 +14,10 @@ each kind. Losses, estimators, environments and model families have registries o
 
 from __future__ import annotations
 
-import functools
-import importlib
 import os
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -37,27 +37,23 @@ def load_plugins(modules: Iterable[str] = ()) -> None:
     Raises ConfigError with each plugin that cannot be imported, and why.
     """
     named = [*filter(None, os.environ.get(VARIABLE, "").split(",")), *modules]
+    found: list[tuple[str, str, Callable[[], Any]]]
+    found = [(f"entry point {GROUP}.{point.name}", point.value, point.load) for point in _installed()]
+    found += [("trainer.plugins", name, partial(import_module, name)) for name in dict.fromkeys(named)]
     problems = []
-    for point in _installed():
+    for key, value, load in found:
         try:
-            point.load()
+            load()
         except Exception as error:
-            key = f"entry point {GROUP}.{point.name}"
-            problems.append(Problem(key, point.value, f"cannot be imported ({type(error).__name__}: {error})"))
-    for module in dict.fromkeys(named):
-        try:
-            importlib.import_module(module)
-        except Exception as error:
-            cause = f"{type(error).__name__}: {error}"
-            fix = f"cannot be imported ({cause}); name a module that is installed, on PYTHONPATH, or beside the script"
-            problems.append(Problem("trainer.plugins", module, fix))
+            fix = "name a module that is installed, on PYTHONPATH, or beside the script"
+            problems.append(Problem(key, value, f"cannot be imported ({type(error).__name__}: {error}); {fix}"))
     if problems:
         raise ConfigError(problems)
     if named:
         os.environ[VARIABLE] = ",".join(dict.fromkeys(named))
 
 
-@functools.cache
+@cache
 def _installed() -> tuple[EntryPoint, ...]:
     return tuple(entry_points(group=GROUP))
 
