@@ -7,6 +7,7 @@ import json
 import signal
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,6 +32,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    top.add_argument("--plugin", action="append", default=[], help="module that registers families; may be repeated")
     commands = top.add_subparsers(dest="command", required=True)
 
     def command(name: str, text: str) -> argparse.ArgumentParser:
@@ -69,6 +71,11 @@ def parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Run one command and print its result. Returns the exit code."""
+    for module in args.plugin:
+        try:
+            import_module(module)
+        except ImportError as error:
+            raise BridgeError(f"--plugin {module}: cannot be imported ({error})") from error
     if args.command == "list":
         from bridges.catalog import rows, table
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from bridges.families import get_family, supported
+from bridges.families import SUPPORTED, get_family, supported
 from bridges.family import Family
 from bridges.rows import Row
 from bridges.verified import LAYOUTS
@@ -34,7 +34,7 @@ those of transformers, fp32, in the layouts listed.
 
 def layouts(model_type: str) -> str:
     """Return the layouts in which logits and gradients are checked, as text."""
-    return ", ".join(LAYOUTS[model_type]) or "not checked yet"
+    return ", ".join(LAYOUTS.get(model_type, ())) or "not checked yet"
 
 
 def rows() -> list[dict[str, object]]:
@@ -46,7 +46,7 @@ def rows() -> list[dict[str, object]]:
             "aliases": list(family.aliases),
             "architecture": family.architecture,
             "exact": ["names", "shapes", "round trip", "split over tp/etp/vocabulary"],
-            "parity_layouts": list(LAYOUTS[family.model_type]),
+            "parity_layouts": list(LAYOUTS.get(family.model_type, ())),
         }
         for family in families
     ]
@@ -89,7 +89,7 @@ def _section(family: Family) -> str:
 
 def document() -> str:
     """Return the text of BRIDGES.md."""
-    families = [get_family(name) for name in supported()]
+    families = [get_family(name) for name in SUPPORTED]
     summary = [
         f"| `{family.model_type}` | {', '.join(f'`{alias}`' for alias in family.aliases)} | {family.architecture} | "
         f"{layouts(family.model_type)} |"

@@ -1,10 +1,11 @@
-"""The supported model families, one file each: a config mapping and rows of data."""
+"""The supported model families, one file each: a config mapping and rows of data. Users' own are registered here."""
 
 from __future__ import annotations
 
 import difflib
 from functools import cache
 from importlib import import_module
+from importlib.metadata import entry_points
 
 from bridges.errors import BridgeError
 from bridges.family import Family
@@ -24,22 +25,56 @@ SUPPORTED = (
 )
 
 
+GROUP = "bridges.families"
+"""Entry points that name a :class:`Family`, in packages that bring families of their own."""
+_families: dict[str, Family] = {}  # model_type or alias → family
+
+
+def register(family: Family) -> Family:
+    """Add a family in this process. The same one again changes nothing.
+
+    Raises :class:`BridgeError` when its ``model_type`` or an alias belongs to another family.
+    """
+    _load_built_in()
+    return _add(family)
+
+
 def supported() -> tuple[str, ...]:
-    """The ``model_type`` values with a table of their own, in the order of ``SUPPORTED``."""
-    return SUPPORTED
+    """List the ``model_type`` values with a table of their own: built-in ones first, then registered ones."""
+    _load_installed()
+    return tuple(dict.fromkeys(family.model_type for family in _families.values()))
+
+
+def _add(family: Family) -> Family:
+    for name in (family.model_type, *family.aliases):
+        if _families.setdefault(name, family) is not family:
+            owner = _families[name].model_type
+            raise BridgeError(f"model_type={name!r} belongs to the family {owner} already: it cannot be registered")
+    return family
 
 
 @cache
-def _by_type() -> dict[str, Family]:
-    families = [import_module(f"bridges.families.{name}").FAMILY for name in SUPPORTED]
-    return {name: family for family in families for name in (family.model_type, *family.aliases)}
+def _load_built_in() -> None:
+    for name in SUPPORTED:
+        _add(import_module(f"bridges.families.{name}").FAMILY)
+
+
+@cache
+def _load_installed() -> None:
+    _load_built_in()
+    for point in entry_points(group=GROUP):
+        try:
+            _add(point.load())
+        except Exception as error:
+            raise BridgeError(f"entry point {GROUP}.{point.name}={point.value} cannot be loaded: {error}") from error
 
 
 def get_family(model_type: str) -> Family:
-    """The family of a HF ``model_type`` (aliases included). Raises :class:`BridgeError` with the nearest name."""
-    families = _by_type()
-    if model_type in families:
-        return families[model_type]
-    near = difflib.get_close_matches(str(model_type), families, n=1, cutoff=0.5)
+    """Return the family of a HF ``model_type`` or alias. Raises :class:`BridgeError` with the nearest name."""
+    _load_installed()
+    if model_type in _families:
+        return _families[model_type]
+    near = difflib.get_close_matches(str(model_type), _families, n=1, cutoff=0.5)
     nearest = f"; nearest: {near[0]}" if near else ""
-    raise BridgeError(f"model_type={model_type!r} is not supported{nearest}. Supported: {', '.join(sorted(families))}")
+    known = ", ".join(sorted(_families))
+    raise BridgeError(f"model_type={model_type!r} is not supported{nearest}. Supported: {known}")

@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from skyrl_megatron.utils.ppo_utils import register_advantage_estimator
+from skyrl_megatron.algorithms import register_advantage_estimator
 
 
 @register_advantage_estimator("batch_baseline")

@@ -8,7 +8,7 @@ worker; it needs no installed module.
 
 import sys
 
-from skyrl_megatron.utils.ppo_utils import register_policy_loss
+from skyrl_megatron.algorithms import register_policy_loss
 
 
 @register_policy_loss("reinforce")

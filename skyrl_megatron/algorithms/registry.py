@@ -16,7 +16,7 @@ dictionary.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 import cloudpickle
@@ -25,8 +25,8 @@ from skyrl_megatron.algorithms.registry_sync import (
     BUILT_IN,
     GONE,
     Change,
-    Link,
     RegistryActor,
+    RegistryClient,
     RegistryVersion,
     connected_ray,
 )
@@ -45,12 +45,12 @@ __all__ = [
 REGISTRIES: dict[str, type[BaseFunctionRegistry]] = {}
 
 
-def _take_over(change: Change) -> None:
+def _apply(change: Change) -> None:
     if change.registry in REGISTRIES:
-        REGISTRIES[change.registry]._take_over(change)
+        REGISTRIES[change.registry]._apply(change)
 
 
-_link = Link(_take_over)
+_client = RegistryClient(_apply)
 
 
 class BaseFunctionRegistry:
@@ -68,30 +68,35 @@ class BaseFunctionRegistry:
         super().__init_subclass__(**options)
         cls._builtin, cls._functions, cls._unloadable = {}, {}, {}
         REGISTRIES[cls._function_type] = cls
-        for _, change in _link.remembered.values():  # learnt before this class was there
+        for _, change in _client.remembered.values():  # learnt before this class was there
             if change.registry == cls._function_type:
-                cls._take_over(change)
+                cls._apply(change)
 
     @classmethod
     def register(cls, name: str, func: Callable[..., Any]) -> None:
-        """Add ``func`` under ``name``, here and, once Ray is up, in every process. Raises when the name is taken."""
+        """Add ``func`` under ``name``, here and, once Ray is up, in every process.
+
+        A function of an importable module may be registered again, as each process that imports the module does.
+        Raises AlgorithmError when the name belongs to another function.
+        """
         name = str(name)
         if not callable(func):
             raise AlgorithmError(f"{cls._function_type} {name!r} must be callable, got {type(func).__name__}")
-        if name in cls._functions:
+        known = cls._functions.get(name)
+        if known is not None and (_import_path(func) is None or _import_path(func) != _import_path(known)):
             raise AlgorithmError(f"{cls._function_type} {name!r} is already registered. {cls._listing()}")
         cls._functions[name] = func
-        _link.note(Change(cls._function_type, name, *_pickled(func)))
+        _client.note(Change(cls._function_type, name, *_pickled(func)))
 
     @classmethod
     def get(cls, name: str) -> Callable[..., Any]:
-        """The function called ``name``. A name known here is a dictionary lookup; another one is asked for."""
+        """Return the function called ``name``. A name known here is a dictionary lookup; another one is asked for."""
         try:
             return cls._functions[name]
         except KeyError:
             pass
         if connected_ray() is not None:
-            _link.sync()
+            _client.sync()
         if name in cls._functions:
             return cls._functions[name]
         if name in cls._unloadable:
@@ -102,34 +107,34 @@ class BaseFunctionRegistry:
 
     @classmethod
     def list_available(cls) -> list[str]:
-        """All names, those registered by other processes included."""
+        """Return all names, those registered by other processes included."""
         if connected_ray() is not None:
-            _link.sync()
+            _client.sync()
         return list(cls._functions)
 
     @classmethod
     def unregister(cls, name: str) -> None:
-        """Take ``name`` away, in every process. Raises when it is not there."""
+        """Take ``name`` away, in every process. Raises AlgorithmError when it is not there."""
         name = str(name)
         if name not in cls.list_available() and name not in cls._unloadable:
             raise AlgorithmError(f"{cls._function_type} {name!r} is not registered. {cls._listing()}")
         cls._functions.pop(name, None)
         cls._unloadable.pop(name, None)
-        _link.note(Change(cls._function_type, name, None, GONE))
+        _client.note(Change(cls._function_type, name, None, GONE))
 
     @classmethod
     def reset(cls) -> None:
         """Forget every function in this process, and every custom one in all of them (for tests)."""
         if connected_ray() is not None:
-            _link.sync()
-        for name in _link.changed(cls._function_type):
-            _link.note(Change(cls._function_type, name, None, BUILT_IN if name in cls._builtin else GONE))
+            _client.sync()
+        for name in _client.changed(cls._function_type):
+            _client.note(Change(cls._function_type, name, None, BUILT_IN if name in cls._builtin else GONE))
         cls._functions.clear()
         cls._unloadable.clear()
 
     @classmethod
     def repopulate(cls) -> None:
-        """Back to the built-in functions and nothing else."""
+        """Go back to the built-in functions and nothing else."""
         cls.reset()
         cls.repopulate_registry()
 
@@ -139,23 +144,32 @@ class BaseFunctionRegistry:
         for name, func in cls._builtin.items():
             if name not in cls._functions:
                 cls._functions[name] = func
-                if name in _link.changed(cls._function_type):
-                    _link.note(Change(cls._function_type, name, None, BUILT_IN))
+                if name in _client.changed(cls._function_type):
+                    _client.note(Change(cls._function_type, name, None, BUILT_IN))
 
     @classmethod
     def sync_with_actor(cls) -> None:
         """Exchange changes with the other processes. Raises AlgorithmError when Ray is not initialised."""
-        _link.sync()
+        _client.sync()
 
     @classmethod
-    def add_builtin(cls, name: str, func: Callable[..., Any]) -> None:
-        """A function that every process has by importing this package, and that therefore never travels."""
-        cls._builtin[str(name)] = func
-        if str(name) not in _link.changed(cls._function_type):
-            cls._functions[str(name)] = func
+    def add_builtins(cls, names: Iterable[str], functions: Mapping[Any, Callable[..., Any]]) -> None:
+        """Add the functions that every process has by importing this package, and that therefore never travel.
+
+        Raises AlgorithmError unless they are those of ``names``, by which the command line knows them.
+        """
+        differing = {str(name) for name in names} ^ {str(name) for name in functions}
+        if differing:
+            raise AlgorithmError(
+                f"{cls._function_type}: {', '.join(sorted(differing))}: every built-in function must be named in"
+                " skyrl_megatron/config/names.py, and every name there must have one"
+            )
+        cls._builtin = {str(name): function for name, function in functions.items()}
+        changed = _client.changed(cls._function_type)
+        cls._functions |= {name: function for name, function in cls._builtin.items() if name not in changed}
 
     @classmethod
-    def _take_over(cls, change: Change) -> None:
+    def _apply(cls, change: Change) -> None:
         """Carry out a change that another process made."""
         cls._functions.pop(change.name, None)
         cls._unloadable.pop(change.name, None)
@@ -173,32 +187,35 @@ class BaseFunctionRegistry:
 
 
 def _pickled(func: Callable[..., Any]) -> tuple[bytes, str]:
-    """The pickle of a function and what tells it from others: its import path, or for one without, its content."""
+    """Return the pickle of a function and what tells it from others: its import path or, without one, its content."""
     data = cloudpickle.dumps(func)
+    return data, _import_path(func) or hashlib.sha256(data).hexdigest()
+
+
+def _import_path(func: Callable[..., Any]) -> str | None:
     module, name = getattr(func, "__module__", None), getattr(func, "__qualname__", "<")
-    content = module in (None, "__main__") or "<" in name
-    return data, hashlib.sha256(data).hexdigest() if content else f"{module}.{name}"
+    return None if module in (None, "__main__") or "<" in name else f"{module}.{name}"
 
 
 def sync_registries() -> None:
     """Exchange changes of all registries with the other processes; to be called after ``ray.init()``."""
-    _link.sync()
+    _client.sync()
 
 
 def registry_version() -> RegistryVersion:
-    """What a dispatched call carries: the latest change known anywhere.
+    """Return what a dispatched call carries: the latest change known anywhere.
 
     One round trip to the actor, about a millisecond; nothing without Ray.
     """
-    return RegistryVersion("", 0) if connected_ray() is None else _link.version()
+    return RegistryVersion("", 0) if connected_ray() is None else _client.version()
 
 
 def ensure_registry_version(version: RegistryVersion | tuple[str, int]) -> None:
-    """Called first by a worker that was sent ``version``: syncs when it knows less, else costs a comparison."""
+    """Sync when this process knows less than ``version``, which a dispatched call carries; else just compare."""
     version = RegistryVersion(*version)
-    known = _link.known
+    known = _client.known
     if version.actor and (version.actor != known.actor or version.changes > known.changes):
-        _link.sync()
+        _client.sync()
 
 
 def repopulate_all_registries() -> None:

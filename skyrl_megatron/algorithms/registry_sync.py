@@ -2,7 +2,7 @@
 
 The actor holds a numbered list of changes: a custom function, a replaced one, one taken away. Every process remembers
 what it learnt, so that a new actor (after a restart of Ray, or when the old one went down with its owner) is told. Ray
-is used when somebody else has started it, and never imported here.
+is used when somebody else has imported and started it.
 """
 
 from __future__ import annotations
@@ -58,11 +58,14 @@ class RegistryActor:
         self.held: dict[tuple[str, str], tuple[int, Recorded]] = {}
 
     def version(self) -> RegistryVersion:
-        """The latest change."""
+        """Return the number of the latest change."""
         return RegistryVersion(self.id, self.count)
 
-    def introduce(self, remembered: list[Recorded]) -> RegistryVersion:
-        """A process that knew another actor, or none, says what it remembers. Returns the version to ask news from."""
+    def register(self, remembered: list[Recorded]) -> RegistryVersion:
+        """Take over what a process remembers that knew another actor, or none.
+
+        Returns the version from which that process asks for news.
+        """
         for recorded in remembered:
             _, held = self.held.get(recorded.change[:2], (0, None))
             if held is None or held.age < recorded.age:
@@ -72,10 +75,10 @@ class RegistryActor:
     def exchange(
         self, known: RegistryVersion, changes: list[Change]
     ) -> tuple[RegistryVersion, list[Recorded], list[Recorded]] | None:
-        """Record ``changes``; returns the version, what is new since ``known``, and who holds a refused name.
+        """Record ``changes``; return the version, what is new since ``known``, and the holders of refused names.
 
         A name is refused when it belongs to another function. The same function again, as from each process that
-        imports its module, is no change. None for a process that must introduce itself first.
+        imports its module, is no change. Returns None to a process that must :meth:`register` first.
         """
         if known.actor != self.id:
             return None
@@ -96,63 +99,63 @@ class RegistryActor:
         self.held[recorded.change[:2]] = (self.count, recorded)
 
 
-class Link:
-    """This process's end: what it knows, what it has changed and not told yet, and the handle of the actor.
+class RegistryClient:
+    """This process's end: what it knows, its changes that are pending, and the handle of the actor.
 
-    ``take_over`` carries out a change that another process made.
+    ``apply`` carries out a change that another process made.
     """
 
-    def __init__(self, take_over: Callable[[Change], None]) -> None:
-        self.take_over = take_over
+    def __init__(self, apply: Callable[[Change], None]) -> None:
+        self.apply = apply
         self.lock = threading.RLock()
         self.known = RegistryVersion("", 0)
         self.remembered: dict[tuple[str, str], Recorded] = {}
-        self.untold: list[Change] = []
+        self.pending: list[Change] = []
         self.session = ("", "")
         self.actor: Any = None
 
     def changed(self, registry: str) -> set[str]:
-        """Names of a registry that were changed at any time, by any process that we heard of."""
-        changes = [*self.untold, *(recorded.change for recorded in self.remembered.values())]
+        """Return the names of a registry that were changed at any time, by any process that we heard of."""
+        changes = [*self.pending, *(recorded.change for recorded in self.remembered.values())]
         return {change.name for change in changes if change.registry == registry}
 
     def note(self, change: Change) -> None:
-        """A change made in this process; told at once when Ray is up, else at the first sync."""
+        """Note a change made in this process; it is sent at once when Ray is up, else at the first sync."""
         with self.lock:
-            self.untold.append(change)
+            self.pending.append(change)
             if connected_ray() is not None:
                 self.sync()
 
     def sync(self) -> None:
-        """Tell what was changed here, learn what was changed elsewhere.
+        """Send what was changed here, apply what was changed elsewhere.
 
         Raises AlgorithmError when a name registered here belongs to another function of another process.
         """
         with self.lock:
             # None from an actor that does not know us: first contact, Ray restarted, or the old one is gone.
-            while (reply := self._ask("exchange", self.known, self.untold)) is None:
-                self.known = self._ask("introduce", list(self.remembered.values()))
-            told, self.untold = self.untold, []
+            while (reply := self._ask("exchange", self.known, self.pending)) is None:
+                self.known = self._ask("register", list(self.remembered.values()))
+            sent, self.pending = self.pending, []
             self.known, news, refused = reply
             for recorded in [*news, *refused]:
                 change, before = recorded.change, self.remembered.get(recorded.change[:2])
                 self.remembered[change[:2]] = recorded
-                if change not in told and (before is None or before.change != change):
-                    self.take_over(change)
+                if change not in sent and (before is None or before.change != change):
+                    self.apply(change)
         if refused:
             names = ", ".join(f"{change.registry} {change.name!r}" for _, change in refused)
             raise AlgorithmError(f"already registered with another function by another process: {names}")
 
     def version(self) -> RegistryVersion:
-        """The actor's version, after telling it what was changed here and learning what is new."""
+        """Return the actor's version, after sending it what was changed here and applying what is new."""
         with self.lock:
             version: RegistryVersion = self._ask("version")
-            if self.untold or version != self.known:
+            if self.pending or version != self.known:
                 self.sync()
             return self.known
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        """One call of the actor, made where there is none. One that is gone is replaced, once."""
+        """Call the actor, which is started where there is none. One that is gone is replaced, once."""
         ray = connected_ray()
         if ray is None:
             raise AlgorithmError("Ray is not initialised: call ray.init() before the registries are synchronised")
@@ -177,6 +180,9 @@ class Link:
 
 
 def connected_ray() -> Any:
-    """The module ``ray`` when this process is connected to a cluster, else None."""
-    ray = sys.modules.get("ray")
-    return ray if ray is not None and ray.is_initialized() else None
+    """Return the module ``ray`` when this process is connected to a cluster, else None."""
+    if "ray" not in sys.modules:  # nobody connects without it, and importing it takes a second
+        return None
+    import ray
+
+    return ray if ray.is_initialized() else None

@@ -39,7 +39,7 @@ def fit_to_hardware(cfg: SkyRLTrainConfig, hardware: Hardware) -> list[Problem]:
         value = on_cpu if hardware.is_cpu else default_of(type(section), name)
         fill(cfg, key, value)
         chosen = get_path(cfg, key)
-        if hardware.is_cpu and chosen != value and impossible:
+        if hardware.is_cpu and chosen == default_of(type(section), name) and impossible:
             fix = f"{impossible}: leave it out (then {str(value).lower()}) or run on GPUs"
             problems.append(Problem(key, chosen, fix))
     fill(cfg, "trainer.policy.megatron_config.empty_cuda_cache", cfg.trainer.placement.colocate_all)

@@ -20,6 +20,7 @@ from skyrl_megatron.config.rules.rollout import rollout_problems
 from skyrl_megatron.config.rules.training import training_problems
 from skyrl_megatron.config.schema.root import SkyRLTrainConfig
 from skyrl_megatron.errors import ConfigError, Problem, SkyRLMegatronWarning
+from skyrl_megatron.plugins import load_plugins
 
 WITHOUT_EFFECT: Mapping[str, str] = {
     "trainer.sequence_parallel_backend": "context_parallel_size of megatron_config splits sequences",
@@ -41,7 +42,8 @@ WITHOUT_EFFECT: Mapping[str, str] = {
 
 
 def validate_cfg(cfg: SkyRLTrainConfig, hardware: Hardware | None = None) -> None:
-    """Fill in what depends on other fields and on the machine, warn of settings without effect, and check the rest.
+    """Import plugins, fill in what depends on other fields and on the machine, warn of settings without effect, and
+    check the rest.
 
     ``hardware``: what the run will get; None is this machine. Changes ``cfg`` in place (:mod:`.resolve`). Raises
     ConfigError with every problem, each naming key, value and fix.
@@ -53,6 +55,10 @@ def validate_cfg(cfg: SkyRLTrainConfig, hardware: Hardware | None = None) -> Non
 
 def find_problems(cfg: SkyRLTrainConfig, hardware: Hardware) -> list[Problem]:
     """Return the problems that :func:`validate_cfg` raises; does the rest of it too."""
+    try:
+        load_plugins(cfg.trainer.plugins)
+    except ConfigError as error:  # what they register is unknown, and would be reported too
+        return list(error.problems)
     derive(cfg)
     problems = fit_to_hardware(cfg, hardware)
     _warn(cfg)

@@ -13,6 +13,7 @@ from skyrl_megatron.config.run_folder import run_folder, save_config
 from skyrl_megatron.entrypoints.command import noise_into
 from skyrl_megatron.entrypoints.joined_run import run_in_cluster
 from skyrl_megatron.envs import registry
+from skyrl_megatron.plugins import GENERATORS, load_plugins
 from skyrl_megatron.rollout.generator import SkyRLGymGenerator
 from skyrl_megatron.trainer import RayPPOTrainer
 from skyrl_megatron.trainer.console import ConsoleSink
@@ -32,6 +33,7 @@ class BasePPOExp:
 
     def __init__(self, cfg: SkyRLTrainConfig) -> None:
         self.cfg, self.start_up = cfg, _start_up(cfg)
+        load_plugins(cfg.trainer.plugins)
         self.tokenizer = self.get_tokenizer()
         self.train_dataset = self.get_train_dataset()
         self.eval_dataset = self.get_eval_dataset()
@@ -77,7 +79,8 @@ class BasePPOExp:
         """Make what turns prompts into trajectories. Raises DataError for environments that are not registered."""
         for dataset in filter(None, (self.train_dataset, self.eval_dataset)):
             registry.require(dataset.env_classes(cfg.environment.env_class))
-        return SkyRLGymGenerator(
+        generator = GENERATORS.find(cfg.generator.name) or SkyRLGymGenerator
+        return generator(
             cfg.generator,
             cfg.environment.skyrl_gym,
             inference_engine_client,

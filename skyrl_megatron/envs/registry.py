@@ -53,7 +53,8 @@ def register(
     """Make an environment known under ``id`` in this process.
 
     ``entry_point``: ``"module:Class"`` or the class. The same registration again changes nothing; another one under an
-    id that is taken raises DataError. Register in the process that runs the rollouts (the entrypoint's).
+    id that is taken raises DataError. Register in the process that runs the rollouts: in a plugin
+    (:mod:`skyrl_megatron.plugins`), or in the script that starts the run.
     """
     spec_ = EnvSpec(id, entry_point, dict(kwargs or {}), config)
     if _registry.setdefault(id, spec_) != spec_:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from skyrl_megatron import device
+from skyrl_megatron.plugins import TRANSPORTS
 
 DEFAULT_TIMEOUT_S = 120.0
 
@@ -38,9 +39,12 @@ def open_transport(
     listener: socket.socket | None = None,
 ) -> Transport:
     """Open the transport called ``name``; wait until all ``world_size`` members are there, at most ``timeout_s``."""
-    module = importlib.import_module(f"skyrl_megatron.weight_sync.transport_{name}")
-    kind: type[Transport] = getattr(module, f"{name.capitalize()}Transport")
-    return kind(host, port, rank, world_size, timeout_s, listener)
+    kind = TRANSPORTS.find(name)
+    if kind is None:
+        module = importlib.import_module(f"skyrl_megatron.weight_sync.transport_{name}")
+        kind = getattr(module, f"{name.capitalize()}Transport")
+    transport: Transport = kind(host, port, rank, world_size, timeout_s, listener)
+    return transport
 
 
 def listen(host: str, port: int = 0) -> socket.socket:

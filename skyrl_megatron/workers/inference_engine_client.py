@@ -14,8 +14,10 @@ from skyrl_megatron.inference.client import InferenceClient
 from skyrl_megatron.inference.health import HealthMonitor
 from skyrl_megatron.inference.pool import EnginePool, EngineSlot
 from skyrl_megatron.inference.protocol import InferenceEngine
+from skyrl_megatron.inference.vllm.engine import VLLMEngine
 from skyrl_megatron.inference.vllm.remote import RemoteEngine
 from skyrl_megatron.inference.vllm.settings import engine_settings
+from skyrl_megatron.plugins import ENGINES
 from skyrl_megatron.workers.engine_actor import RayEngine
 
 if TYPE_CHECKING:
@@ -92,10 +94,12 @@ class InferenceEngineClient(InferenceClient):
 
 def _started(cfg: SkyRLTrainConfig, place: BundleAllocation) -> list[Callable[[], InferenceEngine]]:
     logs, made = run_folder(cfg) / "workers", []
+    kind: Any = ENGINES.find(cfg.generator.inference_engine.backend) or VLLMEngine
     for number in range(cfg.generator.inference_engine.num_engines):
         settings = engine_settings(cfg, log_file=logs / f"engine_{number}.log")
         options = place.options(number, settings.workers)
-        made.append(partial(RayEngine, settings, gpus=place.visible_gpus(number, settings.workers), **options))
+        gpus = place.visible_gpus(number, settings.workers)
+        made.append(partial(RayEngine, settings, kind=kind, gpus=gpus, **options))
     return cast("list[Callable[[], InferenceEngine]]", made)
 
 

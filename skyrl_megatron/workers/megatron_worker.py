@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from skyrl_megatron.plugins import load_plugins
 from skyrl_megatron.workers.ports import free_port
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class MegatronWorker:
         from skyrl_megatron.runtime.engine import MegatronEngine
         from skyrl_megatron.workers.dispatch import RankInfo
 
+        load_plugins(cfg.trainer.plugins)
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         os.environ |= {"RANK": str(self.rank), "WORLD_SIZE": str(self.world_size), "LOCAL_RANK": "0"}
         device.set_local_device(0)  # Ray shows each actor its own device only

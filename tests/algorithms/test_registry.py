@@ -210,14 +210,14 @@ def test_two_processes_cannot_share_a_name(ray, workers, losses):
 
 
 def test_a_known_name_sends_no_message(ray, losses, monkeypatch):
-    from skyrl_megatron.algorithms.registry_sync import Link
+    from skyrl_megatron.algorithms.registry_sync import RegistryClient
 
     losses.register("known", len)
 
     def refuse(*arguments):
         raise AssertionError("asked the actor")
 
-    monkeypatch.setattr(Link, "_ask", refuse)
+    monkeypatch.setattr(RegistryClient, "_ask", refuse)
     assert losses.get("known") is len
     with pytest.raises(AssertionError, match="asked the actor"):
         losses.get("unknown")

@@ -13,10 +13,9 @@ import pytest
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron.config.hf_model import model_dimensions, read_hf_config
-from skyrl_megatron.config.rules import training as rules_training
 from skyrl_megatron.config.rules.files import file_problems
 from skyrl_megatron.config.validate import WITHOUT_EFFECT, find_problems, validate_cfg
-from skyrl_megatron.errors import ConfigError, SkyRLMegatronWarning
+from skyrl_megatron.errors import AlgorithmError, ConfigError, SkyRLMegatronWarning
 
 GPUS = Hardware(8, 1)
 E = "generator.inference_engine."
@@ -345,12 +344,27 @@ def test_registered_names_are_known():
     assert [p.value for p in problems(f"{A}policy_loss_type={name}")] == [name]
 
 
-def test_built_in_names_are_those_of_the_registries():
-    from skyrl_megatron.algorithms.advantages import AdvantageEstimatorRegistry
-    from skyrl_megatron.algorithms.losses import PolicyLossRegistry
+@pytest.mark.parametrize("lacking", ["a name", "a function"])
+def test_a_built_in_loss_without_a_name_or_a_function_cannot_be_imported(lacking):
+    from skyrl_megatron.algorithms import losses
 
-    assert set(rules_training.ESTIMATORS) <= set(AdvantageEstimatorRegistry.list_available())
-    assert set(rules_training.LOSSES) <= set(PolicyLossRegistry.list_available())
+    functions = dict(losses.BUILT_IN)
+    if lacking == "a name":
+        functions["nameless"] = functions["regular"]
+    else:
+        del functions["cispo"]
+    with pytest.raises(AlgorithmError, match=r"policy loss: (nameless|cispo): .*config/names\.py"):
+        losses.PolicyLossRegistry.add_builtins(losses.PolicyLossType, functions)
+    assert sorted(losses.PolicyLossRegistry.list_available()) == sorted(losses.PolicyLossType)
+
+
+def test_the_command_line_knows_every_built_in_name():
+    from skyrl_megatron.config.names import AdvantageEstimator, PolicyLossType
+
+    for name in PolicyLossType:
+        assert not [p for p in problems(f"{A}policy_loss_type={name}") if "not registered" in p.fix]
+    for name in AdvantageEstimator:
+        assert not [p for p in problems(f"{A}advantage_estimator={name}") if "not registered" in p.fix]
 
 
 # --- the model's config.json ---------------------------------------------------------------------------------------

@@ -20,12 +20,13 @@ LAYER = {
     "data": 1,
     "config": 0,
     "errors": 0,
+    "plugins": 0,
     "types": 0,
     "device": 0,
 }
 # First layer that may import the package (99: none), and files below it that may too.
 HEAVY = {
-    "ray": (6, {"skyrl_megatron/algorithms/registry.py"}),
+    "ray": (6, {"skyrl_megatron/algorithms/registry_sync.py"}),
     "vllm": (99, {"skyrl_megatron/inference/vllm/compat.py", "skyrl_megatron/weight_sync/vllm_backend.py"}),
     "megatron": (2, set()),
     "transformer_engine": (2, set()),

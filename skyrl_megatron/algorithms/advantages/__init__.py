@@ -16,7 +16,6 @@ and output of an estimator.
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import StrEnum
 from typing import Any
 
 from torch import Tensor
@@ -30,6 +29,7 @@ from skyrl_megatron.algorithms.advantages.normalize import normalize_advantages
 from skyrl_megatron.algorithms.advantages.reinforce import reinforce_plus_plus
 from skyrl_megatron.algorithms.advantages.rloo import rloo, rloo_scores
 from skyrl_megatron.algorithms.registry import BaseFunctionRegistry
+from skyrl_megatron.config.names import AdvantageEstimator
 
 __all__ = [
     "AdvantageEstimator",
@@ -46,16 +46,6 @@ __all__ = [
 ]
 
 
-class AdvantageEstimator(StrEnum):
-    """Built-in estimators."""
-
-    GAE = "gae"
-    GRPO = "grpo"
-    RLOO = "rloo"
-    REINFORCE_PP = "reinforce++"
-    MAXRL = "maxrl"
-
-
 class AdvantageEstimatorRegistry(BaseFunctionRegistry):
     """Advantage estimators by name (``algorithm.advantage_estimator``)."""
 
@@ -69,12 +59,11 @@ BUILT_IN: dict[AdvantageEstimator, Estimator] = {
     AdvantageEstimator.REINFORCE_PP: reinforce_plus_plus,
     AdvantageEstimator.MAXRL: maxrl,
 }
-for _name, _function in BUILT_IN.items():
-    AdvantageEstimatorRegistry.add_builtin(_name, _function)
+AdvantageEstimatorRegistry.add_builtins(AdvantageEstimator, BUILT_IN)
 
 
 def register_advantage_estimator(name: str) -> Callable[[Estimator], Estimator]:
-    """Decorator: register the function as the estimator ``name``."""
+    """Return a decorator that registers a function as the estimator ``name``."""
 
     def decorate(function: Estimator) -> Estimator:
         AdvantageEstimatorRegistry.register(name, function)
@@ -95,7 +84,7 @@ def compute_advantages_and_returns(
     lambd: float = 1.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns [B, T] by the estimator of that name, built-in or custom.
+    """Compute advantages and returns [B, T] by the estimator of that name, built-in or custom.
 
     ``token_level_rewards`` [B, T] floating, ``response_mask`` [B, T] in {0, 1}, ``index`` [B] prompt uids, ``values``
     [B, T] for gae, ``config`` the AlgorithmConfig. Further keywords reach the estimator, except ``is_last_step`` [B]

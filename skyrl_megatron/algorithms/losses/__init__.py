@@ -18,7 +18,6 @@ averages. A custom loss may return that too, or a scalar (``losses/custom.py``).
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import StrEnum
 from typing import Any
 
 from skyrl_megatron.algorithms.losses.cispo import cispo
@@ -31,24 +30,9 @@ from skyrl_megatron.algorithms.losses.importance_sampling import importance_samp
 from skyrl_megatron.algorithms.losses.ppo import dual_clip, regular
 from skyrl_megatron.algorithms.losses.sapo import sapo
 from skyrl_megatron.algorithms.registry import BaseFunctionRegistry
+from skyrl_megatron.config.names import PolicyLossType
 
 __all__ = ["PolicyLossRegistry", "PolicyLossType", "ppo_critic_loss", "register_policy_loss", "seed_random_picks"]
-
-
-class PolicyLossType(StrEnum):
-    """Built-in losses."""
-
-    REGULAR = "regular"
-    DUAL_CLIP = "dual_clip"
-    GSPO = "gspo"
-    CISPO = "cispo"
-    SAPO = "sapo"
-    CLIP_COV = "clip_cov"
-    KL_COV = "kl_cov"
-    CROSS_ENTROPY = "cross_entropy"
-    IMPORTANCE_SAMPLING = "importance_sampling"
-    ROLLOUT_IS = "rollout_is"
-    DPPO = "dppo"
 
 
 class PolicyLossRegistry(BaseFunctionRegistry):
@@ -70,12 +54,11 @@ BUILT_IN = {
     PolicyLossType.ROLLOUT_IS: rollout_is,
     PolicyLossType.DPPO: dppo,
 }
-for _name, _function in BUILT_IN.items():
-    PolicyLossRegistry.add_builtin(_name, _function)
+PolicyLossRegistry.add_builtins(PolicyLossType, BUILT_IN)
 
 
 def register_policy_loss(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator: register the function as the policy loss ``name``."""
+    """Return a decorator that registers a function as the policy loss ``name``."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         PolicyLossRegistry.register(name, function)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from skyrl_megatron import device
 from skyrl_megatron.config.rules.layout import ParallelConfig
+from skyrl_megatron.plugins import TRANSPORTS
 
 if TYPE_CHECKING:
     from skyrl_megatron.config.schema.megatron import MegatronConfig
@@ -68,7 +69,7 @@ def weight_transport(cfg: SkyRLTrainConfig) -> str:
     cannot open its memory: gloo.
     """
     engine, placement = cfg.generator.inference_engine, cfg.trainer.placement
-    if not placement.colocate_all:
+    if not placement.colocate_all or engine.weight_sync_backend not in TRANSPORTS.built_in:
         return engine.weight_sync_backend
     return "ipc" if placement.policy_num_nodes == engine.data_parallel_size == 1 else device.GLOO
 

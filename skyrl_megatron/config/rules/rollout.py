@@ -9,6 +9,7 @@ from skyrl_megatron.config.hf_model import model_dimensions
 from skyrl_megatron.config.rules.layout import ModelDimensions
 from skyrl_megatron.config.rules.training import longest_sequence
 from skyrl_megatron.errors import Problem
+from skyrl_megatron.plugins import ENGINES, GENERATORS, TRANSPORTS
 
 if TYPE_CHECKING:
     from skyrl_megatron.config.schema.root import SkyRLTrainConfig
@@ -18,6 +19,7 @@ _E = "generator.inference_engine."
 
 def rollout_problems(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield everything wrong with generation. ``hf``: the policy's ``config.json``, empty where it is not at hand."""
+    yield from GENERATORS.problems(cfg.generator.name)
     yield from _turns(cfg)
     yield from _engines(cfg, model_dimensions(hf))
     yield from _lengths(cfg, hf)
@@ -53,6 +55,8 @@ def _turns(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
 
 def _engines(cfg: SkyRLTrainConfig, dims: ModelDimensions | None) -> Iterator[Problem]:
     engine = cfg.generator.inference_engine
+    yield from ENGINES.problems(engine.backend)
+    yield from TRANSPORTS.problems(engine.weight_sync_backend)
     spread = engine.data_parallel_size * engine.tensor_parallel_size
     if engine.expert_parallel_size > 1 and engine.expert_parallel_size != spread:
         fix = f"must be 1 or data_parallel_size · tensor_parallel_size = {spread}"

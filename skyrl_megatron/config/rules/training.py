@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from skyrl_megatron.config.names import AdvantageEstimator, PolicyLossType
 from skyrl_megatron.config.rules.role_layout import active_roles, role_layout
 from skyrl_megatron.config.schema.algorithm import correction_enabled
 from skyrl_megatron.errors import Problem
@@ -15,23 +16,6 @@ from skyrl_megatron.errors import Problem
 if TYPE_CHECKING:
     from skyrl_megatron.config.schema.algorithm import AlgorithmConfig
     from skyrl_megatron.config.schema.root import SkyRLTrainConfig
-
-ESTIMATORS = ("grpo", "rloo", "reinforce++", "gae", "maxrl")
-"""Advantage estimators that come with the package."""
-LOSSES = (
-    "regular",
-    "dual_clip",
-    "gspo",
-    "cispo",
-    "sapo",
-    "clip_cov",
-    "kl_cov",
-    "cross_entropy",
-    "importance_sampling",
-    "rollout_is",
-    "dppo",
-)
-"""Policy losses that come with the package."""
 
 _A = "trainer.algorithm."
 
@@ -86,8 +70,8 @@ def longest_sequence(cfg: SkyRLTrainConfig) -> int:
 def _algorithm(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     algorithm, generator = cfg.trainer.algorithm, cfg.generator
     estimator, loss = algorithm.advantage_estimator, algorithm.policy_loss_type
-    estimators = registered("advantages", "AdvantageEstimatorRegistry", ESTIMATORS)
-    losses = registered("losses", "PolicyLossRegistry", LOSSES)
+    estimators = registered("advantages", "AdvantageEstimatorRegistry", AdvantageEstimator)
+    losses = registered("losses", "PolicyLossRegistry", PolicyLossType)
     if estimator not in estimators:
         fix = f"not registered; known: {', '.join(estimators)}"
         yield Problem(f"{_A}advantage_estimator", estimator, fix)
@@ -112,11 +96,11 @@ def _algorithm(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
         yield Problem(f"{_A}temperature", algorithm.temperature, "must be above 0")
 
 
-def registered(module_name: str, registry: str, built_in: tuple[str, ...]) -> tuple[str, ...]:
+def registered(module_name: str, registry: str, built_in: Iterable[str]) -> tuple[str, ...]:
     """Return the names known to a registry. Only where it was imported can a name have been added to it."""
     module = sys.modules.get(f"skyrl_megatron.algorithms.{module_name}")
     if module is None:
-        return built_in
+        return tuple(built_in)
     return tuple(dict.fromkeys([*built_in, *getattr(module, registry).list_available()]))
 
 

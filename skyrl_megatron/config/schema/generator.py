@@ -85,3 +85,5 @@ class GeneratorConfig(BaseConfig):
     """Each turn becomes a training sequence of its own, with the trajectory's advantage."""
     merge_stepwise_output: bool = False
     """Join turns of `step_wise_trajectories` whose prompt begins with the turn before, prompt and response."""
+    name: str = "skyrl_gym"
+    """The generator: `skyrl_gym`, or one that a plugin registered."""

@@ -20,11 +20,12 @@ class InferenceEngineConfig(BaseConfig):
     """Start engines in this cluster. False: use those at `remote_urls` or `external_server_urls`."""
     num_engines: Count = 1
     """Engines."""
-    backend: Annotated[str, OneOf("vllm")] = "vllm"
-    """The inference library."""
-    weight_sync_backend: Annotated[str, OneOf(device.NCCL, device.GLOO)] = device.NCCL
-    """Collectives that carry new weights. On CPU: gloo. With `colocate_all`: none, weights stay on the GPU (CUDA IPC);
-    gloo if the policy is on several nodes or `data_parallel_size` is not 1."""
+    backend: str = "vllm"
+    """The inference library: `vllm`, or an engine that a plugin registered."""
+    weight_sync_backend: str = device.NCCL
+    """What carries new weights: `nccl`, `gloo`, or a transport that a plugin registered. On CPU: gloo. With
+    `colocate_all`, instead of nccl and gloo: none, weights stay on the GPU (CUDA IPC); gloo if the policy is on
+    several nodes or `data_parallel_size` is not 1."""
     weight_transfer_threshold_cuda_ipc_GB: Positive = 1.0
     """No effect: weights travel in buckets of 16 MiB."""
     tensor_parallel_size: Count = 1

@@ -129,3 +129,6 @@ class TrainerConfig(BaseConfig):
     """Run Python code that comes with a Hugging Face model or tokenizer."""
     phase_timeout_s: Positive = 1800.0
     """Seconds that a phase (generate, train, sync, …) may take before the run fails, naming rank and phase."""
+    plugins: list[str] = field(default_factory=list)
+    """Modules that every process of the run imports: they register losses, estimators, environments, generators,
+    engines, transports or model families (CONTRIBUTING.md)."""
