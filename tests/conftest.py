@@ -18,6 +18,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
+from tests.support.fast import FastPart
 from tests.support.rank_pool import RankPool
 
 _started = time.monotonic()
@@ -26,10 +27,17 @@ _started = time.monotonic()
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("skyrl-megatron")
     group.addoption("--layouts", choices=["plain", "all"], default="plain", help="all: also the full layout matrix")
+    group.addoption("--fast", action="store_true", help="only tests that start no process; starting one fails")
     group.addoption("--rotate", default="", help="start the run at a test chosen by this text (e.g. a commit)")
     group.addoption("--stop-after-minutes", type=float, default=0.0, help="skip and list what starts later than this")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--fast"):
+        config.pluginmanager.register(FastPart())
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--layouts") == "plain":
         matrix = [item for item in items if item.get_closest_marker("full_matrix")]

@@ -98,6 +98,7 @@ def test_export_of_a_training_checkpoint(ranks, tmp_path):
 
 
 @pytest.mark.parametrize("broken", [False, pytest.param(True, marks=pytest.mark.full_matrix)])
+@pytest.mark.process
 def test_logits_of_both_folders_are_compared(broken, tmp_path, capsys):
     import json
 
@@ -114,6 +115,7 @@ def test_logits_of_both_folders_are_compared(broken, tmp_path, capsys):
     assert (found["max_abs_difference"] > 1) if broken else (found["max_abs_difference"] <= 1e-4)
 
 
+@pytest.mark.process
 def test_logits_with_a_layout_that_does_not_fit_is_an_error(tmp_path, capsys):
     from bridges.__main__ import main
 
