@@ -1,7 +1,7 @@
 """The fast part of the suite (``--fast``): every test that starts no process of its own.
 
-What needs the rank pool or an engine is known by its fixtures and markers; a test that starts processes itself is marked
-``process``. Nobody has to remember that: under ``--fast`` the start of a process is refused, and the test fails.
+What needs the rank pool, Ray or an engine is known by its fixtures and markers; a test that starts processes itself is
+marked ``process``. Nobody has to remember that: under ``--fast`` the start of a process fails the test.
 """
 
 from __future__ import annotations
@@ -76,5 +76,7 @@ class FastPart:
         return spawnv_passfds
 
     def _refuse(self, what: str) -> None:
-        self._refused = f"--fast runs what starts no process; mark this test pytest.mark.process, it starts {what:.200}"
+        self._refused = (
+            f"--fast runs what starts no process; mark this test pytest.mark.process, it starts {what:.200}"
+        )
         raise ProcessStarted(self._refused)
