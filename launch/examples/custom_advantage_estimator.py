@@ -6,14 +6,17 @@ takes the keys of ``skyrl_megatron.entrypoints.main_base``.
 """
 
 import sys
+from typing import Any
 
 import torch
 
-from skyrl_megatron.utils.ppo_utils import register_advantage_estimator
+from skyrl_megatron.algorithms.advantages import register_advantage_estimator
 
 
 @register_advantage_estimator("batch_baseline")
-def batch_baseline(token_level_rewards, response_mask, index, **kwargs):
+def batch_baseline(
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Any, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Advantages and returns [B, T]. ``index`` [B] tells the prompts apart; this estimator does not ask."""
     with torch.no_grad():
         scores = (token_level_rewards * response_mask).sum(dim=-1, keepdim=True)

@@ -2,7 +2,7 @@
 course of some runs every test comes round.
 
 An area is a folder of ``tests``. Run ``count`` (the number of commits) enters each area at ``count / φ mod 1`` of its
-tests, φ being the golden ratio, and goes round from there. Starts made like this lie evenly however many there are, and also
+tests, φ being the golden ratio, and goes round from there. Such starts lie evenly however many there are, and also
 when only every second or third commit has a run. So nobody has to know how far a run gets: whatever share of an area
 each run reaches, :func:`rounds` of that share successive runs reach all of it.
 
