@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -124,7 +125,8 @@ def measure(gigabytes, rounds, folder):
     asynchronous = Checkpointer(os.path.join(folder, "async"), asynchronous=True, keep=1)
     saved = Checkpointer(os.path.join(folder, "sync"))
     for index in range(rounds + 1):  # the first warms up: frames of archives, staging memory
-        first_is_ours, row = index % 2 == 1, {}
+        first_is_ours = index % 2 == 1
+        row: dict[str, Any] = {}
         for counts in (False, True):  # each writes new files: memory for the page cache has to be found by both
             step = 2 * index + counts
             plain = os.path.join(folder, f"plain_{rank}_{counts}")

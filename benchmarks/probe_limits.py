@@ -121,7 +121,7 @@ async def measure(folder: Path, vocab_size: int, probes: int) -> dict[str, list[
     engines = [await engine.score(ids) for ids in tokens]
     await engine.shutdown()
     trainer = Trainer(folder)
-    found = {}
+    found: dict[str, Any] = {}
     for condition in ("equal weights", "one expert stale", "two experts swapped", "output layer stale"):
         if condition == "equal weights" or trainer.plant(condition):
             found[condition] = []

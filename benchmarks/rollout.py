@@ -95,7 +95,8 @@ def main() -> None:
 
     from tests.support.tiny_models import write_tiny_model
 
-    context, sides = multiprocessing.get_context("spawn"), {}
+    context = multiprocessing.get_context("spawn")
+    sides: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         model = write_tiny_model("qwen3_moe", Path(folder) / "model", **MODEL)
         for name, body in (("ours", ours), ("offline", offline)):

@@ -18,7 +18,8 @@ NAMES = {
     "skyrl_megatron.utils": "validate_cfg initialize_ray",
     "skyrl_megatron.utils.ppo_utils": (
         "BaseFunctionRegistry AdvantageEstimatorRegistry PolicyLossRegistry RegistryActor "
-        "register_advantage_estimator register_policy_loss sync_registries repopulate_all_registries AdvantageEstimator PolicyLossType "
+        "register_advantage_estimator register_policy_loss sync_registries repopulate_all_registries "
+        "AdvantageEstimator PolicyLossType "
         "AdaptiveKLController FixedKLController get_kl_controller masked_mean masked_var masked_whiten "
         "masked_token_mean compute_advantages_and_returns compute_approx_kl ppo_critic_loss"
     ),
