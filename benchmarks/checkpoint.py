@@ -17,6 +17,7 @@ import shutil
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,7 @@ def measure(gigabytes, rounds, folder):
                 drop_cache(plain)
                 drop_cache(path)
                 row[name] = timed(work[name])
-        copies = {"memcpy": lambda: copy(blocks, target), "stall": lambda i=index: asynchronous.save(i, state)}
+        copies = {"memcpy": lambda: copy(blocks, target), "stall": partial(asynchronous.save, index, state)}
         row["plan"] = timed(lambda: list(blocks_to_save(state.model_chunks, state.optimizer, state.groups)))
         for name in in_turn(copies, first_is_ours):
             row[name] = timed(copies[name])

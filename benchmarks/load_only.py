@@ -47,7 +47,7 @@ class LoadOnly(WorkerExtension):
 def experts_fused(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """``gate_up_proj`` [E, 2·ffn, H] and ``down_proj`` [E, H, ffn] of a layer in place of each expert's tensors."""
     held = dict(tensors)
-    experts: dict[str, dict[tuple[int, str], Any]] = defaultdict(dict)
+    experts: dict[str, dict[tuple[str, int], Any]] = defaultdict(dict)
     for name in [name for name in held if ".experts." in name]:
         layer, rest = name.split(".experts.")
         number, kind, _ = rest.split(".")

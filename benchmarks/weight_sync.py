@@ -180,8 +180,10 @@ async def measure(folder: Path, rank: Rank, rounds: int, bucket_bytes: int) -> d
     await pool.start()
     rank.ask("load", str(folder))
     config = json.loads((folder / "config.json").read_text())
-    publisher = WeightSynchronizer(pool, [rank], hf_config=config, dtype="bfloat16", bucket_bytes=bucket_bytes)
-    engine = pool.slots[0].engine._llm
+    trainer: list[Any] = [rank]  # it never scores: the probe is off
+    publisher = WeightSynchronizer(pool, trainer, hf_config=config, dtype="bfloat16", bucket_bytes=bucket_bytes)
+    first: Any = pool.slots[0].engine
+    engine = first._llm
     await engine.collective_rpc("bench_hold", args=(str(folder),))
     found: dict[str, list[float]] = defaultdict(list)
     report = await publisher.publish("first")
