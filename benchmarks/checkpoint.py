@@ -56,7 +56,7 @@ def build(gigabytes):
         DistributedDataParallel(model.config, buffers, chunk, pg_collection=groups.collection)
         for chunk in model.chunks
     ]
-    settings = types.SimpleNamespace(
+    settings: Any = types.SimpleNamespace(
         lr=1e-3, min_lr=0.0, weight_decay=0.0, adam_betas=(0.9, 0.95), max_grad_norm=1.0, scheduler="constant",
         num_warmup_steps=0, num_decay_steps=None,
     )  # fmt: skip
