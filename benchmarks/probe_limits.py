@@ -48,7 +48,7 @@ class Trainer:
         from skyrl_megatron.config import SkyRLTrainConfig
         from skyrl_megatron.runtime import engine as runtime
 
-        runtime.parameter_dtype = lambda cfg: torch.bfloat16  # which it takes on GPUs only  # type: ignore[attr-defined]
+        runtime.parameter_dtype = lambda cfg: torch.bfloat16  # type: ignore[attr-defined]  # which it takes on GPUs only
         self.folder = folder
         cfg = SkyRLTrainConfig.from_cli_overrides({"trainer.ref.model.path": str(folder)})
         self.engine = runtime.MegatronEngine(cfg, "ref")
