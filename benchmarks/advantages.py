@@ -25,6 +25,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
@@ -60,7 +61,7 @@ def ours():
     from skyrl_megatron.algorithms.advantages import compute_advantages_and_returns as compute
 
     gae, grpo = AdvantageEstimatorRegistry.get("gae"), AdvantageEstimatorRegistry.get("grpo")
-    options = {"gamma": GAMMA, "lambd": LAMBDA}
+    options: dict[str, Any] = {"gamma": GAMMA, "lambd": LAMBDA}
     return {
         "gae": lambda r, v, m: gae(r, m, v, **options),
         "gae, checked call": lambda r, v, m: compute(r, m, np.arange(256), "gae", None, values=v, **options),
@@ -127,12 +128,14 @@ def main():
         parser.error("--rivals-python is needed: see --help for how to make the environment")
     command = [arguments.rivals_python, __file__, "--serve"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin and process.stdout
+        answers, questions = process.stdout, process.stdin
         bench = Bench(ours())
-        their_names = json.loads(process.stdout.readline())
+        their_names = json.loads(answers.readline())
 
         def ask(name):
-            print(name, file=process.stdin, flush=True)
-            return json.loads(process.stdout.readline())
+            print(name, file=questions, flush=True)
+            return json.loads(answers.readline())
 
         runs = {name: bench.run for name in bench.functions} | {name: ask for name in their_names}
         samples = {name: run(name)[1] for name, run in runs.items()}  # warm-up
@@ -145,7 +148,7 @@ def main():
         for _ in range(arguments.rounds - 1):
             for name, run in runs.items():
                 best[name] = min(best[name], run(name)[0])
-        process.stdin.close()
+        questions.close()
     report(best)
 
 

@@ -17,7 +17,9 @@ import shutil
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -54,7 +56,7 @@ def build(gigabytes):
         DistributedDataParallel(model.config, buffers, chunk, pg_collection=groups.collection)
         for chunk in model.chunks
     ]
-    settings = types.SimpleNamespace(
+    settings: Any = types.SimpleNamespace(
         lr=1e-3, min_lr=0.0, weight_decay=0.0, adam_betas=(0.9, 0.95), max_grad_norm=1.0, scheduler="constant",
         num_warmup_steps=0, num_decay_steps=None,
     )  # fmt: skip
@@ -124,7 +126,8 @@ def measure(gigabytes, rounds, folder):
     asynchronous = RankCheckpointer(os.path.join(folder, "async"), state, asynchronous=True, keep=1)
     saved = RankCheckpointer(os.path.join(folder, "sync"), state)
     for index in range(rounds + 1):  # the first warms up: frames of archives, staging memory
-        first_is_ours, row = index % 2 == 1, {}
+        first_is_ours = index % 2 == 1
+        row: dict[str, Any] = {}
         for counts in (False, True):  # each writes new files: memory for the page cache has to be found by both
             step = 2 * index + counts
             plain = os.path.join(folder, f"plain_{rank}_{counts}")
@@ -144,7 +147,7 @@ def measure(gigabytes, rounds, folder):
                 drop_cache(plain)
                 drop_cache(path)
                 row[name] = timed(work[name])
-        copies = {"memcpy": lambda: copy(blocks, target), "stall": lambda i=index: asynchronous.save(i)}
+        copies = {"memcpy": lambda: copy(blocks, target), "stall": partial(asynchronous.save, index)}
         row["plan"] = timed(lambda: list(blocks_to_save(state.model_chunks, state.optimizer, state.groups)))
         for name in in_turn(copies, first_is_ours):
             row[name] = timed(copies[name])

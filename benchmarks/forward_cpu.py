@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
@@ -168,7 +169,11 @@ def main() -> None:
                 save_model(name, Path(root))
             generator = torch.Generator().manual_seed(1)
             sequences = [torch.randint(MODELS[name]["vocab_size"], (n,), generator=generator) for n in lengths]
-            sides = [Megatron(folder, groups), Transformers(folder, "grouped_mm"), Transformers(folder, "eager")]
+            sides: list[Any] = [
+                Megatron(folder, groups),
+                Transformers(folder, "grouped_mm"),
+                Transformers(folder, "eager"),
+            ]
             for side in sides:
                 side.prepare(sequences)
             losses = [side.step() for side in sides]

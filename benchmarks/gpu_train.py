@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -89,7 +90,7 @@ def main() -> None:
         print(f"load: {time.perf_counter() - started:.1f} s")
     batch = make_batch(args.sequences, args.length)
     tokens, flops = int(batch.lengths.sum()), engine.flops.training(batch.lengths)
-    times = {"forward_backward": [], "optim_step": [], "logprobs": []}
+    times: dict[str, list[float]] = {"forward_backward": [], "optim_step": [], "logprobs": []}
     for step in range(args.steps + 1):
         for name, call in (
             ("logprobs", lambda: engine.compute_logprobs(batch)),
@@ -132,7 +133,8 @@ def write_model(root: Path, layers: int) -> Path:
     (root / "config.json").write_text(json.dumps(config))
     shapes = Plan.of(config).hf
     generator = torch.Generator("cuda").manual_seed(0)
-    index, names = {}, list(shapes)
+    index: dict[str, Any] = {}
+    names = list(shapes)
     for number, start in enumerate(range(0, len(names), 500)):
         tensors = {}
         for name in names[start : start + 500]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -25,9 +26,10 @@ class LoadOnly(WorkerExtension):
     def bench_load(self, fused: bool) -> float:
         """Seconds for start, load and finish."""
         began = time.perf_counter()
-        self.weight_transfer_engine.start_weight_update()
-        self.model_runner.model.load_weights(iter(self.bench_tensors[fused].items()))
-        self.weight_transfer_engine.finish_weight_update()
+        worker: Any = self  # vLLM mixes this class into its worker
+        worker.weight_transfer_engine.start_weight_update()
+        worker.model_runner.model.load_weights(iter(self.bench_tensors[fused].items()))
+        worker.weight_transfer_engine.finish_weight_update()
         return time.perf_counter() - began
 
     def bench_forget_peak(self) -> None:
@@ -39,12 +41,13 @@ class LoadOnly(WorkerExtension):
         """Bytes beyond those held before."""
         lines = Path("/proc/self/status").read_text().splitlines()
         peak = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) << 10
-        return peak - self.bench_before
+        return int(peak - self.bench_before)
 
 
 def experts_fused(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """``gate_up_proj`` [E, 2·ffn, H] and ``down_proj`` [E, H, ffn] of a layer in place of each expert's tensors."""
-    held, experts = dict(tensors), defaultdict(dict)
+    held = dict(tensors)
+    experts: dict[str, dict[tuple[str, int], Any]] = defaultdict(dict)
     for name in [name for name in held if ".experts." in name]:
         layer, rest = name.split(".experts.")
         number, kind, _ = rest.split(".")

@@ -48,7 +48,7 @@ class Trainer:
         from skyrl_megatron.config import SkyRLTrainConfig
         from skyrl_megatron.runtime import engine as runtime
 
-        runtime.parameter_dtype = lambda cfg: torch.bfloat16  # which it takes on GPUs only
+        runtime.parameter_dtype = lambda cfg: torch.bfloat16  # type: ignore[attr-defined]  # which it takes on GPUs only
         self.folder = folder
         cfg = SkyRLTrainConfig.from_cli_overrides({"trainer.ref.model.path": str(folder)})
         self.engine = runtime.MegatronEngine(cfg, "ref")
@@ -122,7 +122,7 @@ async def measure(folder: Path, vocab_size: int, probes: int) -> dict[str, list[
     engines = [await engine.score(ids) for ids in tokens]
     await engine.shutdown()
     trainer = Trainer(folder)
-    found = {}
+    found: dict[str, Any] = {}
     for condition in ("equal weights", "one expert stale", "two experts swapped", "output layer stale"):
         if condition == "equal weights" or trainer.plant(condition):
             found[condition] = []

@@ -23,7 +23,9 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-MODEL = dict(hidden_size=256, num_hidden_layers=4, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256)
+MODEL: dict[str, Any] = dict(
+    hidden_size=256, num_hidden_layers=4, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256
+)
 
 
 def settings_of(model: Path) -> Any:
@@ -95,7 +97,8 @@ def main() -> None:
 
     from tests.support.tiny_models import write_tiny_model
 
-    context, sides = multiprocessing.get_context("spawn"), {}
+    context = multiprocessing.get_context("spawn")
+    sides: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         model = write_tiny_model("qwen3_moe", Path(folder) / "model", **MODEL)
         for name, body in (("ours", ours), ("offline", offline)):

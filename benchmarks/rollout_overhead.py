@@ -135,7 +135,8 @@ def main() -> None:
     torch.set_num_threads(1)
     register("instant", Instant)
     print(f"agent loop: {loop_ms(rounds):.3f} ms a turn (wanted: 0.3)")
-    for name, convert in {"arrays": np.copy, "lists": np.ndarray.tolist}.items():
+    converters: dict[str, Any] = {"arrays": np.copy, "lists": np.ndarray.tolist}
+    for name, convert in converters.items():
         ours, plain = collation(min(rounds, 3), convert)
         print(f"collation of {name}: {ours:.2f} s, filling {plain:.2f} s: {ours / plain:.2f}x (wanted: 1.5x)")
 

@@ -52,22 +52,24 @@ def trainer(pipe: Any, bucket_bytes: int) -> None:
     from skyrl_megatron.runtime.cpu import megatron_patches
     from skyrl_megatron.runtime.hf.load import load_hf
     from skyrl_megatron.runtime.model.build import build_model
-    from skyrl_megatron.weight_sync import sender as sending
+    from skyrl_megatron.weight_sync.bucket import checksum
     from skyrl_megatron.weight_sync.megatron_source import MegatronWeightSource
+    from skyrl_megatron.weight_sync.sender import WeightSender
     from skyrl_megatron.weight_sync.transport import open_transport
 
     torch.set_num_threads(1)
     megatron_patches.install()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     groups = parallel_state.initialize(ParallelConfig(world_size=1))
-    process, sender, address = psutil.Process(), None, ("", 0)
+    process, address = psutil.Process(), ("", 0)
+    sender: Any = None
     while (job := pipe.recv()) is not None:
         method, *arguments = job
         answer: Any = None
         if method == "load":
             model = build_model(arguments[0], groups, dtype=torch.bfloat16)
             load_hf(model, arguments[0], groups)
-            sender = sending.WeightSender(MegatronWeightSource(model, groups), bucket_bytes=bucket_bytes)
+            sender = WeightSender(MegatronWeightSource(model, groups), bucket_bytes=bucket_bytes)
             before = process.memory_info().rss
         elif method == "metadata":
             answer = list(sender.metadata())
@@ -82,10 +84,10 @@ def trainer(pipe: Any, bucket_bytes: int) -> None:
         elif method == "checksums":
             data, began = torch.empty(bucket_bytes, dtype=torch.uint8), time.perf_counter()
             for _ in range(arguments[0] // bucket_bytes):
-                sending.checksum(data)
+                checksum(data)
             answer = time.perf_counter() - began
         elif method == "per tensor":
-            answer = seconds_per_tensor(*arguments, bucket_bytes)
+            answer = seconds_per_tensor(arguments[0], bucket_bytes)
         elif method == "broadcast":
             host, port, nbytes = arguments
             transport = open_transport(sender.transport_name, host, port, 1, 2, 60.0, None)
@@ -118,7 +120,8 @@ def broadcast(transport: Any, nbytes: int, bucket_bytes: int) -> float:
 
     buffers = [torch.zeros(bucket_bytes, dtype=torch.uint8) for _ in range(2)]
     transport.broadcast(buffers[0])()
-    began, waiting = time.perf_counter(), []
+    waiting: list[Any] = []
+    began = time.perf_counter()
     for number in range(nbytes // bucket_bytes):
         if len(waiting) == 2:
             waiting.pop(0)()
@@ -172,13 +175,15 @@ async def measure(folder: Path, rank: Rank, rounds: int, bucket_bytes: int) -> d
         kv_cache_bytes=64 << 20,
         extra={"worker_extension_cls": "benchmarks.load_only.LoadOnly"},
     )
-    weight_synchronizer.is_due = lambda *_: False  # the probe is a forward pass, not part of the exchange
+    weight_synchronizer.is_due = lambda *_: False  # type: ignore[attr-defined]  # the probe is a forward pass, not part of the exchange
     pool = EnginePool([lambda: VLLMEngine(settings)])
     await pool.start()
     rank.ask("load", str(folder))
     config = json.loads((folder / "config.json").read_text())
-    synchronizer = WeightSynchronizer(pool, [rank], hf_config=config, dtype="bfloat16", bucket_bytes=bucket_bytes)
-    engine = pool.slots[0].engine._llm
+    ranks: list[Any] = [rank]  # it never scores: the probe is off
+    synchronizer = WeightSynchronizer(pool, ranks, hf_config=config, dtype="bfloat16", bucket_bytes=bucket_bytes)
+    first: Any = pool.slots[0].engine
+    engine = first._llm
     await engine.collective_rpc("bench_hold", args=(str(folder),))
     found: dict[str, list[float]] = defaultdict(list)
     report = await synchronizer.sync("first")

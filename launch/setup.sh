@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Make .venv with the locked set of packages.   launch/setup.sh [cpu|gpu]
+# Make .venv with the locked set of packages.   launch/setup.sh [cpu|gpu|ci]
 # Default: gpu when a CUDA driver is present, else cpu. Quick when there is nothing to do; safe to interrupt and repeat.
+# ci: cpu, and the Debian packages of tests that bring up a cluster, build images or open pages (root or sudo).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -16,9 +17,10 @@ phase() { printf 'setup: %-52s %6.1f s\n' "$1" "$(awk -v a="$2" -v b="$(now)" 'B
 
 case ${1:-} in
   cpu|gpu) flavour=$1 ;;
+  ci) launch/setup.sh cpu; exec launch/requirements/debian.sh ;;
   "") if [ -e /proc/driver/nvidia/version ] || nvidia-smi -L >/dev/null 2>&1; then flavour=gpu; else flavour=cpu; fi ;;
-  -h|--help) sed -n '2,3s/^# //p' "$0"; exit 0 ;;
-  *) die "unknown flavour '$1': use 'launch/setup.sh cpu' or 'launch/setup.sh gpu'" ;;
+  -h|--help) sed -n '2,4s/^# //p' "$0"; exit 0 ;;
+  *) die "unknown flavour '$1': use 'launch/setup.sh cpu', 'launch/setup.sh gpu' or 'launch/setup.sh ci'" ;;
 esac
 lock=launch/requirements/$flavour.txt
 

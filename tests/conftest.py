@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import time
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +17,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
+from tests.support import rotation
+from tests.support.fast import FastPart
 from tests.support.rank_pool import RankPool
 
 _started = time.monotonic()
@@ -26,18 +27,31 @@ _started = time.monotonic()
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("skyrl-megatron")
     group.addoption("--layouts", choices=["plain", "all"], default="plain", help="all: also the full layout matrix")
-    group.addoption("--rotate", default="", help="start the run at a test chosen by this text (e.g. a commit)")
+    group.addoption("--fast", action="store_true", help="only tests that start no process; starting one fails")
+    group.addoption("--part", default="1/1", help="i/n: the i-th of n parts, of whole modules")
+    group.addoption("--rotate", type=int, help="the order of run number N (e.g. the number of commits)")
     group.addoption("--stop-after-minutes", type=float, default=0.0, help="skip and list what starts later than this")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--fast"):
+        config.pluginmanager.register(FastPart())
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--layouts") == "plain":
         matrix = [item for item in items if item.get_closest_marker("full_matrix")]
         config.hook.pytest_deselected(items=matrix)
         items[:] = [item for item in items if not item.get_closest_marker("full_matrix")]
-    if (rotate := config.getoption("--rotate")) and items:
-        start = zlib.crc32(rotate.encode()) % len(items)
-        items[:] = items[start:] + items[:start]
+    number, parts = map(int, config.getoption("--part").split("/"))
+    if parts > 1:
+        modules = {path: place for place, path in enumerate(dict.fromkeys(item.path for item in items))}
+        others = [item for item in items if modules[item.path] % parts != number - 1]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if modules[item.path] % parts == number - 1]
+    if (count := config.getoption("--rotate")) is not None:
+        items[:] = rotation.arrange(items, count, lambda item: item.path.parent.name, lambda item: item.path.name)
 
 
 _not_reached: list[str] = []

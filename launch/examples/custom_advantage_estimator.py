@@ -6,6 +6,7 @@ takes the keys of ``skyrl_megatron.entrypoints.main_base``.
 """
 
 import sys
+from typing import Any
 
 import torch
 
@@ -13,7 +14,9 @@ from skyrl_megatron.algorithms import register_advantage_estimator
 
 
 @register_advantage_estimator("batch_baseline")
-def batch_baseline(token_level_rewards, response_mask, index, **kwargs):
+def batch_baseline(
+    token_level_rewards: torch.Tensor, response_mask: torch.Tensor, index: Any, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Advantages and returns [B, T]. ``index`` [B] tells the prompts apart; this estimator does not ask."""
     with torch.no_grad():
         scores = (token_level_rewards * response_mask).sum(dim=-1, keepdim=True)

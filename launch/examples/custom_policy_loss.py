@@ -7,12 +7,22 @@ worker; it needs no installed module.
 """
 
 import sys
+from typing import Any
+
+import torch
 
 from skyrl_megatron.algorithms import register_policy_loss
 
 
 @register_policy_loss("reinforce")
-def reinforce(log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_log_probs=None):
+def reinforce(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    config: Any,
+    loss_mask: torch.Tensor | None = None,
+    rollout_log_probs: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, float]]:
     """-A·log p of each token [B, T]. Returned per token, it is masked and averaged by ``algorithm.loss_reduction``.
 
     A scalar, ``(-log_probs * advantages).mean()``, would do too, but depends on how a batch is cut.

@@ -291,6 +291,7 @@ def test_disk_too_small_is_said_before_anything_is_written(good, tmp_path):
     assert error.value.exit_code == 3 and not any(tmp_path.iterdir())
 
 
+@pytest.mark.process
 def test_write_failure_leaves_nothing(good, tmp_path):
     """A limit on file sizes makes the operating system refuse a write in the middle, as a full disk does."""
     script = (

@@ -86,6 +86,7 @@ def test_errors_are_one_message_and_an_exit_code(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full_matrix)])
+@pytest.mark.process
 def test_interrupt_leaves_nothing_under_the_final_name(number, tmp_path):
     """0.3 GB take long enough to be interrupted in the middle, all the more by a process that yields to this one; on a
     busy machine the signal may come late all the same: again."""

@@ -123,6 +123,7 @@ def test_logits_without_a_program_to_compute_them(tmp_path, capsys, monkeypatch)
 
 
 @pytest.mark.parametrize("broken", [False, pytest.param(True, marks=pytest.mark.full_matrix)])
+@pytest.mark.process
 def test_logits_of_both_folders_are_compared(broken, tmp_path, capsys, installed):
     import json
 
@@ -139,6 +140,7 @@ def test_logits_of_both_folders_are_compared(broken, tmp_path, capsys, installed
     assert (found["max_abs_difference"] > 1) if broken else (found["max_abs_difference"] <= 1e-4)
 
 
+@pytest.mark.process
 def test_logits_with_a_layout_that_does_not_fit_is_an_error(tmp_path, capsys, installed):
     from bridges.__main__ import main
 

@@ -67,6 +67,7 @@ def test_report(run_args, capsys):
     ]
 
 
+@pytest.mark.process
 def test_check_starts_neither_ray_nor_cuda(run_args):
     code = (
         "import sys; from skyrl_megatron.entrypoints.main_base import main; code = main(sys.argv[1:]); import torch; "
@@ -79,6 +80,7 @@ def test_check_starts_neither_ray_nor_cuda(run_args):
     assert "weight_sync_backend: " in run.stdout and run.stderr == ""
 
 
+@pytest.mark.process
 def test_every_problem_is_listed_with_exit_code_2(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("trainer:\n  seed: x\n  epochs: 0\n")
@@ -95,6 +97,7 @@ def test_every_problem_is_listed_with_exit_code_2(tmp_path):
     assert "warning: trainer.logger=wandb" in err
 
 
+@pytest.mark.process
 def test_yaml_syntax_names_the_line(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("trainer:\n  seed: 1\n  run_name: [a\n")
@@ -129,6 +132,7 @@ def test_check_for_another_machine(run_args, capsys):
     assert check.run(["--check=8", *args]) == 2 and "NODESxGPUS" in capsys.readouterr().err
 
 
+@pytest.mark.process
 def test_help():
     code, out, _ = command("--help")
     assert code == 0 and "--check" in out

@@ -76,6 +76,7 @@ def test_every_field_is_explained_and_config_md_is_fresh():
         assert file.read() == document.document(), stale
 
 
+@pytest.mark.process
 def test_import_loads_neither_torch_nor_ray():
     heavy = ("torch", "ray", "transformers", "megatron", "vllm", "numpy", "omegaconf")
     code = f"import sys, skyrl_megatron.config.validate; print([m for m in {heavy} if m in sys.modules])"

@@ -127,6 +127,7 @@ def test_parameters_per_rank_in_more_layouts(ranks, name):
     check_all(ranks, {name: MORE[name]})
 
 
+@pytest.mark.process
 def test_ranks_stand_where_megatron_puts_them():
     from megatron.core.parallel_state import RankGenerator
 

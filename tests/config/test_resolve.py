@@ -152,6 +152,7 @@ def test_fsdp_runs_as_megatron_with_one_notice(strategy):
     assert problem.key.endswith("expert_model_parallel_size") and "strategy=megatron" in problem.fix
 
 
+@pytest.mark.process
 def test_gpus_are_counted_without_cuda(monkeypatch, tmp_path):
     if not device.driver_gpu_count():  # a machine without GPUs, where one can be told of two
         driver = tmp_path / "nvidia-smi"

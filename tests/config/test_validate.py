@@ -462,6 +462,7 @@ def test_hub_model_that_is_not_here():
     assert read_hf_config("nobody/nothing-of-this-name", download=True) is None  # the suite runs offline
 
 
+@pytest.mark.process
 def test_config_json_alone_is_fetched_from_the_hub(tmp_path):
     folder = tmp_path / "org" / "model" / "resolve" / "main"
     folder.mkdir(parents=True)

@@ -31,6 +31,7 @@ def test_prompts_to_synced_weights(tmp_path):
     assert descendants() == before, "a process was left behind"
 
 
+@pytest.mark.process
 def test_too_little_memory_is_one_line(tmp_path):
     """More memory is asked for than any machine has, because taking it all would take down the test."""
     code = (

@@ -107,6 +107,7 @@ def test_a_tracker_that_fails_costs_no_run(tmp_path):
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 2]
 
 
+@pytest.mark.process
 def test_a_terminal_gets_a_progress_bar(tmp_path):
     """Through a real pseudo-terminal."""
     pty = pytest.importorskip("pty")

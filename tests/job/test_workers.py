@@ -224,6 +224,7 @@ def test_places_of_a_run(ray_slots, tmp_path):
     assert ray.available_resources()["CPU"] == ray_slots
 
 
+@pytest.mark.process
 def test_an_address_without_a_cluster_is_one_message():
     import subprocess
     import sys

@@ -130,6 +130,7 @@ def test_files_that_do_not_serve(tmp_path):
         PromptDataset([save(rows_of(1), tmp_path / "one.jsonl")], Bare(), 10)
 
 
+@pytest.mark.process
 def test_memory_does_not_grow_with_the_file(tmp_path):
     """30,000 prompts of 2 kB: once converted, they are measured and read in a few MB of memory."""
     code = """

@@ -267,6 +267,7 @@ def dying_rank(rank, port, folder, pipe):
         pipe.send((time.monotonic() - started, str(error)))
 
 
+@pytest.mark.process
 def test_a_rank_that_dies_takes_the_others_down_at_once(tmp_path):
     """The group's timeout is 120 s; the survivor's error comes when the connection breaks, not then."""
     folder = save_tiny("qwen3_moe", tmp_path, num_key_value_heads=2)

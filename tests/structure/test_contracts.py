@@ -1,0 +1,144 @@
+"""Names that scripts, command lines and other programs rely on: none of them goes or changes its meaning."""
+
+import importlib
+import inspect
+
+import pytest
+
+NAMES = {
+    "skyrl_megatron.config": (
+        "AlgorithmConfig BaseConfig CISPOConfig ChatTemplateConfig ClipCovConfig CriticConfig DPPOConfig DataConfig "
+        "DynamicSamplingConfig EnvironmentConfig FSDPConfig FullyAsyncConfig GSM8kLLMJudgeEnvConfig GeneratorConfig "
+        "InferenceEngineConfig KLCovConfig KLCtrlConfig MegatronConfig MegatronDDPConfig MegatronLoraConfig "
+        "MegatronTorchProfilerConfig MixedPrecisionConfig ModelConfig OffPolicyCorrectionConfig OptimizerConfig "
+        "PlacementConfig PolicyConfig RefConfig SAPOConfig SamplingParams SearchEnvConfig SkyRLGymConfig "
+        "SkyRLLoraConfig SkyRLTrainConfig Text2SQLEnvConfig TrainerConfig get_config_as_dict get_config_as_yaml_str "
+        "make_config"
+    ),
+    "skyrl_megatron.utils": "validate_cfg initialize_ray",
+    "skyrl_megatron.utils.ppo_utils": (
+        "BaseFunctionRegistry AdvantageEstimatorRegistry PolicyLossRegistry RegistryActor "
+        "register_advantage_estimator register_policy_loss sync_registries repopulate_all_registries "
+        "AdvantageEstimator PolicyLossType "
+        "AdaptiveKLController FixedKLController get_kl_controller masked_mean masked_var masked_whiten "
+        "masked_token_mean compute_advantages_and_returns compute_approx_kl ppo_critic_loss"
+    ),
+    "skyrl_megatron.generators.base": (
+        "BatchMetadata ConversationType GeneratorInput GeneratorInterface GeneratorOutput MetricsOutput TrainingPhase "
+        "TrajectoryID"
+    ),
+    "skyrl_megatron.generators.skyrl_gym_generator": (
+        "SkyRLGymGenerator TrajectoryOutput concatenate_generator_outputs get_metrics_from_generator_output "
+        "get_rollout_metrics prepare_generator_input"
+    ),
+    "skyrl_megatron.trainer": "RayPPOTrainer",
+    "skyrl_megatron.envs": "BaseTextEnv BaseTextEnvStepOutput register make",
+    "skyrl_megatron.entrypoints.main_base": "BasePPOExp skyrl_entrypoint main config_dir",
+    "skyrl_megatron.entrypoints.main_generate": "main",
+    "bridges.__main__": "main",
+}
+METHODS = {
+    ("skyrl_megatron.config", "SkyRLTrainConfig"): "from_cli_overrides",
+    ("skyrl_megatron.config", "BaseConfig"): "from_dict_config",
+    ("skyrl_megatron.entrypoints.main_base", "BasePPOExp"): (
+        "get_tokenizer get_train_dataset get_eval_dataset get_generator get_trainer get_tracker get_inference_client "
+        "run"
+    ),
+    ("skyrl_megatron.utils.ppo_utils", "BaseFunctionRegistry"): "get register list_available unregister",
+}
+SIGNATURES = {
+    "compute_advantages_and_returns": (
+        "token_level_rewards response_mask index adv_estimator config values=None grpo_norm_by_std=True gamma=1.0 "
+        "lambd=1.0 **kwargs"
+    ),
+    "compute_approx_kl": "log_probs log_probs_base loss_mask=None kl_estimator_type='k3'",
+    "ppo_critic_loss": "values old_values returns config loss_mask=None",
+}
+POLICY_LOSS = "log_probs old_log_probs advantages config loss_mask=None rollout_log_probs=None"
+
+
+def parameters(function):
+    """Names with defaults, without annotations: ``a b=1 **rest``."""
+    signature = inspect.signature(function)
+    return " ".join(
+        str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in signature.parameters.values()
+    )
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_names_are_there(module):
+    found = importlib.import_module(module)
+    missing = [name for name in NAMES[module].split() if not hasattr(found, name)]
+    assert not missing, f"{module} lacks {missing}"
+
+
+@pytest.mark.parametrize(("module", "owner"), METHODS)
+def test_methods_are_there(module, owner):
+    cls = getattr(importlib.import_module(module), owner)
+    missing = [name for name in METHODS[module, owner].split() if not callable(getattr(cls, name, None))]
+    assert not missing, f"{module}.{owner} lacks {missing}"
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_keywords_stay(name):
+    from skyrl_megatron.utils import ppo_utils
+
+    assert parameters(getattr(ppo_utils, name)) == SIGNATURES[name]
+
+
+def test_built_in_losses_have_the_signature_of_custom_ones():
+    from skyrl_megatron.utils.ppo_utils import PolicyLossRegistry
+
+    for name in PolicyLossRegistry.list_available():
+        assert parameters(PolicyLossRegistry.get(name)) == POLICY_LOSS, name
+
+
+def test_estimators_take_rewards_and_mask_first_and_any_keyword():
+    from skyrl_megatron.utils.ppo_utils import AdvantageEstimatorRegistry
+
+    for name in AdvantageEstimatorRegistry.list_available():
+        taken = parameters(AdvantageEstimatorRegistry.get(name)).split()
+        assert taken[:2] == ["token_level_rewards", "response_mask"] and taken[-1].startswith("**"), name
+
+
+def test_files_of_a_run(tmp_path):
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.config.run_folder import run_folder
+
+    keys = {"trainer.log_path": str(tmp_path), "trainer.project_name": "p", "trainer.run_name": "r"}
+    assert run_folder(SkyRLTrainConfig.from_cli_overrides(keys)) == tmp_path / "p" / "r"
+
+
+FILES = {
+    "run": "config.yaml metrics.jsonl report.html console.log tensorboard",
+    "checkpoint": "latest_ckpt_global_step.txt global_step_ data.json trainer_state.json MANIFEST.json",
+}
+
+
+@pytest.mark.parametrize("name", [name for names in FILES.values() for name in names.split()])
+def test_file_names_are_spelled_in_the_package(name):
+    """Whole runs are compared with these names elsewhere; here a renamed file shows at once."""
+    from tests.structure import source
+    from tests.structure.test_names import strings
+
+    assert any(name in node.value for tree in source.modules().values() for node in strings(tree)), name
+
+
+COMMANDS = ("launch/run_moe.sh", "launch/run_tests.sh", "launch/setup.sh", ".ci/run")
+
+
+@pytest.mark.parametrize("script", COMMANDS)
+def test_scripts_are_executable(script):
+    from tests.structure.source import ROOT
+
+    assert (ROOT / script).stat().st_mode & 0o111
+
+
+def test_the_converter_is_installed_under_its_name():
+    import tomllib
+
+    from tests.structure.source import ROOT
+
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"] == {
+        "skyrl-convert": "bridges.__main__:main"
+    }

@@ -1,0 +1,82 @@
+"""The fast part of the suite (``--fast``): every test that starts no process of its own.
+
+What needs the rank pool, Ray or an engine is known by its fixtures and markers; a test that starts processes itself is
+marked ``process``. Nobody has to remember that: under ``--fast`` the start of a process fails the test.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.util
+import sys
+from collections.abc import Callable, Generator
+from typing import Any
+
+import pytest
+
+FIXTURES = {"ranks", "children", "ray", "ray_slots", "four_gpus"}
+MARKERS = ("process", "vllm", "gpu", "full_matrix")
+PASSES = {"git"}  # what a checkpoint's manifest asks for the commit
+AUDITED = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system", "os.exec"}
+
+
+class ProcessStarted(AssertionError):
+    """A test of the fast part started a process."""
+
+
+def starts_processes(item: pytest.Item) -> bool:
+    """Return whether a test needs processes of its own, by its fixtures (and theirs) and its markers."""
+    return bool(FIXTURES & set(getattr(item, "fixturenames", ()))) or any(map(item.get_closest_marker, MARKERS))
+
+
+class FastPart:
+    """The pytest plugin of ``--fast``. At most one in an interpreter: audit hooks stay for good."""
+
+    def __init__(self) -> None:
+        self._watching = False
+        self._refused = ""
+        sys.addaudithook(self._audit)
+        # multiprocessing's spawn and fork server start their processes past the audited calls
+        start = multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]
+        multiprocessing.util.spawnv_passfds = self._refusing(start)  # type: ignore[attr-defined]
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        slow = [item for item in items if starts_processes(item)]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not starts_processes(item)]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_setup(self) -> Generator[None, Any, Any]:
+        return (yield from self._watch())
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self) -> Generator[None, Any, Any]:
+        return (yield from self._watch())
+
+    def _watch(self) -> Generator[None, Any, Any]:
+        """Run a phase of a test, and raise if a process was refused in it, even where the code swallowed that."""
+        self._watching, self._refused = True, ""
+        try:
+            result = yield
+        finally:
+            self._watching = False
+        if self._refused:
+            raise ProcessStarted(self._refused)
+        return result
+
+    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self._watching and event in AUDITED and arguments[:1] not in {(name,) for name in PASSES}:
+            self._refuse(f"{event} {arguments[:2]}")
+
+    def _refusing(self, start: Callable[..., int]) -> Callable[..., int]:
+        def spawnv_passfds(path: Any, arguments: Any, descriptors: Any) -> int:
+            if self._watching:
+                self._refuse(f"multiprocessing {list(arguments)}")
+            return start(path, arguments, descriptors)
+
+        return spawnv_passfds
+
+    def _refuse(self, what: str) -> None:
+        self._refused = (
+            f"--fast runs what starts no process; mark this test pytest.mark.process, it starts {what:.200}"
+        )
+        raise ProcessStarted(self._refused)
