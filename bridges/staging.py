@@ -110,7 +110,7 @@ def byte_blocks(tensor: Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
         return
     flat = tensor if tensor.dim() > 1 else tensor.reshape(1, -1)
     row = max(1, flat[0].numel() * max(dtype.itemsize, tensor.dtype.itemsize)) if flat.shape[0] else 1
-    for rows in flat.split(max(1, BLOCK // row)):  # type: ignore[no-untyped-call]
+    for rows in flat.split(max(1, BLOCK // row)):
         yield _bytes(rows.to(dtype).contiguous())
 
 

@@ -6,7 +6,11 @@ knows of processes or devices, except that registries travel over Ray when someb
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from skyrl_megatron.algorithms.advantages import register_advantage_estimator
+    from skyrl_megatron.algorithms.losses import register_policy_loss
 
 __all__ = ["register_advantage_estimator", "register_policy_loss"]
 

@@ -86,7 +86,7 @@ def rank_main(rank: int, port: int, args: argparse.Namespace, layout: dict[str, 
     device.set_local_device(rank)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
-    store = dist.TCPStore("127.0.0.1", port, count, rank == 0, timeout)  # type: ignore[attr-defined]
+    store = dist.TCPStore("127.0.0.1", port, count, rank == 0, timeout)
     dist.init_process_group(device.collective_backend(), store=store, rank=rank, world_size=count, timeout=timeout)
     groups = parallel_state.initialize(ParallelConfig(count, **cast(dict[str, Any], layout)), timeout_s=TIMEOUT_S)
     found = _compare(args, groups, torch.load(Path(work) / "reference.pt", mmap=True))
@@ -173,7 +173,7 @@ def main(argv: list[str] | None = None) -> int:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        spawn: Any = torch.multiprocessing.spawn  # type: ignore[attr-defined]
+        spawn: Any = torch.multiprocessing.spawn
         spawn(rank_main, (port, args, layout, work), nprocs=world_size(layout))
         results = [json.loads(path.read_text()) for path in sorted(Path(work).glob("*.json"))]
         logits = torch.load(Path(work) / "reference.pt")

@@ -112,7 +112,8 @@ class _Step:
         settings = EngineSettings(
             str(model), dtype="float32", max_model_len=256, max_num_seqs=64, kv_cache_bytes=64 << 20, seed=seed
         )
-        self.pool = EnginePool([lambda: RayEngine(settings)], wait_s=CALL_TIMEOUT_S)
+        make: Any = partial(RayEngine, settings)
+        self.pool = EnginePool([make], wait_s=CALL_TIMEOUT_S)
         self.client, self.runner = InferenceClient(self.pool), asyncio.Runner()
         group = reserve("the policy", [{"CPU": 1.0}] * RANKS)
         self.policy = WorkerGroup(self.cfg, "policy", BundleAllocation(group, tuple(range(RANKS))))

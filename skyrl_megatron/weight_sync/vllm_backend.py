@@ -33,7 +33,7 @@ BACKEND = "skyrl_megatron"
 
 
 @dataclass
-class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+class InitInfo(WeightTransferInitInfo):
     """Where the senders listen: ``(host, port)`` each. ``rank_offset``: rank of this engine's first worker."""
 
     senders: list[tuple[str, int]] = field(default_factory=list)
@@ -45,13 +45,13 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 
 @dataclass
-class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+class UpdateInfo(WeightTransferUpdateInfo):
     """Metadata of each sender: lists of :class:`TensorMeta` fields. None: the same as in the update before."""
 
     senders: list[list[list[Any]]] | None = None
 
 
-class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
+class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     """Buckets broadcast by trainer ranks, loaded through vLLM's layerwise reload, with a checksum for each bucket."""
 
     init_info_cls = InitInfo

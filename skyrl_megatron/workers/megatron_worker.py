@@ -65,7 +65,7 @@ class MegatronWorker:
         os.environ |= {"RANK": str(self.rank), "WORLD_SIZE": str(self.world_size), "LOCAL_RANK": "0"}
         device.set_local_device(0)  # Ray shows each actor its own device only
         timeout = datetime.timedelta(seconds=cfg.trainer.phase_timeout_s)
-        store = dist.TCPStore(*address, self.world_size, self.rank == 0, timeout)  # type: ignore[attr-defined]
+        store = dist.TCPStore(*address, self.world_size, self.rank == 0, timeout)
         dist.init_process_group(
             device.collective_backend(), store=store, rank=self.rank, world_size=self.world_size, timeout=timeout
         )

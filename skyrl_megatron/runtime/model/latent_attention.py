@@ -13,7 +13,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
 
-class LatentAttention(MLASelfAttention):  # type: ignore[misc]  # Megatron is untyped
+class LatentAttention(MLASelfAttention):
     """Megatron's, with separate norms before the up projections and with correct gradients under tp.
 
     Megatron's local spec refuses models without a compressed query, because it looks for a matrix that holds the norm.

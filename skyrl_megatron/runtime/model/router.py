@@ -17,7 +17,7 @@ from torch import Tensor
 from skyrl_megatron import device
 
 
-class TokenWeightedRouter(TopKRouter):  # type: ignore[misc]  # Megatron is untyped
+class TokenWeightedRouter(TopKRouter):
     """``TopKRouter`` whose auxiliary loss is weighted by the valid tokens of its micro-batch over tp·cp.
 
     Megatron multiplies the loss by the *local* count of valid tokens times the ranks (megatron/core/transformer/moe/
