@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from bridges.blocks import EMBEDDING, HEAD
 from bridges.hf_config import read_config
 from bridges.rows import ModelShape, Row
 
@@ -34,19 +35,19 @@ class MegatronModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One HF ``model_type``. ``embedding``, ``layer``, ``dense``, ``moe``, ``head`` are the rows of the table: before
-    the layers, in every layer, in layers without and with experts, after the layers. ``aliases``: other
+    """One HF ``model_type``. Rows of the table: ``layer``, ``dense``, ``moe``, ``embedding``, ``head``: of every
+    layer, of layers without and with experts, before and after the layers. ``aliases``: other
     ``model_type`` values with the same tensors. ``ignored``: endings of HF names that hold no weights."""
 
     model_type: str
     architecture: str
     read_shape: Callable[[PreTrainedConfig], ModelShape]
     read_megatron: Callable[[PreTrainedConfig], MegatronModelConfig]
-    embedding: tuple[Row, ...]
     layer: tuple[Row, ...]
-    dense: tuple[Row, ...]
-    moe: tuple[Row, ...]
-    head: tuple[Row, ...]
+    dense: tuple[Row, ...] = ()
+    moe: tuple[Row, ...] = ()
+    embedding: tuple[Row, ...] = EMBEDDING
+    head: tuple[Row, ...] = HEAD
     aliases: tuple[str, ...] = ()
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from bridges.blocks import CORRECTION, DENSE, ROUTER, L, M, decoder_layer, experts, shared_expert
 from bridges.family import Family, MegatronModelConfig
 from bridges.hf_config import (
     base_transformer,
@@ -17,9 +18,8 @@ from bridges.hf_config import (
     sigmoid_routing,
 )
 from bridges.rotary import mla_rotary
-from bridges.rows import Copy, GateUp, RopeRows, Row
+from bridges.rows import Copy, RopeRows, Row
 
-L, M = "model.layers.{layer}.", "decoder.layers.{layer}."
 A, N = L + "self_attn.", M + "self_attention."
 
 
@@ -60,9 +60,7 @@ FAMILY = Family(
     architecture="DeepseekV3ForCausalLM",
     read_shape=mla_shape,
     read_megatron=megatron_config,
-    embedding=(Copy("embedding.word_embeddings.weight", "model.embed_tokens.weight", "V H", split=0, vocab=True),),
-    layer=(
-        Copy(M + "input_layernorm.weight", L + "input_layernorm.weight", "H"),
+    layer=decoder_layer(
         *rotary(N + "linear_q_proj.weight", A + "q_proj.weight", "U H", heads="A", when="q_", units="A"),
         Copy(
             N + "linear_q_down_proj.weight", A + "q_a_proj.weight", "R H", split=0, whole_under_te=True, when="q_lora"
@@ -73,35 +71,7 @@ FAMILY = Family(
         Copy(N + "kv_layernorm.weight", A + "kv_a_layernorm.weight", "C"),
         Copy(N + "linear_kv_up_proj.weight", A + "kv_b_proj.weight", "W C", split=0, units="A"),
         Copy(N + "linear_proj.weight", A + "o_proj.weight", "H O", split=1, units="A"),
-        Copy(M + "pre_mlp_layernorm.weight", L + "post_attention_layernorm.weight", "H"),
     ),
-    dense=(
-        GateUp(M + "mlp.linear_fc1.weight", (L + "mlp.gate_proj.weight", L + "mlp.up_proj.weight"), "F H"),
-        Copy(M + "mlp.linear_fc2.weight", L + "mlp.down_proj.weight", "H F", split=1),
-    ),
-    moe=(
-        Copy(M + "mlp.router.weight", L + "mlp.gate.weight", "E H"),
-        Copy(M + "mlp.router.expert_bias", L + "mlp.gate.e_score_correction_bias", "E", buffer=True, keep_dtype=True),
-        GateUp(
-            M + "mlp.shared_experts.linear_fc1.weight",
-            tuple(L + f"mlp.shared_experts.{x}_proj.weight" for x in ("gate", "up")),
-            "S H",
-        ),
-        Copy(M + "mlp.shared_experts.linear_fc2.weight", L + "mlp.shared_experts.down_proj.weight", "H S", split=1),
-        GateUp(
-            M + "mlp.experts.{expert}.linear_fc1.weight",
-            tuple(L + f"mlp.experts.{{expert}}.{x}_proj.weight" for x in ("gate", "up")),
-            "M H",
-        ),
-        Copy(
-            M + "mlp.experts.{expert}.linear_fc2.weight",
-            L + "mlp.experts.{expert}.down_proj.weight",
-            "H M",
-            split=1,
-        ),
-    ),
-    head=(
-        Copy("decoder.final_layernorm.weight", "model.norm.weight", "H"),
-        Copy("output_layer.weight", "lm_head.weight", "V H", split=0, vocab=True, when="untied"),
-    ),
+    dense=DENSE,
+    moe=(ROUTER, CORRECTION, *shared_expert(), *experts()),
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
+from bridges.blocks import OUTPUT, QKV, L, M, decoder_layer, output_bias, qkv_bias
 from bridges.family import Family, MegatronModelConfig
 from bridges.hf_config import (
     attention_fields,
@@ -18,9 +19,8 @@ from bridges.hf_config import (
     require,
 )
 from bridges.rotary import rotary_arguments
-from bridges.rows import Copy, InterleavedGateUp, ModelShape, Qkv, Transposed
+from bridges.rows import Copy, InterleavedGateUp, ModelShape, Transposed
 
-L, M = "model.layers.{layer}.", "decoder.layers.{layer}."
 X, Y = L + "mlp.experts.", M + "mlp.experts.{expert}."
 
 
@@ -55,17 +55,13 @@ FAMILY = Family(
     architecture="GptOssForCausalLM",
     read_shape=model_shape,
     read_megatron=megatron_config,
-    embedding=(Copy("embedding.word_embeddings.weight", "model.embed_tokens.weight", "V H", split=0, vocab=True),),
-    layer=(
-        Copy(M + "input_layernorm.weight", L + "input_layernorm.weight", "H"),
-        Qkv(M + "self_attention.linear_qkv.weight", tuple(L + f"self_attn.{x}_proj.weight" for x in "qkv"), "H"),
-        Qkv(M + "self_attention.linear_qkv.bias", tuple(L + f"self_attn.{x}_proj.bias" for x in "qkv"), ""),
+    layer=decoder_layer(
+        QKV,
+        qkv_bias(),
         Copy(M + "self_attention.core_attention.softmax_offset", L + "self_attn.sinks", "A", split=0, units="A"),
-        Copy(M + "self_attention.linear_proj.weight", L + "self_attn.o_proj.weight", "H Q", split=1, units="A"),
-        Copy(M + "self_attention.linear_proj.bias", L + "self_attn.o_proj.bias", "H"),
-        Copy(M + "pre_mlp_layernorm.weight", L + "post_attention_layernorm.weight", "H"),
+        OUTPUT,
+        output_bias(),
     ),
-    dense=(),
     moe=(
         Copy(M + "mlp.router.weight", L + "mlp.router.weight", "E H"),
         Copy(M + "mlp.router.bias", L + "mlp.router.bias", "E"),
@@ -73,9 +69,5 @@ FAMILY = Family(
         InterleavedGateUp(Y + "linear_fc1.bias", X + "gate_up_proj_bias", "2M", stacked=True),
         Transposed(Y + "linear_fc2.weight", X + "down_proj", "M H", split=1, stacked=True),
         Copy(Y + "linear_fc2.bias", X + "down_proj_bias", "H", stacked=True),
-    ),
-    head=(
-        Copy("decoder.final_layernorm.weight", "model.norm.weight", "H"),
-        Copy("output_layer.weight", "lm_head.weight", "V H", split=0, vocab=True, when="untied"),
     ),
 )

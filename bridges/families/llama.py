@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
+from bridges.blocks import DENSE, OUTPUT, QKV, L, M, decoder_layer, output_bias, qkv_bias
 from bridges.family import Family, MegatronModelConfig
 from bridges.hf_config import (
     attention_fields,
@@ -13,9 +14,7 @@ from bridges.hf_config import (
     require,
 )
 from bridges.rotary import rotary_arguments
-from bridges.rows import Copy, GateUp, ModelShape, Qkv
-
-L, M = "model.layers.{layer}.", "decoder.layers.{layer}."
+from bridges.rows import Copy, GateUp, ModelShape
 
 
 def model_shape(config: PreTrainedConfig) -> ModelShape:
@@ -41,29 +40,11 @@ FAMILY = Family(
     architecture="LlamaForCausalLM",
     read_shape=model_shape,
     read_megatron=megatron_config,
-    embedding=(Copy("embedding.word_embeddings.weight", "model.embed_tokens.weight", "V H", split=0, vocab=True),),
-    layer=(
-        Copy(M + "input_layernorm.weight", L + "input_layernorm.weight", "H"),
-        Qkv(M + "self_attention.linear_qkv.weight", tuple(L + f"self_attn.{x}_proj.weight" for x in "qkv"), "H"),
-        Qkv(
-            M + "self_attention.linear_qkv.bias",
-            tuple(L + f"self_attn.{x}_proj.bias" for x in "qkv"),
-            "",
-            when="biased",
-        ),
-        Copy(M + "self_attention.linear_proj.weight", L + "self_attn.o_proj.weight", "H Q", split=1, units="A"),
-        Copy(M + "self_attention.linear_proj.bias", L + "self_attn.o_proj.bias", "H", when="biased"),
-        Copy(M + "pre_mlp_layernorm.weight", L + "post_attention_layernorm.weight", "H"),
-    ),
+    layer=decoder_layer(QKV, qkv_bias(when="biased"), OUTPUT, output_bias(when="biased")),
     dense=(
-        GateUp(M + "mlp.linear_fc1.weight", (L + "mlp.gate_proj.weight", L + "mlp.up_proj.weight"), "F H"),
+        DENSE[0],
         GateUp(M + "mlp.linear_fc1.bias", (L + "mlp.gate_proj.bias", L + "mlp.up_proj.bias"), "F", when="biased"),
-        Copy(M + "mlp.linear_fc2.weight", L + "mlp.down_proj.weight", "H F", split=1),
+        DENSE[1],
         Copy(M + "mlp.linear_fc2.bias", L + "mlp.down_proj.bias", "H", when="biased"),
-    ),
-    moe=(),
-    head=(
-        Copy("decoder.final_layernorm.weight", "model.norm.weight", "H"),
-        Copy("output_layer.weight", "lm_head.weight", "V H", split=0, vocab=True, when="untied"),
     ),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
+from bridges.blocks import OUTPUT, QKV, L, M, decoder_layer, experts
 from bridges.family import Family, MegatronModelConfig
 from bridges.hf_config import (
     attention_fields,
@@ -15,9 +16,7 @@ from bridges.hf_config import (
     require,
 )
 from bridges.rotary import rotary_arguments
-from bridges.rows import Copy, GateUp, ModelShape, Qkv
-
-L, M = "model.layers.{layer}.", "decoder.layers.{layer}."
+from bridges.rows import Copy, ModelShape
 
 
 def model_shape(config: PreTrainedConfig) -> ModelShape:
@@ -46,30 +45,9 @@ FAMILY = Family(
     architecture="MixtralForCausalLM",
     read_shape=model_shape,
     read_megatron=megatron_config,
-    embedding=(Copy("embedding.word_embeddings.weight", "model.embed_tokens.weight", "V H", split=0, vocab=True),),
-    layer=(
-        Copy(M + "input_layernorm.weight", L + "input_layernorm.weight", "H"),
-        Qkv(M + "self_attention.linear_qkv.weight", tuple(L + f"self_attn.{x}_proj.weight" for x in "qkv"), "H"),
-        Copy(M + "self_attention.linear_proj.weight", L + "self_attn.o_proj.weight", "H Q", split=1, units="A"),
-        Copy(M + "pre_mlp_layernorm.weight", L + "post_attention_layernorm.weight", "H"),
-    ),
-    dense=(),
+    layer=decoder_layer(QKV, OUTPUT),
     moe=(
         Copy(M + "mlp.router.weight", L + "block_sparse_moe.gate.weight", "E H"),
-        GateUp(
-            M + "mlp.experts.{expert}.linear_fc1.weight",
-            tuple(L + f"block_sparse_moe.experts.{{expert}}.{x}.weight" for x in ("w1", "w3")),
-            "M H",
-        ),
-        Copy(
-            M + "mlp.experts.{expert}.linear_fc2.weight",
-            L + "block_sparse_moe.experts.{expert}.w2.weight",
-            "H M",
-            split=1,
-        ),
-    ),
-    head=(
-        Copy("decoder.final_layernorm.weight", "model.norm.weight", "H"),
-        Copy("output_layer.weight", "lm_head.weight", "V H", split=0, vocab=True, when="untied"),
+        *experts("block_sparse_moe.experts.", gate="w1", up="w3", down="w2"),
     ),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
+from bridges.blocks import OUTPUT, QKV, ROUTER, decoder_layer, experts, qk_norms
 from bridges.family import Family, MegatronModelConfig
 from bridges.hf_config import (
     attention_fields,
@@ -15,9 +16,7 @@ from bridges.hf_config import (
     require,
 )
 from bridges.rotary import rotary_arguments
-from bridges.rows import Copy, GateUp, ModelShape, Qkv
-
-L, M = "model.layers.{layer}.", "decoder.layers.{layer}."
+from bridges.rows import ModelShape
 
 
 def model_shape(config: PreTrainedConfig) -> ModelShape:
@@ -47,33 +46,7 @@ FAMILY = Family(
     architecture="OlmoeForCausalLM",
     read_shape=model_shape,
     read_megatron=megatron_config,
-    embedding=(Copy("embedding.word_embeddings.weight", "model.embed_tokens.weight", "V H", split=0, vocab=True),),
-    layer=(
-        Copy(M + "input_layernorm.weight", L + "input_layernorm.weight", "H"),
-        Qkv(M + "self_attention.linear_qkv.weight", tuple(L + f"self_attn.{x}_proj.weight" for x in "qkv"), "H"),
-        # Whole on every rank: a norm over all heads needs all weights' gradients summed over tp.
-        Copy(M + "self_attention.q_layernorm.weight", L + "self_attn.q_norm.weight", "Q"),
-        Copy(M + "self_attention.k_layernorm.weight", L + "self_attn.k_norm.weight", "K"),
-        Copy(M + "self_attention.linear_proj.weight", L + "self_attn.o_proj.weight", "H Q", split=1, units="A"),
-        Copy(M + "pre_mlp_layernorm.weight", L + "post_attention_layernorm.weight", "H"),
-    ),
-    dense=(),
-    moe=(
-        Copy(M + "mlp.router.weight", L + "mlp.gate.weight", "E H"),
-        GateUp(
-            M + "mlp.experts.{expert}.linear_fc1.weight",
-            tuple(L + f"mlp.experts.{{expert}}.{x}_proj.weight" for x in ("gate", "up")),
-            "M H",
-        ),
-        Copy(
-            M + "mlp.experts.{expert}.linear_fc2.weight",
-            L + "mlp.experts.{expert}.down_proj.weight",
-            "H M",
-            split=1,
-        ),
-    ),
-    head=(
-        Copy("decoder.final_layernorm.weight", "model.norm.weight", "H"),
-        Copy("output_layer.weight", "lm_head.weight", "V H", split=0, vocab=True, when="untied"),
-    ),
+    # q and k norms are whole on every rank: a norm over all heads needs all weights' gradients summed over tp.
+    layer=decoder_layer(QKV, *qk_norms("Q", "K"), OUTPUT),
+    moe=(ROUTER, *experts()),
 )

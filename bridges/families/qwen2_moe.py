@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
+from bridges.blocks import DENSE, OUTPUT, QKV, ROUTER, L, M, decoder_layer, experts, qkv_bias, shared_expert
 from bridges.family import Family, MegatronModelConfig
 from bridges.hf_config import (
     attention_fields,
@@ -14,9 +15,7 @@ from bridges.hf_config import (
     sparse_steps,
 )
 from bridges.rotary import rotary_arguments
-from bridges.rows import Copy, GateUp, ModelShape, Qkv
-
-L, M = "model.layers.{layer}.", "decoder.layers.{layer}."
+from bridges.rows import Copy, ModelShape
 
 
 def model_shape(config: PreTrainedConfig) -> ModelShape:
@@ -52,46 +51,12 @@ FAMILY = Family(
     architecture="Qwen2MoeForCausalLM",
     read_shape=model_shape,
     read_megatron=megatron_config,
-    embedding=(Copy("embedding.word_embeddings.weight", "model.embed_tokens.weight", "V H", split=0, vocab=True),),
-    layer=(
-        Copy(M + "input_layernorm.weight", L + "input_layernorm.weight", "H"),
-        Qkv(M + "self_attention.linear_qkv.weight", tuple(L + f"self_attn.{x}_proj.weight" for x in "qkv"), "H"),
-        Qkv(
-            M + "self_attention.linear_qkv.bias",
-            tuple(L + f"self_attn.{x}_proj.bias" for x in "qkv"),
-            "",
-            when="qkv_bias",
-        ),
-        Copy(M + "self_attention.linear_proj.weight", L + "self_attn.o_proj.weight", "H Q", split=1, units="A"),
-        Copy(M + "pre_mlp_layernorm.weight", L + "post_attention_layernorm.weight", "H"),
-    ),
-    dense=(
-        GateUp(M + "mlp.linear_fc1.weight", (L + "mlp.gate_proj.weight", L + "mlp.up_proj.weight"), "F H"),
-        Copy(M + "mlp.linear_fc2.weight", L + "mlp.down_proj.weight", "H F", split=1),
-    ),
+    layer=decoder_layer(QKV, qkv_bias(when="qkv_bias"), OUTPUT),
+    dense=DENSE,
     moe=(
-        Copy(M + "mlp.router.weight", L + "mlp.gate.weight", "E H"),
+        ROUTER,
         Copy(M + "mlp.shared_experts.gate_weight", L + "mlp.shared_expert_gate.weight", "1 H"),
-        GateUp(
-            M + "mlp.shared_experts.linear_fc1.weight",
-            tuple(L + f"mlp.shared_expert.{x}_proj.weight" for x in ("gate", "up")),
-            "S H",
-        ),
-        Copy(M + "mlp.shared_experts.linear_fc2.weight", L + "mlp.shared_expert.down_proj.weight", "H S", split=1),
-        GateUp(
-            M + "mlp.experts.{expert}.linear_fc1.weight",
-            tuple(L + f"mlp.experts.{{expert}}.{x}_proj.weight" for x in ("gate", "up")),
-            "M H",
-        ),
-        Copy(
-            M + "mlp.experts.{expert}.linear_fc2.weight",
-            L + "mlp.experts.{expert}.down_proj.weight",
-            "H M",
-            split=1,
-        ),
-    ),
-    head=(
-        Copy("decoder.final_layernorm.weight", "model.norm.weight", "H"),
-        Copy("output_layer.weight", "lm_head.weight", "V H", split=0, vocab=True, when="untied"),
+        *shared_expert("mlp.shared_expert."),
+        *experts(),
     ),
 )

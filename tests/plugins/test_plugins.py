@@ -11,6 +11,7 @@ import pytest
 
 from tests.job import runs
 
+pytestmark = pytest.mark.process
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = {
     "trainer.algorithm.policy_loss_type": "my_loss",
