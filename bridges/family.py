@@ -9,7 +9,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from bridges.blocks import EMBEDDING, HEAD
-from bridges.hf_config import read_config
+from bridges.hf_config import attention_fields, base_transformer, model_arguments, read_config
+from bridges.rotary import rotary_arguments
 from bridges.rows import ModelShape, Row
 
 
@@ -31,6 +32,25 @@ class MegatronModelConfig:
     multi_latent_attention: bool = False
     full_width_qk_norm: bool = False
     mla_norm_epsilon: float | None = None
+
+
+def grouped_query_model(
+    config: PreTrainedConfig,
+    fields: Mapping[str, Any],
+    *,
+    qkv_bias: bool = False,
+    qk_norm: bool = False,
+    **options: Any,
+) -> MegatronModelConfig:
+    """Return the settings of a model with grouped-query attention and rotary embedding.
+
+    ``fields``: of ``TransformerConfig``, beside those of attention; they win. ``options``: of
+    :class:`MegatronModelConfig`. Raises :class:`BridgeError` naming an option that Megatron cannot express.
+    """
+    rotary, attributes = rotary_arguments(config)
+    attention = attention_fields(config, qkv_bias=qkv_bias, qk_norm=qk_norm)
+    transformer = {**base_transformer(config), **attention, **fields}
+    return MegatronModelConfig(transformer, model_arguments(config, **rotary), attributes, **options)
 
 
 @dataclass(frozen=True, slots=True)

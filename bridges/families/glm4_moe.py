@@ -16,17 +16,8 @@ from bridges.blocks import (
     qkv_bias,
     shared_expert,
 )
-from bridges.family import Family, MegatronModelConfig
-from bridges.hf_config import (
-    attention_fields,
-    base_transformer,
-    dense_first,
-    expert_fields,
-    model_arguments,
-    moe_shape,
-    sigmoid_routing,
-)
-from bridges.rotary import rotary_arguments
+from bridges.family import Family, MegatronModelConfig, grouped_query_model
+from bridges.hf_config import dense_first, expert_fields, moe_shape, sigmoid_routing
 from bridges.rows import ModelShape
 
 
@@ -46,17 +37,14 @@ def model_shape(config: PreTrainedConfig) -> ModelShape:
 
 def megatron_config(config: PreTrainedConfig) -> MegatronModelConfig:
     """Grouped-query attention with q/k/v biases, grouped sigmoid routing, shared experts."""
-    rotary, attributes = rotary_arguments(config)
     size = config.moe_intermediate_size
-    transformer = {
-        **base_transformer(config),
-        **attention_fields(config, qkv_bias=config.attention_bias, qk_norm=config.use_qk_norm),
+    fields = {
         **expert_fields(config, experts=config.n_routed_experts, size=size, moe=dense_first(config)),
         **sigmoid_routing(config),
         "ffn_hidden_size": config.intermediate_size,
         "moe_shared_expert_intermediate_size": config.n_shared_experts * size,
     }
-    return MegatronModelConfig(transformer, model_arguments(config, **rotary), attributes)
+    return grouped_query_model(config, fields, qkv_bias=config.attention_bias, qk_norm=config.use_qk_norm)
 
 
 FAMILY = Family(

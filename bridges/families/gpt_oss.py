@@ -8,17 +8,8 @@ from __future__ import annotations
 from transformers import PreTrainedConfig
 
 from bridges.blocks import OUTPUT, QKV, L, M, decoder_layer, output_bias, qkv_bias
-from bridges.family import Family, MegatronModelConfig
-from bridges.hf_config import (
-    attention_fields,
-    base_transformer,
-    every_layer,
-    expert_fields,
-    model_arguments,
-    moe_shape,
-    require,
-)
-from bridges.rotary import rotary_arguments
+from bridges.family import Family, MegatronModelConfig, grouped_query_model
+from bridges.hf_config import every_layer, expert_fields, moe_shape, require
 from bridges.rows import Copy, InterleavedGateUp, ModelShape, Transposed
 
 X, Y = L + "mlp.experts.", M + "mlp.experts.{expert}."
@@ -34,11 +25,8 @@ def megatron_config(config: PreTrainedConfig) -> MegatronModelConfig:
     """Grouped-query attention with sinks and windows, softmax over the chosen experts."""
     require(config, "attention_bias", (True,), "the experts have biases, and Megatron has one switch for all")
     require(config, "swiglu_alpha", (1.702,), "Megatron's quick_gelu has 1.702 written into it")
-    rotary, attributes = rotary_arguments(config)
     size = config.intermediate_size
-    transformer = {
-        **base_transformer(config),
-        **attention_fields(config),
+    fields = {
         **expert_fields(config, experts=config.num_local_experts, size=size, moe=every_layer(config)),
         "ffn_hidden_size": size,
         "add_bias_linear": True,
@@ -47,7 +35,7 @@ def megatron_config(config: PreTrainedConfig) -> MegatronModelConfig:
         "activation_func_clamp_value": config.swiglu_limit,
         "moe_router_pre_softmax": False,
     }
-    return MegatronModelConfig(transformer, model_arguments(config, **rotary), attributes, activation="quick_gelu")
+    return grouped_query_model(config, fields, activation="quick_gelu")
 
 
 FAMILY = Family(

@@ -5,15 +5,8 @@ from __future__ import annotations
 from transformers import PreTrainedConfig
 
 from bridges.blocks import DENSE, OUTPUT, QKV, L, M, decoder_layer, output_bias, qkv_bias
-from bridges.family import Family, MegatronModelConfig
-from bridges.hf_config import (
-    attention_fields,
-    base_transformer,
-    dense_shape,
-    model_arguments,
-    require,
-)
-from bridges.rotary import rotary_arguments
+from bridges.family import Family, MegatronModelConfig, grouped_query_model
+from bridges.hf_config import dense_shape, require
 from bridges.rows import Copy, GateUp, ModelShape
 
 
@@ -25,14 +18,11 @@ def model_shape(config: PreTrainedConfig) -> ModelShape:
 def megatron_config(config: PreTrainedConfig) -> MegatronModelConfig:
     """Grouped-query attention, gated dense layers."""
     require(config, "mlp_bias", (config.attention_bias,), "Megatron has one switch for both: equal to attention_bias")
-    rotary, attributes = rotary_arguments(config)
-    transformer = {
-        **base_transformer(config),
-        **attention_fields(config),
+    fields = {
         "ffn_hidden_size": config.intermediate_size,
         "add_bias_linear": config.attention_bias,
     }
-    return MegatronModelConfig(transformer, model_arguments(config, **rotary), attributes)
+    return grouped_query_model(config, fields)
 
 
 FAMILY = Family(

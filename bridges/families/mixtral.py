@@ -5,17 +5,8 @@ from __future__ import annotations
 from transformers import PreTrainedConfig
 
 from bridges.blocks import OUTPUT, QKV, L, M, decoder_layer, experts
-from bridges.family import Family, MegatronModelConfig
-from bridges.hf_config import (
-    attention_fields,
-    base_transformer,
-    every_layer,
-    expert_fields,
-    model_arguments,
-    moe_shape,
-    require,
-)
-from bridges.rotary import rotary_arguments
+from bridges.family import Family, MegatronModelConfig, grouped_query_model
+from bridges.hf_config import every_layer, expert_fields, moe_shape, require
 from bridges.rows import Copy, ModelShape
 
 
@@ -28,16 +19,13 @@ def model_shape(config: PreTrainedConfig) -> ModelShape:
 def megatron_config(config: PreTrainedConfig) -> MegatronModelConfig:
     """Grouped-query attention with an optional window, softmax over the chosen experts."""
     require(config, "router_jitter_noise", (0, 0.0, None), "the trainer routes without noise")
-    rotary, attributes = rotary_arguments(config)
     size = config.intermediate_size
-    transformer = {
-        **base_transformer(config),
-        **attention_fields(config),
+    fields = {
         **expert_fields(config, experts=config.num_local_experts, size=size, moe=every_layer(config)),
         "ffn_hidden_size": size,
         "moe_router_pre_softmax": False,
     }
-    return MegatronModelConfig(transformer, model_arguments(config, **rotary), attributes)
+    return grouped_query_model(config, fields)
 
 
 FAMILY = Family(

@@ -5,20 +5,14 @@ from __future__ import annotations
 from transformers import PreTrainedConfig
 
 from bridges.blocks import DENSE, OUTPUT, QKV, decoder_layer, qkv_bias
-from bridges.family import Family, MegatronModelConfig
-from bridges.hf_config import attention_fields, base_transformer, dense_shape, model_arguments
-from bridges.rotary import rotary_arguments
+from bridges.family import Family, MegatronModelConfig, grouped_query_model
+from bridges.hf_config import dense_shape
 
 
 def megatron_config(config: PreTrainedConfig) -> MegatronModelConfig:
     """Grouped-query attention with q/k/v biases, gated dense layers."""
-    rotary, attributes = rotary_arguments(config)
-    transformer = {
-        **base_transformer(config),
-        **attention_fields(config, qkv_bias=True),
-        "ffn_hidden_size": config.intermediate_size,
-    }
-    return MegatronModelConfig(transformer, model_arguments(config, **rotary), attributes)
+    fields = {"ffn_hidden_size": config.intermediate_size}
+    return grouped_query_model(config, fields, qkv_bias=True)
 
 
 FAMILY = Family(

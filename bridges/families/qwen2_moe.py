@@ -5,16 +5,8 @@ from __future__ import annotations
 from transformers import PreTrainedConfig
 
 from bridges.blocks import DENSE, OUTPUT, QKV, ROUTER, L, M, decoder_layer, experts, qkv_bias, shared_expert
-from bridges.family import Family, MegatronModelConfig
-from bridges.hf_config import (
-    attention_fields,
-    base_transformer,
-    expert_fields,
-    model_arguments,
-    moe_shape,
-    sparse_steps,
-)
-from bridges.rotary import rotary_arguments
+from bridges.family import Family, MegatronModelConfig, grouped_query_model
+from bridges.hf_config import expert_fields, moe_shape, sparse_steps
 from bridges.rows import Copy, ModelShape
 
 
@@ -32,18 +24,15 @@ def model_shape(config: PreTrainedConfig) -> ModelShape:
 
 def megatron_config(config: PreTrainedConfig) -> MegatronModelConfig:
     """Grouped-query attention with q/k/v biases, softmax routing, a gated shared expert."""
-    rotary, attributes = rotary_arguments(config)
     size = config.moe_intermediate_size
-    transformer = {
-        **base_transformer(config),
-        **attention_fields(config, qkv_bias=config.qkv_bias),
+    fields = {
         **expert_fields(config, experts=config.num_experts, size=size, moe=sparse_steps(config)),
         "ffn_hidden_size": config.intermediate_size,
         "moe_router_pre_softmax": not config.norm_topk_prob,
         "moe_shared_expert_intermediate_size": config.shared_expert_intermediate_size,
         "moe_shared_expert_gate": True,
     }
-    return MegatronModelConfig(transformer, model_arguments(config, **rotary), attributes)
+    return grouped_query_model(config, fields, qkv_bias=config.qkv_bias)
 
 
 FAMILY = Family(

@@ -5,27 +5,15 @@ from __future__ import annotations
 from transformers import PreTrainedConfig
 
 from bridges.blocks import DENSE, OUTPUT, QKV, decoder_layer, qk_norms
-from bridges.family import Family, MegatronModelConfig
-from bridges.hf_config import (
-    attention_fields,
-    base_transformer,
-    dense_shape,
-    model_arguments,
-    require,
-)
-from bridges.rotary import rotary_arguments
+from bridges.family import Family, MegatronModelConfig, grouped_query_model
+from bridges.hf_config import dense_shape, require
 
 
 def megatron_config(config: PreTrainedConfig) -> MegatronModelConfig:
     """Grouped-query attention with q/k norms, gated dense layers."""
     require(config, "attention_bias", (False,), "Megatron has no switch for a bias on all four projections")
-    rotary, attributes = rotary_arguments(config)
-    transformer = {
-        **base_transformer(config),
-        **attention_fields(config, qk_norm=True),
-        "ffn_hidden_size": config.intermediate_size,
-    }
-    return MegatronModelConfig(transformer, model_arguments(config, **rotary), attributes)
+    fields = {"ffn_hidden_size": config.intermediate_size}
+    return grouped_query_model(config, fields, qk_norm=True)
 
 
 FAMILY = Family(

@@ -5,17 +5,8 @@ from __future__ import annotations
 from transformers import PreTrainedConfig
 
 from bridges.blocks import DENSE, OUTPUT, QKV, ROUTER, decoder_layer, experts, qk_norms
-from bridges.family import Family, MegatronModelConfig
-from bridges.hf_config import (
-    attention_fields,
-    base_transformer,
-    expert_fields,
-    model_arguments,
-    moe_shape,
-    require,
-    sparse_steps,
-)
-from bridges.rotary import rotary_arguments
+from bridges.family import Family, MegatronModelConfig, grouped_query_model
+from bridges.hf_config import expert_fields, moe_shape, require, sparse_steps
 from bridges.rows import ModelShape
 
 
@@ -28,17 +19,14 @@ def model_shape(config: PreTrainedConfig) -> ModelShape:
 def megatron_config(config: PreTrainedConfig) -> MegatronModelConfig:
     """Grouped-query attention with q/k norms, softmax routing."""
     require(config, "attention_bias", (False,), "Megatron has no switch for a bias on all four projections")
-    rotary, attributes = rotary_arguments(config)
     size = config.moe_intermediate_size
-    transformer = {
-        **base_transformer(config),
-        **attention_fields(config, qk_norm=True),
+    fields = {
         **expert_fields(config, experts=config.num_experts, size=size, moe=sparse_steps(config)),
         "ffn_hidden_size": config.intermediate_size,
         # Megatron normalises the chosen probabilities exactly if it takes the softmax after choosing.
         "moe_router_pre_softmax": not config.norm_topk_prob,
     }
-    return MegatronModelConfig(transformer, model_arguments(config, **rotary), attributes)
+    return grouped_query_model(config, fields, qk_norm=True)
 
 
 FAMILY = Family(

@@ -1,0 +1,26 @@
+"""The documents name files that are there, and the way of a prompt stays short."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FILE = re.compile(r"`([\w/.]+/[\w.]+\.(?:py|sh|yml|yaml|txt))`")
+
+
+def files_of(text: str) -> list[str]:
+    return list(dict.fromkeys(FILE.findall(text)))
+
+
+@pytest.mark.parametrize("document", ["ARCHITECTURE.md", "CONTRIBUTING.md", "README.md", "SECURITY.md", "CHANGELOG.md"])
+def test_files_that_a_document_names_are_there(document):
+    named = files_of((ROOT / document).read_text())
+    missing = [name for name in named if not any((ROOT / base / name).exists() for base in ("", "skyrl_megatron"))]
+    assert not missing, f"{document}: {missing}"
+
+
+def test_a_prompts_way_is_short():
+    section = (ROOT / "ARCHITECTURE.md").read_text().split("## A prompt's way")[1].split("\n## ")[0]
+    way = files_of(section)
+    assert 25 <= len(way) <= 35, f"{len(way)} files: {way}"
