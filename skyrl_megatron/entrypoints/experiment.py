@@ -126,7 +126,7 @@ class BasePPOExp:
         """Reserve the places of the run and put the engines on theirs."""
         self.colocate_pg = create_placement(self.cfg)
         self.engines = self.get_inference_client()
-        places = ", ".join(f"{who} {len(each.bundles)}" for who, each in self.colocate_pg.places.items())
+        places = ", ".join(f"{who} {len(each.bundles)}" for who, each in self.colocate_pg.allocations.items())
         self.start_up.done(f"placement: {places}")
         return self.engines
 

@@ -1,4 +1,4 @@
-"""The inference engines of a run and their client: started on their places or found at their URLs, and watched."""
+"""The inference engines of a run and their client: started on their allocation or found at their URLs, and watched."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class InferenceEngineClient(InferenceClient):
     """The client of a run's engines, which it starts and stops. Coroutines belong to one event loop; :meth:`stop` may
     run anywhere.
 
-    ``place``: where engines are started; None when ``run_engines_locally`` is off.
+    ``allocation``: where engines are started; None when ``run_engines_locally`` is off.
     """
 
-    def __init__(self, cfg: SkyRLTrainConfig, place: BundleAllocation | None) -> None:
+    def __init__(self, cfg: SkyRLTrainConfig, allocation: BundleAllocation | None) -> None:
         self.cfg, self.settings = cfg, engine_settings(cfg)
-        made = _started(cfg, place) if place is not None else _elsewhere(cfg)
+        made = _started(cfg, allocation) if allocation is not None else _elsewhere(cfg)
         pool = EnginePool(made, wait_s=cfg.trainer.phase_timeout_s)
         super().__init__(pool, deterministic=bool(cfg.trainer.deterministic))
         self._endpoint: HttpServer | None = None
@@ -92,13 +92,13 @@ class InferenceEngineClient(InferenceClient):
         log.warning("OpenAI-compatible endpoint at %s/v1, bearer token in %s", self._endpoint.url, path)
 
 
-def _started(cfg: SkyRLTrainConfig, place: BundleAllocation) -> list[Callable[[], InferenceEngine]]:
+def _started(cfg: SkyRLTrainConfig, allocation: BundleAllocation) -> list[Callable[[], InferenceEngine]]:
     logs, made = run_folder(cfg) / "workers", []
     kind: Any = ENGINES.find(cfg.generator.inference_engine.backend) or VLLMEngine
     for number in range(cfg.generator.inference_engine.num_engines):
         settings = engine_settings(cfg, log_file=logs / f"engine_{number}.log")
-        options = place.options(number, settings.workers)
-        gpus = place.visible_gpus(number, settings.workers)
+        options = allocation.options(number, settings.workers)
+        gpus = allocation.visible_gpus(number, settings.workers)
         made.append(partial(RayEngine, settings, kind=kind, gpus=gpus, **options))
     return cast("list[Callable[[], InferenceEngine]]", made)
 

@@ -70,18 +70,18 @@ class BundleAllocation:
 
 @dataclass(slots=True)
 class Placement:
-    """Places of all roles (``policy``, ``ref``, ``critic``, ``engines``)."""
+    """Allocations of all roles (``policy``, ``ref``, ``critic``, ``engines``)."""
 
-    places: dict[str, BundleAllocation] = field(default_factory=dict)
+    allocations: dict[str, BundleAllocation] = field(default_factory=dict)
 
     def __getitem__(self, who: str) -> BundleAllocation:
-        return self.places[who]
+        return self.allocations[who]
 
     def remove(self) -> None:
         """Give all devices back; the actors on them end."""
-        for group in {place.group.id: place.group for place in self.places.values()}.values():
+        for group in {allocation.group.id: allocation.group for allocation in self.allocations.values()}.values():
             remove_placement_group(group)
-        self.places.clear()
+        self.allocations.clear()
 
 
 def create_placement(cfg: SkyRLTrainConfig, timeout_s: float = READY_TIMEOUT_S) -> Placement:
@@ -102,14 +102,14 @@ def create_placement(cfg: SkyRLTrainConfig, timeout_s: float = READY_TIMEOUT_S) 
         order, share = _by_node(shared), 1.0 / len(together)
         for who in sorted(together):
             step = engine_ranks(cfg) if who == "engines" else 1
-            placement.places[who] = BundleAllocation(shared, order[::step], share)
+            placement.allocations[who] = BundleAllocation(shared, order[::step], share)
         if "engines" in together and device.has_cuda():
-            placement.places["engines"] = replace(placement["engines"], gpus=_gpus(shared, order, share))
+            placement.allocations["engines"] = replace(placement["engines"], gpus=_gpus(shared, order, share))
         for who, count in sizes.items():
             if who not in together:
                 per_actor = engine_ranks(cfg) if who == "engines" else 1
                 group = reserve(who, [_bundle(per_actor)] * count, timeout_s)
-                placement.places[who] = BundleAllocation(group, _by_node(group))
+                placement.allocations[who] = BundleAllocation(group, _by_node(group))
     except BaseException:
         placement.remove()
         raise

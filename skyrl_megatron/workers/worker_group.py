@@ -26,13 +26,13 @@ AVERAGED = ("tokens_per_second_per_rank", "flops_per_second_per_rank", "mfu")
 
 
 class WorkerGroup:
-    """The ranks of ``role``, started on ``place``. :meth:`start_building` and :meth:`finish_building` come first."""
+    """The ranks of ``role``, started on ``allocation``; first comes :meth:`start_building`, then :meth:`finish_building`."""
 
-    def __init__(self, cfg: SkyRLTrainConfig, role: str, place: BundleAllocation) -> None:
+    def __init__(self, cfg: SkyRLTrainConfig, role: str, allocation: BundleAllocation) -> None:
         self.cfg, self.name = cfg, role
         world = role_world_size(cfg.trainer.placement, role)
         actor: Any = MegatronWorker
-        actors = [actor.options(**place.options(rank)).remote(rank, world) for rank in range(world)]
+        actors = [actor.options(**allocation.options(rank)).remote(rank, world) for rank in range(world)]
         self.group = ActorGroup(role, actors, cfg.trainer.phase_timeout_s)
         self.ranks: list[RankInfo] = []
         self._building: Any = None

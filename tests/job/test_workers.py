@@ -215,8 +215,12 @@ def test_places_of_a_run(ray_slots, tmp_path):
     from skyrl_megatron.workers.placement import create_placement
 
     placement = create_placement(cfg)
-    assert {who: len(each.bundles) for who, each in placement.places.items()} == {"policy": 2, "ref": 1, "engines": 1}
-    assert len({each.group.id for each in placement.places.values()}) == 3
+    assert {who: len(each.bundles) for who, each in placement.allocations.items()} == {
+        "policy": 2,
+        "ref": 1,
+        "engines": 1,
+    }
+    assert len({each.group.id for each in placement.allocations.values()}) == 3
     placement.remove()
     deadline = time.monotonic() + 30
     while ray.available_resources().get("CPU") != ray_slots and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Building a model: checkpoint keys, the critic's head, the CPU seam, and what happens when a rank dies."""
+"""Building a model: checkpoint keys, the critic's head, the patches for the CPU, and what happens when a rank dies."""
 
 import math
 import multiprocessing

@@ -13,7 +13,9 @@ def files_of(text: str) -> list[str]:
     return list(dict.fromkeys(FILE.findall(text)))
 
 
-@pytest.mark.parametrize("document", ["ARCHITECTURE.md", "CONTRIBUTING.md", "README.md", "SECURITY.md", "CHANGELOG.md"])
+@pytest.mark.parametrize(
+    "document", ["ARCHITECTURE.md", "CONTRIBUTING.md", "README.md", "SECURITY.md", "CHANGELOG.md"]
+)
 def test_files_that_a_document_names_are_there(document):
     named = files_of((ROOT / document).read_text())
     missing = [name for name in named if not any((ROOT / base / name).exists() for base in ("", "skyrl_megatron"))]
