@@ -26,7 +26,7 @@ AVERAGED = ("tokens_per_second_per_rank", "flops_per_second_per_rank", "mfu")
 
 
 class WorkerGroup:
-    """The ranks of ``role``, started on ``allocation``; first comes :meth:`start_building`, then :meth:`finish_building`."""
+    """The ranks of ``role`` on ``allocation``. :meth:`start_building` and :meth:`finish_building` come first."""
 
     def __init__(self, cfg: SkyRLTrainConfig, role: str, allocation: BundleAllocation) -> None:
         self.cfg, self.name = cfg, role
