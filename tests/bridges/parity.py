@@ -116,7 +116,7 @@ def compare_with_fault(fault: str, *arguments: Any) -> tuple[float | None, dict[
 
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-    from skyrl_megatron.runtime import attention, latent_attention, norm
+    from skyrl_megatron.runtime.model import attention, latent_attention, norm
 
     planted = {
         "rotary keys keep their own heads' gradient": (
