@@ -24,6 +24,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,12 @@ import torch
 torch.set_num_threads(1)
 GAMMA, LAMBDA = 0.99, 0.95
 
+Functions = Mapping[str, Callable[..., Any]]
+Answer = tuple[float, list[float]]
+"""(seconds, every 32nd advantage)"""
 
-def gae_inputs():
+
+def gae_inputs() -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
     rewards, mask = torch.zeros(256, 8192), torch.zeros(256, 8192)
     rewards[:, -1] = torch.rand(256, generator=generator)
@@ -47,7 +52,7 @@ def gae_inputs():
     return rewards, torch.randn(256, 8192, generator=generator), mask
 
 
-def grpo_inputs():
+def grpo_inputs() -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
     generator = torch.Generator().manual_seed(1)
     rewards, mask = torch.zeros(8192, 4096), torch.zeros(8192, 4096)
     rewards[:, -1] = torch.rand(8192, generator=generator)
@@ -56,7 +61,7 @@ def grpo_inputs():
     return rewards, mask, np.array([f"uid-{row // 8}" for row in range(8192)])
 
 
-def ours():
+def ours() -> Functions:
     from skyrl_megatron.algorithms.advantages import AdvantageEstimatorRegistry, grpo_scores
     from skyrl_megatron.algorithms.advantages import compute_advantages_and_returns as compute
 
@@ -71,7 +76,7 @@ def ours():
     }
 
 
-def rivals():
+def rivals() -> Functions:
     import skyrl.backends.skyrl_train.utils.ppo_utils as skyrl
     import verl.trainer.ppo.core_algos as verl
 
@@ -91,11 +96,11 @@ def rivals():
 class Bench:
     """Functions with their inputs; answers what they return, in short, and how long they take."""
 
-    def __init__(self, functions):
+    def __init__(self, functions: Functions) -> None:
         self.functions = functions
-        self.inputs = {"gae": gae_inputs(), "grpo": grpo_inputs()}
+        self.inputs: dict[str, tuple[Any, ...]] = {"gae": gae_inputs(), "grpo": grpo_inputs()}
 
-    def run(self, name):
+    def run(self, name: str) -> Answer:
         start = time.perf_counter()
         result = self.functions[name](*self.inputs[name[:4].strip(" ,")])
         seconds = time.perf_counter() - start
@@ -106,7 +111,7 @@ class Bench:
         return seconds, advantages[::32].tolist()
 
 
-def serve():
+def serve() -> None:
     """The rivals' end of the pipe: a name a line in, [seconds, sample] out."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever the packages print goes to stderr
@@ -116,7 +121,7 @@ def serve():
         print(json.dumps(bench.run(line.strip())), file=answers, flush=True)
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rivals-python", help="interpreter of the rivals' environment")
     parser.add_argument("--rounds", type=int, default=9)
@@ -133,11 +138,14 @@ def main():
         bench = Bench(ours())
         their_names = json.loads(answers.readline())
 
-        def ask(name):
+        def ask(name: str) -> Answer:
             print(name, file=questions, flush=True)
-            return json.loads(answers.readline())
+            seconds, sample = json.loads(answers.readline())
+            return seconds, sample
 
-        runs = {name: bench.run for name in bench.functions} | {name: ask for name in their_names}
+        runs: dict[str, Callable[[str], Answer]] = {name: bench.run for name in bench.functions} | {
+            name: ask for name in their_names
+        }
         samples = {name: run(name)[1] for name, run in runs.items()}  # warm-up
         for name, sample in samples.items():
             reference = samples["gae, verl" if name.startswith("gae") else "grpo, verl"]
@@ -152,7 +160,7 @@ def main():
     report(best)
 
 
-def report(best):
+def report(best: Mapping[str, float]) -> None:
     for name, seconds in sorted(best.items()):
         print(f"{name:32} {1e3 * seconds:9.2f} ms")
     gae, grpo = min(best["gae, verl"], best["gae, skyrl"]), min(best["grpo, verl"], best["grpo, skyrl"])

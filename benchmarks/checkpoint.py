@@ -17,6 +17,7 @@ import shutil
 import statistics
 import sys
 import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 RANKS, BLOCK = 2, 8 * 2**20
 
+Rows = Sequence[Mapping[str, float]]
 
-def build(gigabytes):
+
+def build(gigabytes: float) -> Any:
     """A model and an optimizer with random moments; nothing is read from disk."""
     import types
 
@@ -72,7 +75,7 @@ def build(gigabytes):
     return RankState(chunks, groups, optimizer, build_lr_schedule(optimizer, settings, None))
 
 
-def drop_cache(path):
+def drop_cache(path: str) -> None:
     """Take a file, or all files of a folder, out of the page cache."""
     files = [path] if os.path.isfile(path) else [os.path.join(f, n) for f, _, names in os.walk(path) for n in names]
     for name in files:
@@ -82,7 +85,7 @@ def drop_cache(path):
         os.close(descriptor)
 
 
-def raw_write(path, count, buffer):
+def raw_write(path: str, count: int, buffer: memoryview) -> None:
     descriptor = os.open(path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
     while count:
         count -= os.write(descriptor, buffer[: min(count, len(buffer))])
@@ -90,13 +93,13 @@ def raw_write(path, count, buffer):
     os.close(descriptor)
 
 
-def raw_read(path, buffer):
+def raw_read(path: str, buffer: memoryview) -> None:
     with open(path, "rb", buffering=0) as file:
         while file.readinto(buffer):
             pass
 
 
-def timed(work):
+def timed(work: Callable[[], Any]) -> float:
     """Seconds of the slowest rank, all starting together."""
     import torch
     import torch.distributed as dist
@@ -110,12 +113,12 @@ def timed(work):
     return seconds.item()
 
 
-def measure(gigabytes, rounds, folder):
+def measure(gigabytes: float, rounds: int, folder: str) -> tuple[float, Rows]:
     import torch
     import torch.distributed as dist
 
     from skyrl_megatron.runtime.checkpoint.local_state import blocks_to_save
-    from tests.checkpoint.ranks import RankCheckpointer
+    from tests.checkpoint import ranks
 
     rank, state = dist.get_rank(), build(gigabytes)
     blocks = list(blocks_to_save(state.model_chunks, state.optimizer, state.groups))
@@ -123,31 +126,35 @@ def measure(gigabytes, rounds, folder):
     buffer = memoryview(bytearray(os.urandom(BLOCK)))
     target = torch.empty(mine, dtype=torch.uint8)
     rows = []
-    asynchronous = RankCheckpointer(os.path.join(folder, "async"), state, asynchronous=True, keep=1)
-    saved = RankCheckpointer(os.path.join(folder, "sync"), state)
+    checkpointer: Any = ranks.RankCheckpointer
+    asynchronous = checkpointer(os.path.join(folder, "async"), state, asynchronous=True, keep=1)
+    saved = checkpointer(os.path.join(folder, "sync"), state)
     for index in range(rounds + 1):  # the first warms up: frames of archives, staging memory
         first_is_ours = index % 2 == 1
         row: dict[str, Any] = {}
         for counts in (False, True):  # each writes new files: memory for the page cache has to be found by both
             step = 2 * index + counts
             plain = os.path.join(folder, f"plain_{rank}_{counts}")
-            work = {
-                "raw write": lambda path=plain: raw_write(path, mine, buffer),
-                "save": lambda i=step: saved.save(i),
+            work: dict[str, Callable[[], Any]] = {
+                "raw write": partial(raw_write, plain, mine, buffer),
+                "save": partial(saved.save, step),
             }
             seconds = {name: timed(work[name]) for name in in_turn(work, first_is_ours)}
         row |= seconds
         path = f"{folder}/sync/global_step_{step}"
         for _ in range(2):
             work = {
-                "raw read": lambda path=plain: raw_read(path, buffer),
-                "load": lambda path=path: resumed(saved, path),
+                "raw read": partial(raw_read, plain, buffer),
+                "load": partial(resumed, saved, path),
             }
             for name in in_turn(work, first_is_ours):
                 drop_cache(plain)
                 drop_cache(path)
                 row[name] = timed(work[name])
-        copies = {"memcpy": lambda: copy(blocks, target), "stall": partial(asynchronous.save, index)}
+        copies: dict[str, Callable[[], Any]] = {
+            "memcpy": partial(copy, blocks, target),
+            "stall": partial(asynchronous.save, index),
+        }
         row["plan"] = timed(lambda: list(blocks_to_save(state.model_chunks, state.optimizer, state.groups)))
         for name in in_turn(copies, first_is_ours):
             row[name] = timed(copies[name])
@@ -170,15 +177,15 @@ def measure(gigabytes, rounds, folder):
     return total.item(), rows
 
 
-def in_turn(works, second_first):
-    return reversed(works) if second_first else works
+def in_turn(works: Mapping[str, Any], second_first: bool) -> Iterable[str]:
+    return reversed(list(works)) if second_first else works
 
 
-def resumed(checkpointer, path):
+def resumed(checkpointer: Any, path: str) -> None:
     assert checkpointer.load("from_path", path) is not None
 
 
-def copy(blocks, target):
+def copy(blocks: Sequence[Any], target: Any) -> None:
     """One copy of the state into memory that exists already."""
     import torch
 
@@ -189,11 +196,11 @@ def copy(blocks, target):
         begin += count
 
 
-def report(total, rows):
-    def median(name):
+def report(total: float, rows: Rows) -> None:
+    def median(name: str) -> float:
         return statistics.median(row[name] for row in rows)
 
-    def ratio(of, to):
+    def ratio(of: str, to: str) -> float:
         return statistics.median(row[of] / row[to] for row in rows)
 
     size = total / 1e9
@@ -207,7 +214,7 @@ def report(total, rows):
     print(f"async stall: {ratio('stall', 'memcpy'):.2f}x memcpy (goal at most 1.2)")
 
 
-def main():
+def main() -> None:
     from tests.support.rank_pool import RankPool
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

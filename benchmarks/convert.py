@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -119,7 +120,7 @@ def name_resolution() -> float:
     return best / len(names) * 1e6
 
 
-def _time_names(plan, names, canonical) -> float:
+def _time_names(plan: Any, names: Any, canonical: Any) -> float:
     start = time.perf_counter()
     for name in names:
         plan.by_name[canonical(name)]

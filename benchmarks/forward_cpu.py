@@ -107,7 +107,7 @@ class Transformers:
 class Megatron:
     """The same sequences packed, through Megatron's model."""
 
-    def __init__(self, folder: Path, groups) -> None:
+    def __init__(self, folder: Path, groups: Any) -> None:
         from skyrl_megatron.runtime.hf.load import load_hf
         from skyrl_megatron.runtime.model.build import build_model
 
@@ -141,7 +141,7 @@ class Megatron:
         return loss.item()
 
 
-def seconds(side) -> float:
+def seconds(side: Any) -> float:
     start = time.perf_counter()
     side.step()
     return time.perf_counter() - start

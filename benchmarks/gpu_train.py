@@ -16,7 +16,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from skyrl_megatron.types import TrainingBatch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -147,7 +150,7 @@ def write_model(root: Path, layers: int) -> Path:
     return root
 
 
-def make_batch(sequences: int, length: int):
+def make_batch(sequences: int, length: int) -> TrainingBatch:
     """Sequences of a quarter prompt and three quarters response, with random advantages."""
     import torch
 

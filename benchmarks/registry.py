@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -17,7 +18,7 @@ from skyrl_megatron.algorithms.losses import PolicyLossRegistry
 from skyrl_megatron.algorithms.registry import registry_version
 
 
-def fastest(function, calls, rounds=5):
+def fastest(function: Callable[[], object], calls: int, rounds: int = 5) -> float:
     """Seconds a call, in the fastest of several rounds."""
     best = float("inf")
     for _ in range(rounds):
@@ -28,7 +29,7 @@ def fastest(function, calls, rounds=5):
     return best
 
 
-def main():
+def main() -> None:
     ray.init(address="local", num_cpus=1, object_store_memory=80 * 2**20, include_dashboard=False)
     PolicyLossRegistry.register("mine", lambda: None)
     lookup = fastest(lambda: PolicyLossRegistry.get("mine"), 100_000)

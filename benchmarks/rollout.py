@@ -42,8 +42,8 @@ def settings_of(model: Path) -> Any:
 
 
 def prompts_and_sampling(kind: str, count: int) -> tuple[list[list[int]], dict[str, Any]]:
-    length = (lambda i: 32 + i * 37 % 65) if kind == "long" else (lambda i: 8 + i % 9)
-    prompts = [[(31 * i + 7 * j + j * j) % 480 + 8 for j in range(length(i))] for i in range(count)]
+    lengths = [32 + i * 37 % 65 if kind == "long" else 8 + i % 9 for i in range(count)]
+    prompts = [[(31 * i + 7 * j + j * j) % 480 + 8 for j in range(n)] for i, n in enumerate(lengths)]
     tokens = 64 if kind == "long" else 4
     return prompts, {"max_tokens": tokens, "temperature": 1.0, "ignore_eos": True, "logprobs": 0}
 

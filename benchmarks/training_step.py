@@ -14,7 +14,13 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from skyrl_megatron.runtime.engine import MegatronEngine
+    from skyrl_megatron.types import TrainingBatch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -48,7 +54,10 @@ def main() -> None:
             )
         )
         batch = make_batch(args.rows)
-        sides = {"ours": lambda: our_step(engine, batch), "bare": lambda: bare_step(engine, batch)}
+        sides: dict[str, Callable[[], None]] = {
+            "ours": lambda: our_step(engine, batch),
+            "bare": lambda: bare_step(engine, batch),
+        }
         seconds: dict[str, list[float]] = {name: [] for name in sides}
         for round_number in range(args.rounds + 1):
             for name, step in sides.items():
@@ -63,7 +72,7 @@ def main() -> None:
     print(f"ratio  {medians['ours'] / medians['bare']:.3f} (wanted: at most 1.1)")
 
 
-def make_batch(rows: int):
+def make_batch(rows: int) -> TrainingBatch:
     """Rows of 20 prompt tokens and 16 to 64 response tokens."""
     import torch
 
@@ -82,12 +91,12 @@ def make_batch(rows: int):
     return batch
 
 
-def our_step(engine, batch) -> None:
+def our_step(engine: MegatronEngine, batch: TrainingBatch) -> None:
     engine.forward_backward(batch)
     engine.optim_step()
 
 
-def bare_step(engine, batch) -> None:
+def bare_step(engine: MegatronEngine, batch: TrainingBatch) -> None:
     """The same micro-batches through Megatron's schedule with its own cross entropy, then the same optimizer."""
     import torch
     from megatron.core.distributed import finalize_model_grads
@@ -95,11 +104,11 @@ def bare_step(engine, batch) -> None:
 
     from skyrl_megatron.runtime.schedule import run_schedule
 
-    def forward_step(iterator, model):
+    def forward_step(iterator: Any, model: Any) -> Any:
         packed = next(iterator).packed
         logits = model(**packed.model_arguments())
 
-        def loss(logits):
+        def loss(logits: Any) -> Any:
             per_token = vocab_parallel_cross_entropy(logits.transpose(0, 1).clone(), packed.targets[:, None])
             return per_token.sum() / 1000.0, torch.zeros((), dtype=torch.int), per_token.detach().sum()
 
