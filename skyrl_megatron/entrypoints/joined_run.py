@@ -94,7 +94,7 @@ def run_in_cluster(cfg: SkyRLTrainConfig, experiment: Any) -> None:
     told = False
     with StopSignal() as signals:
         try:
-            while (printed := ray.get(holder.printed.remote())) is not None:
+            while (printed := ray.get(holder.printed.remote(), timeout=cfg.trainer.phase_timeout_s)) is not None:
                 for error, text in printed:
                     stream = sys.stderr if error else sys.stdout
                     stream.write(text)
@@ -107,6 +107,11 @@ def run_in_cluster(cfg: SkyRLTrainConfig, experiment: Any) -> None:
             raise DistributedError(
                 f"the process of the run died ({str(error).strip().splitlines()[0]}); the same command continues from "
                 "the last checkpoint"
+            ) from error
+        except ray.exceptions.GetTimeoutError as error:
+            raise DistributedError(
+                f"the process of the run did not answer for {cfg.trainer.phase_timeout_s:g} s "
+                "(trainer.phase_timeout_s); see ray status; the same command continues from the last checkpoint"
             ) from error
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, SkyRLMegatronError):

@@ -106,7 +106,8 @@ class MegatronWorker:
         from skyrl_megatron.workers.dispatch import from_arrays
 
         ensure_registry_version(registry)
-        objective = PolicyObjective(dataclasses.replace(self.cfg.trainer.algorithm, **algorithm))
+        config = self.cfg.trainer.algorithm
+        objective = PolicyObjective(dataclasses.replace(config, **algorithm) if algorithm else config)
         return self.engine.forward_backward(from_arrays(chunk), objective=objective) | self.optim_step()
 
     def optim_step(self) -> dict[str, float]:
