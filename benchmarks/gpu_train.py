@@ -3,8 +3,9 @@
     python benchmarks/gpu_train.py [--layers 4] [--sequences 16] [--length 4096] [key=value …]
 
 bf16, random weights, Megatron's distributed Adam with fp32 masters. ``key=value`` are settings of the run, e.g.
-``trainer.fused_lm_head_logprob=true``. Needs megatron-core beside torch and transformers; no Ray, vLLM or
-Transformer Engine. Without a GPU it says so and ends.
+``trainer.fused_lm_head_logprob=true``. Needs megatron-core beside torch and transformers; no Ray, no vLLM, and
+with ``trainer.policy.megatron_config.transformer_config_kwargs.transformer_impl=local`` no Transformer Engine. Where
+there is no GPU it says so and ends.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from skyrl_megatron.runtime.engine import MegatronEngine
     from skyrl_megatron.types import TrainingBatch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -49,6 +53,18 @@ QWEN3_30B_A3B = {
 }
 
 
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+    "head_dim": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts": 8,
+    "vocab_size": 512,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=4)
@@ -56,14 +72,17 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--tokens-per-microbatch", type=int, default=16384)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--tiny", action="store_true", help="a small model and short sequences: does it run?")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     args = parser.parse_args()
 
     from skyrl_megatron import device
 
-    if not device.driver_gpu_count():
-        print("no GPU: nothing measured")
+    if not args.tiny and not device.driver_gpu_count():
+        print("no GPU: nothing measured (--tiny runs anywhere)")
         return
+    if args.tiny:
+        args.layers, args.sequences, args.length, args.tokens_per_microbatch = 2, 4, 64, 256
 
     import torch
     import torch.distributed as dist
@@ -77,7 +96,8 @@ def main() -> None:
     from skyrl_megatron.runtime.engine import MegatronEngine
 
     with tempfile.TemporaryDirectory() as root:
-        folder = write_model(Path(root), args.layers)
+        config = QWEN3_30B_A3B | (TINY if args.tiny else {}) | {"num_hidden_layers": args.layers}
+        folder = write_model(Path(root), config)
         cfg = SkyRLTrainConfig.from_cli_overrides(
             [
                 f"trainer.policy.model.path={folder}",
@@ -91,57 +111,124 @@ def main() -> None:
         started = time.perf_counter()
         engine = MegatronEngine(cfg, total_steps=args.steps + 1)
         print(f"load: {time.perf_counter() - started:.1f} s")
-    batch = make_batch(args.sequences, args.length)
-    tokens, flops = int(batch.lengths.sum()), engine.flops.training(batch.lengths)
-    times: dict[str, list[float]] = {"forward_backward": [], "optim_step": [], "logprobs": []}
-    for step in range(args.steps + 1):
-        for name, call in (
-            ("logprobs", lambda: engine.compute_logprobs(batch)),
-            ("forward_backward", lambda: engine.forward_backward(batch)),
-            ("optim_step", engine.optim_step),
-        ):
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            call()
-            torch.cuda.synchronize()
-            if step:  # the first warms up
-                times[name].append(time.perf_counter() - started)
-    from skyrl_megatron.runtime.flops import peak_flops
-
-    best = {name: min(values) for name, values in times.items()}
-    peak, seconds = peak_flops(), best["forward_backward"] + best["optim_step"]
+    batch = make_batch(args.sequences, args.length, engine.model.vocab_size)
+    seconds = time_steps(engine, batch, args.steps)
     parameters = sum(parameter.numel() for chunk in engine.chunks for parameter in chunk.parameters())
     report = {
-        "gpu": torch.cuda.get_device_name(),
+        "device": torch.cuda.get_device_name() if device.has_cuda() else "CPU",
+        "layers": engine.model.config.transformer_impl,
         "parameters": parameters,
-        "tokens": tokens,
-        "ms": {name: round(value * 1e3, 1) for name, value in best.items()},
-        "tokens_per_s": round(tokens / seconds),
-        "tflops_per_s": round(flops / best["forward_backward"] / 1e12, 1),
-        "mfu_forward_backward": round(flops / best["forward_backward"] / peak, 4) if peak else None,
-        "mfu_step": round(flops / seconds / peak, 4) if peak else None,
+        "tokens": int(batch.lengths.sum()),
+        "ms": {name: round(value * 1e3, 1) for name, value in seconds.items()},
+        "tokens_per_s": round(int(batch.lengths.sum()) / (seconds["forward_backward"] + seconds["optim_step"])),
+        **rates(engine, batch, seconds, time_components(engine, batch)),
         "peak_memory_GiB": round(device.peak_memory_bytes() / 2**30, 1),
     }
     print(json.dumps(report, indent=2))
 
 
-def write_model(root: Path, layers: int) -> Path:
+def best_of(calls: int, call: Callable[[], object]) -> float:
+    """Seconds of the fastest of several calls, after one that warms up."""
+    from skyrl_megatron import device
+
+    seconds = []
+    for _ in range(calls + 1):
+        device.synchronize()
+        started = time.perf_counter()
+        call()
+        device.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return min(seconds[1:])
+
+
+def time_steps(engine: MegatronEngine, batch: TrainingBatch, steps: int) -> dict[str, float]:
+    """Seconds of each part of a step."""
+    found: dict[str, list[float]] = {"logprobs": [], "forward_backward": [], "optim_step": []}
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: engine.compute_logprobs(batch),
+        lambda: engine.forward_backward(batch),
+        lambda: engine.optim_step(),
+    )
+    from skyrl_megatron import device
+
+    for step in range(steps + 1):
+        for name, call in zip(found, calls, strict=True):
+            device.synchronize()
+            started = time.perf_counter()
+            call()
+            device.synchronize()
+            if step:  # the first warms up
+                found[name].append(time.perf_counter() - started)
+    return {name: min(values) for name, values in found.items()}
+
+
+def time_components(engine: MegatronEngine, batch: TrainingBatch) -> dict[str, float]:
+    """Seconds of forward and backward of a layer's attention and MLP alone, on the inputs they get in a step, times
+    layers and micro-batches."""
+    layer = engine.model.chunks[0].decoder.layers[-1]
+    found = {}
+    for name, module in (("attention", layer.self_attention), ("mlp", layer.mlp)):
+        inputs: list[tuple[Any, Any]] = []
+        hook = module.register_forward_pre_hook(
+            lambda _, args, kwargs, inputs=inputs: inputs.append((args, kwargs)), with_kwargs=True
+        )
+        engine.forward_backward(batch)
+        hook.remove()
+        engine.clear_gradients()
+        found[name] = best_of(3, partial(run_alone, module, inputs)) * engine.model.config.num_layers
+    engine.clear_gradients()
+    return found
+
+
+def run_alone(module: Any, inputs: list[tuple[Any, Any]]) -> None:
+    """Forward and backward of a module on every micro-batch."""
+    import torch
+
+    for args, kwargs in inputs:
+        hidden, *rest = (x.detach().requires_grad_() if torch.is_floating_point(x) else x for x in args)
+        out = module(hidden, *rest, **kwargs)
+        out = out[0] if isinstance(out, tuple) else out
+        out.backward(torch.ones_like(out))
+
+
+def rates(
+    engine: MegatronEngine, batch: TrainingBatch, seconds: dict[str, float], alone: dict[str, float]
+) -> dict[str, Any]:
+    """TFLOP/s of forward and backward, whole and by component, and the share of the device's peak where that is
+    published. ``head`` has what attention and MLP leave: embedding, LM head, log-probs, loss, norms."""
+    from skyrl_megatron.runtime.flops import component_flops, peak_flops
+
+    parts = component_flops(engine.model.config, engine.model.vocab_size)
+    times = alone | {"head": max(seconds["forward_backward"] - sum(alone.values()), 1e-9)}
+    flops = {name: part.training(batch.lengths) for name, part in parts.items()}
+    times["forward_backward"], flops["forward_backward"] = seconds["forward_backward"], sum(flops.values())
+    times["step"], flops["step"] = seconds["forward_backward"] + seconds["optim_step"], flops["forward_backward"]
+    peak = peak_flops()
+    return {
+        "component_ms": {name: round(value * 1e3, 1) for name, value in alone.items()},
+        "tflops_per_s": {name: round(flops[name] / times[name] / 1e12, 2) for name in times},
+        "mfu": {name: round(flops[name] / times[name] / peak, 4) for name in times} if peak else None,
+    }
+
+
+def write_model(root: Path, config: dict[str, Any]) -> Path:
     """A HF folder of random weights, a layer's experts at a time."""
     import torch
     from safetensors.torch import save_file
 
     from bridges.plan import Plan
+    from skyrl_megatron import device
 
-    config = QWEN3_30B_A3B | {"num_hidden_layers": layers}
     (root / "config.json").write_text(json.dumps(config))
     shapes = Plan.of(config).hf
-    generator = torch.Generator("cuda").manual_seed(0)
+    place = device.device()
+    generator = torch.Generator(place).manual_seed(0)
     index: dict[str, Any] = {}
     names = list(shapes)
     for number, start in enumerate(range(0, len(names), 500)):
         tensors = {}
         for name in names[start : start + 500]:
-            tensor = torch.randn(tuple(shapes[name]), generator=generator, device="cuda", dtype=torch.bfloat16) * 0.02
+            tensor = torch.randn(tuple(shapes[name]), generator=generator, device=place, dtype=torch.bfloat16) * 0.02
             tensors[name] = (tensor + 1.0 if "norm" in name else tensor).cpu()
         file = f"model-{number:05d}.safetensors"
         save_file(tensors, root / file)
@@ -150,7 +237,7 @@ def write_model(root: Path, layers: int) -> Path:
     return root
 
 
-def make_batch(sequences: int, length: int) -> TrainingBatch:
+def make_batch(sequences: int, length: int, vocabulary: int) -> TrainingBatch:
     """Sequences of a quarter prompt and three quarters response, with random advantages."""
     import torch
 
@@ -159,8 +246,8 @@ def make_batch(sequences: int, length: int) -> TrainingBatch:
     g = torch.Generator().manual_seed(0)
     prompt = length // 4
     batch = collate(
-        torch.randint(0, 150_000, (sequences, prompt), generator=g).tolist(),
-        torch.randint(0, 150_000, (sequences, length - prompt), generator=g).tolist(),
+        torch.randint(0, vocabulary, (sequences, prompt), generator=g).tolist(),
+        torch.randint(0, vocabulary, (sequences, length - prompt), generator=g).tolist(),
         uids=[str(row) for row in range(sequences)],
         rewards=[0.0] * sequences,
     )

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import ray
 
 from skyrl_megatron.algorithms.losses import PolicyLossRegistry
-from skyrl_megatron.algorithms.registry import registry_version
+from skyrl_megatron.algorithms.registry import registry_versions
 
 
 def fastest(function: Callable[[], object], calls: int, rounds: int = 5) -> float:
@@ -34,7 +34,7 @@ def main() -> None:
     PolicyLossRegistry.register("mine", lambda: None)
     lookup = fastest(lambda: PolicyLossRegistry.get("mine"), 100_000)
     builtin = fastest(lambda: PolicyLossRegistry.get("regular"), 100_000)
-    round_trip = fastest(registry_version, 200)
+    round_trip = fastest(registry_versions, 200)
     ray.shutdown()
     print(f"get, custom function     {1e6 * lookup:8.3f} µs   (wanted: below 5)")
     print(f"get, built-in function   {1e6 * builtin:8.3f} µs")

@@ -77,7 +77,7 @@ def offline(pipe: Any, model: Path) -> None:
     os.environ.update(compat.worker_environment())
     from vllm import LLM, SamplingParams
 
-    arguments = settings_of(model).arguments() | compat.platform_arguments(hf_config(str(model)))
+    arguments = settings_of(model).arguments() | compat.platform_arguments(hf_config(model))
     llm = LLM(**{name: value for name, value in arguments.items() if not name.startswith("disable_log")})
     pipe.send("up")
     while (job := pipe.recv()) is not None:

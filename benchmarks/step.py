@@ -84,8 +84,9 @@ SCENARIOS = {
 def ours(home: Path, scenario: Scenario, steps: int) -> list[dict[str, float]]:
     """Lines of ``metrics.jsonl`` of the counted steps."""
     from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.config.hardware import local_hardware
     from skyrl_megatron.config.run_folder import run_folder
-    from skyrl_megatron.config.validate import from_command_line
+    from skyrl_megatron.entrypoints.checks import load_config
     from skyrl_megatron.entrypoints.embedded import arguments
     from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
 
@@ -110,7 +111,7 @@ def ours(home: Path, scenario: Scenario, steps: int) -> list[dict[str, float]]:
             "generator.inference_engine.max_num_seqs=256",
             "generator.inference_engine.weight_sync_probe_interval=20",
         ]
-    cfg = from_command_line(SkyRLTrainConfig, arguments(keys))
+    cfg, _ = load_config(SkyRLTrainConfig, arguments(keys, local_hardware()))
     run_experiment(cfg, Experiment)
     lines = [json.loads(line) for line in (run_folder(cfg) / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if scenario.warm < line["step"] < total]

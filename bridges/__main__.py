@@ -1,4 +1,4 @@
-"""``python -m bridges`` (also ``skyrl-convert``): list, inspect, import, export, verify."""
+"""``python -m bridges`` (also ``skyrl-convert``): list, inspect, import, export, merge, verify."""
 
 from __future__ import annotations
 
@@ -60,6 +60,11 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--hf-template", type=Path, help="original HF folder, for config, tokenizer and MTP layers")
     sub.add_argument("--max-shard-size", default="5GB", help="largest safetensors file (default 5GB)")
     streaming(sub)
+    sub = command("merge", "HF folder + PEFT adapter folder -> HF folder with the adapter in its weights")
+    sub.add_argument("--hf", type=Path, required=True, help="the base model")
+    sub.add_argument("--adapter", type=Path, required=True, help="folder with adapter_config.json")
+    sub.add_argument("--max-shard-size", default="5GB", help="largest safetensors file (default 5GB)")
+    streaming(sub)
     sub = command("verify", "compare two folders bit by bit, or the logits of both models")
     sub.add_argument("a", type=Path, help="HF or Megatron folder (HF with --logits)")
     sub.add_argument("b", type=Path, help="HF or Megatron folder (Megatron with --logits)")
@@ -97,11 +102,16 @@ def run(args: argparse.Namespace) -> int:
     shared: dict[str, Any] = dict(
         dtype=parse_dtype(args.dtype), workers=args.workers, drop_mtp=args.drop_mtp, stream=progress_stream(args.json)
     )
+    from bridges.hf_write import parse_size
+
     if args.command == "import":
         report = import_hf(args.hf, args.out, **shared)
-    else:
-        from bridges.hf_write import parse_size
+    elif args.command == "merge":
+        from bridges.merge_adapter import merge_adapter
 
+        size = parse_size(args.max_shard_size)
+        report = merge_adapter(args.hf, args.adapter, args.out, max_shard_size=size, **shared)
+    else:
         size = parse_size(args.max_shard_size)
         report = export_megatron(args.megatron, args.out, template=args.hf_template, max_shard_size=size, **shared)
     facts = report.as_dict()

@@ -103,7 +103,10 @@ class HfFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
-            raise BridgeError(f"{self.path} is not a folder; give the folder that holds config.json")
+            raise BridgeError(
+                f"{self.path} is not a folder; give the folder that holds config.json (of a model on the hub: the one "
+                "that 'hf download NAME' prints)"
+            )
         self.config = read_hf_config(self.path)
         self.tensors: Mapping[str, TensorInfo] = self._read_tensors()
         self._maps: dict[str, mmap.mmap] = {}

@@ -36,12 +36,16 @@ def parse_size(text: str) -> int:
 class HfWriter:
     """Fills a folder with safetensors files of at most ``max_shard_size`` bytes (a larger tensor stands alone).
 
-    ``tensors``: name → (shape, dtype) in the order of the files. :meth:`write` may be called in any order and from
-    several threads; :meth:`finish` writes the index and syncs.
+    ``tensors``: name → (shape, dtype) in the order of the files. ``stem``: what their names begin with.
+    :meth:`write` may be called in any order and from several threads; :meth:`finish` writes the index and syncs.
     """
 
     def __init__(
-        self, folder: Path, tensors: Mapping[str, tuple[Shape, torch.dtype]], max_shard_size: int = 5 * 10**9
+        self,
+        folder: Path,
+        tensors: Mapping[str, tuple[Shape, torch.dtype]],
+        max_shard_size: int = 5 * 10**9,
+        stem: str = "model",
     ) -> None:
         self.folder = folder
         self.places: dict[str, TensorInfo] = {}
@@ -57,7 +61,7 @@ class HfWriter:
             filled += size
         for number, names in enumerate(shards, 1):
             single = len(shards) == 1
-            file = "model.safetensors" if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            file = f"{stem}.safetensors" if single else f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
             self._create(file, names, tensors)
 
     def _create(self, file: str, names: Iterable[str], tensors: Mapping[str, tuple[Shape, torch.dtype]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -62,6 +62,10 @@ class Entry:
     def split(self) -> Split:
         """How it is split over tp (etp for an expert)."""
         return self.bound.split
+
+    def whole(self) -> Entry:
+        """Return the entry as a copy on every rank, see :attr:`Split.whole_under_te`."""
+        return replace(self, bound=replace(self.bound, split=Split()))
 
     @property
     def parts(self) -> int:

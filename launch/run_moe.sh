@@ -1,30 +1,21 @@
 #!/usr/bin/env bash
 # Train a Mixture-of-Experts model with RL.
 #   launch/run_moe.sh [key=value ...]                          the embedded run: two-digit sums on two CPU cores
-#   launch/run_moe.sh model=PATH_OR_NAME [key=value ...]       that model
-#   launch/run_moe.sh --recipe NAME [key=value ...]            launch/recipes/NAME.yaml
-# --check shows what a configuration comes to and starts nothing. A Ray cluster is joined when RAY_ADDRESS names one or
-# this machine belongs to one that 'ray start' made; otherwise Ray is started here and ends with the run.
+#   launch/run_moe.sh model=PATH_OR_NAME [key=value ...]       that model, a folder or a name on the Hugging Face hub
+#   launch/run_moe.sh --config FILE.yaml [key=value ...]       the keys of that file; may be repeated
+#   launch/run_moe.sh --recipe NAME [model=...] [key=value ...]  launch/recipes/NAME.yaml, or a YAML file of your own;
+#                                                              model= takes the place of the recipe's model
+# --check shows what any of these comes to and starts nothing; --check=2x8 does it for 2 nodes of 8 GPUs.
+# Relative paths are those of the folder that the command is typed in. All keys: CONFIG.md.
+# A Ray cluster is joined when RAY_ADDRESS names one or this machine belongs to one that 'ray start' made; otherwise
+# Ray is started here and ends with the run.
 set -euo pipefail
-cd "$(dirname "$0")/.."
-launch/setup.sh
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-if [ -z "${RAY_ADDRESS:-}" ] && [ -s /tmp/ray/ray_current_cluster ]; then export RAY_ADDRESS=auto; fi
-
-entrypoint=embedded
-arguments=()
-while [ $# -gt 0 ]; do
-  case $1 in
-    --recipe|--recipe=*)
-      if [ "$1" = --recipe ]; then shift; name=${1:-}; else name=${1#--recipe=}; fi
-      [ -f "launch/recipes/$name.yaml" ] || {
-        echo "no recipe '$name'; there are: $(cd launch/recipes && ls -- *.yaml | sed 's/\.yaml$//' | tr '\n' ' ')" >&2; exit 2; }
-      if [ "$name" != embedded ]; then entrypoint=main_base; arguments+=(--config "launch/recipes/$name.yaml"); fi ;;
-    model=*) entrypoint=main_base; arguments+=("trainer.policy.model.path=${1#model=}") ;;
-    trainer.policy.model.path=*) entrypoint=main_base; arguments+=("$1") ;;
-    -h|--help) sed -n '2,7s/^# \{0,1\}//p' "$0"; exit 0 ;;
-    *) arguments+=("$1") ;;
-  esac
-  if [ $# -gt 0 ]; then shift; fi
+root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
+for argument in "$@"; do
+  case $argument in -h|--help) sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 done
-exec .venv/bin/python -m "skyrl_megatron.entrypoints.$entrypoint" ${arguments[@]+"${arguments[@]}"}
+"$root/launch/setup.sh"
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+if [ -z "${RAY_ADDRESS:-}" ] && [ -s /tmp/ray/ray_current_cluster ]; then export RAY_ADDRESS=auto; fi
+exec "$root/.venv/bin/python" -P -m skyrl_megatron.entrypoints.run_moe "$@"   # -P: a file of the folder hides no package

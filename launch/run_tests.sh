@@ -1,12 +1,18 @@
 #!/usr/bin/env bash
-# Set up the environment if needed, then run the test suite.   launch/run_tests.sh [--fast] [pytest arguments]
+# Set up the environment if needed, then run the test suite.   launch/run_tests.sh [--fast|--te] [pytest arguments]
 # --fast: only what starts no process of its own, in two halves side by side, under a minute on two cores.
+# --te: what needs Transformer Engine and no GPU (tests/te), in an environment of its own (launch/setup.sh te).
 # --layouts=all adds the full layout matrix.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-case ${1:-} in -h|--help) sed -n '2,4s/^# //p' "$0"; exit 0 ;; esac
-launch/setup.sh
+case ${1:-} in -h|--help) sed -n '2,5s/^# //p' "$0"; exit 0 ;; esac
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+if [ "${1:-}" = --te ]; then
+  shift
+  launch/setup.sh te
+  exec .venv-te/bin/python -m pytest tests/te "$@"
+fi
+launch/setup.sh
 case " $* " in
   *" --fast "*) ;;
   *) exec .venv/bin/python -m pytest "$@" ;;

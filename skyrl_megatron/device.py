@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,21 @@ def _listed_by(nvidia_smi: str) -> int:
     return sum(1 for line in run.stdout.splitlines() if line.startswith("GPU ")) if run.returncode == 0 else 0
 
 
+def driver_gpu_bytes() -> int | None:
+    """Return the memory of this machine's smallest GPU as the driver tells it, without torch and without a CUDA
+    context; None without GPUs, or where nvidia-smi does not answer."""
+    command = shutil.which("nvidia-smi")
+    if command is None or not driver_gpu_count():
+        return None
+    asked = [command, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        run = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    sizes = [int(line) for line in run.stdout.split() if line.isdigit()]
+    return min(sizes) << 20 if run.returncode == 0 and sizes else None
+
+
 @functools.cache
 def has_cuda() -> bool:
     """Return whether a CUDA device is usable in this process."""
@@ -89,12 +105,40 @@ def default_dtype() -> torch.dtype:
     return torch.bfloat16 if has_cuda() else torch.float32
 
 
+def use_deterministic_kernels() -> None:
+    """Let CUDA kernels give the same bits every time, at some cost in speed; torch warns of those that cannot. Before
+    anything is computed: cuBLAS and Transformer Engine read their variables once. No-op on CPU, where they do."""
+    if not has_cuda():
+        return
+    import torch
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
 def synchronize() -> None:
     """Wait for the device's queued work, so that a timer measures it."""
     if has_cuda():
         import torch
 
         torch.cuda.synchronize()
+
+
+def mark() -> Callable[[], None]:
+    """Mark where the current stream's queue ends now; the result waits until the device has got there."""
+    if not has_cuda():
+        return _already
+    import torch
+
+    event = torch.cuda.Event()
+    event.record()
+    return event.synchronize
+
+
+def _already() -> None:
+    """Return at once: on CPU nothing is queued."""
 
 
 def empty_cache() -> None:

@@ -5,8 +5,10 @@ Entry points catch :class:`SkyRLMegatronError`, print ``str(error)`` and exit wi
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 
 class SkyRLMegatronWarning(UserWarning):
@@ -34,6 +36,12 @@ class Problem:
         return f"{self.key}={self.value}: {self.fix}"
 
 
+def install_command(package: str) -> str:
+    """Return the command that adds a package to the environment of this process, which has no pip of its own."""
+    own = Path(sys.prefix) / "tools" / "bin" / "uv"
+    return f"{own if own.exists() else 'uv'} pip install --python {sys.executable} {package}"
+
+
 class ConfigError(SkyRLMegatronError, ValueError):
     """All problems of a configuration at once, found before any process group, Ray or device is taken."""
 
@@ -52,6 +60,10 @@ class ConfigError(SkyRLMegatronError, ValueError):
 
 class ModelLoadError(SkyRLMegatronError):
     """A HF folder is missing, corrupt, or of a kind that is not supported."""
+
+
+class HubError(SkyRLMegatronError):
+    """A name on the Hugging Face hub, or files of it, cannot be had; says why and what to do."""
 
 
 class DistributedError(SkyRLMegatronError):

@@ -7,14 +7,15 @@ or by an entry point of an installed package::
     mine = "my_package.my_module"
 
 The driver imports plugins before it checks the configuration; ranks, engine actors and the engines' own processes
-import them when they are built, or when they meet a name that they do not know. CONTRIBUTING.md shows one example of
-each kind. Losses, estimators, environments and model families have registries of their own
-(:mod:`skyrl_megatron.algorithms`, :mod:`skyrl_megatron.envs`, :mod:`bridges.families`).
+import them when they are built, or when they meet a name that they do not know. docs/guides/plugins.md says more.
+Losses, estimators, environments and model families have registries of their own (:mod:`skyrl_megatron.algorithms`,
+:mod:`skyrl_megatron.envs`, :mod:`bridges.families`).
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from importlib import import_module
@@ -28,6 +29,8 @@ GROUP = "skyrl_megatron.plugins"
 """Group of entry points."""
 VARIABLE = "SKYRL_MEGATRON_PLUGINS"
 """Environment variable with the names of ``trainer.plugins``, comma-separated: it reaches every process of a run."""
+FOLDERS = "SKYRL_MEGATRON_PLUGIN_FOLDERS"
+"""Environment variable with the folders that commands were typed in: plugins may lie there. It reaches all as well."""
 
 
 def load_plugins(modules: Iterable[str] = ()) -> None:
@@ -40,17 +43,26 @@ def load_plugins(modules: Iterable[str] = ()) -> None:
     found: list[tuple[str, str, Callable[[], Any]]]
     found = [(f"entry point {GROUP}.{point.name}", point.value, point.load) for point in _installed()]
     found += [("trainer.plugins", name, partial(import_module, name)) for name in dict.fromkeys(named)]
+    if named:
+        _look_in_folders()
     problems = []
     for key, value, load in found:
         try:
             load()
         except Exception as error:
-            fix = "name a module that is installed, on PYTHONPATH, or beside the script"
+            fix = "name a module that is installed, on PYTHONPATH, in this folder, or beside the script"
             problems.append(Problem(key, value, f"cannot be imported ({type(error).__name__}: {error}); {fix}"))
     if problems:
         raise ConfigError(problems)
     if named:
         os.environ[VARIABLE] = ",".join(dict.fromkeys(named))
+
+
+def _look_in_folders() -> None:
+    """Let imports find modules of the folder that the command was typed in, after everything that is installed."""
+    folders = list(dict.fromkeys([*filter(None, os.environ.get(FOLDERS, "").split(os.pathsep)), os.getcwd()]))
+    os.environ[FOLDERS] = os.pathsep.join(folders)
+    sys.path += [folder for folder in folders if folder not in sys.path]
 
 
 @cache

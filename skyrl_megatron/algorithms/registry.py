@@ -1,12 +1,13 @@
 """Registries of functions by name, the same in every process of a Ray cluster.
 
 Each process holds a plain dictionary, so a lookup sends no message. What differs from the built-in functions is kept
-as a list of changes by one small actor (:mod:`skyrl_megatron.algorithms.registry_sync`). A process asks that actor
+as a list of changes by one small actor a registry (:mod:`skyrl_megatron.algorithms.registry_sync`). A process asks
+that actor
 
 * when a name is not in its dictionary,
-* when a call arrives with a newer registry version than its own: the caller sends :func:`registry_version` along with
-  every dispatched call, the worker begins with :func:`ensure_registry_version`. A function registered anew under its
-  name is therefore seen at the next call,
+* when a call arrives with newer versions than its own: the caller sends :func:`registry_versions` along with every
+  dispatched call, the worker begins with :func:`ensure_registry_versions`. A function registered anew under its name
+  is therefore seen at the next call,
 * when told to, by :func:`sync_registries` after ``ray.init()``.
 
 Functions travel by cloudpickle, lambdas and functions of ``__main__`` included. Without Ray all of this is a
@@ -15,6 +16,7 @@ dictionary.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
@@ -25,7 +27,6 @@ from skyrl_megatron.algorithms.registry_sync import (
     BUILT_IN,
     GONE,
     Change,
-    RegistryActor,
     RegistryClient,
     RegistryVersion,
     connected_ray,
@@ -34,32 +35,41 @@ from skyrl_megatron.errors import AlgorithmError
 
 __all__ = [
     "BaseFunctionRegistry",
-    "RegistryActor",
-    "RegistryVersion",
-    "ensure_registry_version",
-    "registry_version",
+    "RegistryVersions",
+    "ensure_registry_versions",
+    "registry_versions",
     "repopulate_all_registries",
     "sync_registries",
 ]
 
+type RegistryVersions = dict[str, RegistryVersion]
+"""What a dispatched call carries: name of a registry's actor → the latest change known anywhere."""
+
 REGISTRIES: dict[str, type[BaseFunctionRegistry]] = {}
+"""Name of its actor → registry."""
 
 
-def _apply(change: Change) -> None:
-    if change.registry in REGISTRIES:
-        REGISTRIES[change.registry]._apply(change)
+@functools.cache
+def _client_of(actor_name: str) -> RegistryClient:
+    """Return this process's end of a registry, which may hear of changes before the registry's module is imported."""
 
+    def apply(change: Change) -> None:
+        if actor_name in REGISTRIES:
+            REGISTRIES[actor_name]._apply(change)
 
-_client = RegistryClient(_apply)
+    return RegistryClient(actor_name, apply)
 
 
 class BaseFunctionRegistry:
     """Functions by name; each subclass is a registry of its own. Names are strings or ``StrEnum`` members.
 
-    All mistakes raise AlgorithmError (a ValueError) that lists what is registered.
+    A subclass says what it holds (``_function_type``); its Ray actor is named after that, or by ``_actor_name``. All
+    mistakes raise AlgorithmError (a ValueError) that lists what is registered.
     """
 
     _function_type: ClassVar[str] = "function"
+    _actor_name: ClassVar[str] = ""
+    _client: ClassVar[RegistryClient]
     _builtin: ClassVar[dict[str, Callable[..., Any]]]
     _functions: ClassVar[dict[str, Callable[..., Any]]]
     _unloadable: ClassVar[dict[str, str]]
@@ -67,10 +77,11 @@ class BaseFunctionRegistry:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls._builtin, cls._functions, cls._unloadable = {}, {}, {}
-        REGISTRIES[cls._function_type] = cls
-        for _, change in _client.remembered.values():  # learnt before this class was there
-            if change.registry == cls._function_type:
-                cls._apply(change)
+        if "_actor_name" not in cls.__dict__:
+            cls._actor_name = f"{cls._function_type.replace(' ', '_')}_registry"
+        REGISTRIES[cls._actor_name], cls._client = cls, _client_of(cls._actor_name)
+        for _, change in cls._client.remembered.values():  # learnt before this class was there
+            cls._apply(change)
 
     @classmethod
     def register(cls, name: str, func: Callable[..., Any]) -> None:
@@ -86,7 +97,7 @@ class BaseFunctionRegistry:
         if known is not None and (_import_path(func) is None or _import_path(func) != _import_path(known)):
             raise AlgorithmError(f"{cls._function_type} {name!r} is already registered. {cls._listing()}")
         cls._functions[name] = func
-        _client.note(Change(cls._function_type, name, *_pickled(func)))
+        cls._client.note(Change(name, *_pickled(func)))
 
     @classmethod
     def get(cls, name: str) -> Callable[..., Any]:
@@ -96,7 +107,7 @@ class BaseFunctionRegistry:
         except KeyError:
             pass
         if connected_ray() is not None:
-            _client.sync()
+            cls._client.sync()
         if name in cls._functions:
             return cls._functions[name]
         if name in cls._unloadable:
@@ -109,7 +120,7 @@ class BaseFunctionRegistry:
     def list_available(cls) -> list[str]:
         """Return all names, those registered by other processes included."""
         if connected_ray() is not None:
-            _client.sync()
+            cls._client.sync()
         return list(cls._functions)
 
     @classmethod
@@ -120,15 +131,15 @@ class BaseFunctionRegistry:
             raise AlgorithmError(f"{cls._function_type} {name!r} is not registered. {cls._listing()}")
         cls._functions.pop(name, None)
         cls._unloadable.pop(name, None)
-        _client.note(Change(cls._function_type, name, None, GONE))
+        cls._client.note(Change(name, None, GONE))
 
     @classmethod
     def reset(cls) -> None:
         """Forget every function in this process, and every custom one in all of them (for tests)."""
         if connected_ray() is not None:
-            _client.sync()
-        for name in _client.changed(cls._function_type):
-            _client.note(Change(cls._function_type, name, None, BUILT_IN if name in cls._builtin else GONE))
+            cls._client.sync()
+        for name in cls._client.changed():
+            cls._client.note(Change(name, None, BUILT_IN if name in cls._builtin else GONE))
         cls._functions.clear()
         cls._unloadable.clear()
 
@@ -144,13 +155,13 @@ class BaseFunctionRegistry:
         for name, func in cls._builtin.items():
             if name not in cls._functions:
                 cls._functions[name] = func
-                if name in _client.changed(cls._function_type):
-                    _client.note(Change(cls._function_type, name, None, BUILT_IN))
+                if name in cls._client.changed():
+                    cls._client.note(Change(name, None, BUILT_IN))
 
     @classmethod
     def sync_with_actor(cls) -> None:
         """Exchange changes with the other processes. Raises AlgorithmError when Ray is not initialised."""
-        _client.sync()
+        cls._client.sync()
 
     @classmethod
     def add_builtins(cls, names: Iterable[str], functions: Mapping[Any, Callable[..., Any]]) -> None:
@@ -165,7 +176,7 @@ class BaseFunctionRegistry:
                 " skyrl_megatron/config/names.py, and every name there must have one"
             )
         cls._builtin = {str(name): function for name, function in functions.items()}
-        changed = _client.changed(cls._function_type)
+        changed = cls._client.changed()
         cls._functions |= {name: function for name, function in cls._builtin.items() if name not in changed}
 
     @classmethod
@@ -199,23 +210,29 @@ def _import_path(func: Callable[..., Any]) -> str | None:
 
 def sync_registries() -> None:
     """Exchange changes of all registries with the other processes; to be called after ``ray.init()``."""
-    _client.sync()
+    clients = [registry._client for registry in REGISTRIES.values()]
+    for client in clients:
+        client.connect()  # their actors start at the same time
+    for client in clients:
+        client.sync()
 
 
-def registry_version() -> RegistryVersion:
-    """Return what a dispatched call carries: the latest change known anywhere.
+def registry_versions() -> RegistryVersions:
+    """Return what a dispatched call carries: the latest change of each registry known anywhere.
 
-    One round trip to the actor, about a millisecond; nothing without Ray.
+    One round trip to each actor, about a millisecond; nothing without Ray.
     """
-    return RegistryVersion("", 0) if connected_ray() is None else _client.version()
+    if connected_ray() is None:
+        return {}
+    return {name: registry._client.version() for name, registry in REGISTRIES.items()}
 
 
-def ensure_registry_version(version: RegistryVersion | tuple[str, int]) -> None:
-    """Sync when this process knows less than ``version``, which a dispatched call carries; else just compare."""
-    version = RegistryVersion(*version)
-    known = _client.known
-    if version.actor and (version.actor != known.actor or version.changes > known.changes):
-        _client.sync()
+def ensure_registry_versions(versions: RegistryVersions) -> None:
+    """Sync where this process knows less than ``versions``, which a dispatched call carries; else just compare."""
+    for actor_name, version in versions.items():
+        client = _client_of(actor_name)
+        if version.actor != client.known.actor or version.changes > client.known.changes:
+            client.sync()
 
 
 def repopulate_all_registries() -> None:

@@ -7,29 +7,15 @@ value that somebody set; what it filled in itself it fills in anew.
 from __future__ import annotations
 
 import copy
-import os
 import warnings
 from typing import Any
 
 from skyrl_megatron.config.fields import Section, get_path, owner_of
+from skyrl_megatron.config.paths import make_paths_absolute
 from skyrl_megatron.config.schema.algorithm import AlgorithmConfig, correction_enabled
 from skyrl_megatron.config.schema.generator import GeneratorConfig, SamplingParams
 from skyrl_megatron.config.schema.megatron import DEFAULT_TRANSFORMER_CONFIG_KWARGS
 from skyrl_megatron.config.schema.trainer import TrainerConfig
-
-_PATHS = (
-    "data.train_data",
-    "data.val_data",
-    "trainer.policy.model.path",
-    "trainer.ref.model.path",
-    "trainer.critic.model.path",
-    "trainer.ckpt_path",
-    "trainer.export_path",
-    "trainer.log_path",
-    "trainer.resume_path",
-    "generator.inference_engine.http_token_path",
-    "environment.skyrl_gym.text2sql.db_path",
-)
 
 
 def derive(cfg: Section) -> None:
@@ -41,7 +27,7 @@ def derive(cfg: Section) -> None:
     generator: GeneratorConfig = get_path(cfg, "generator")
     algorithm, sampling = trainer.algorithm, generator.sampling_params
     _translate_tis(algorithm)
-    _expand_home(cfg)
+    make_paths_absolute(cfg)
 
     fill(cfg, "generator.max_input_length", trainer.max_prompt_length)
     assert generator.max_input_length is not None
@@ -57,6 +43,8 @@ def derive(cfg: Section) -> None:
         sampling.logprobs = 1
 
     fill(cfg, "trainer.ref.model.path", trainer.policy.model.path)
+    if trainer.ref.model.path == trainer.policy.model.path:
+        fill(cfg, "trainer.ref.model.revision", trainer.policy.model.revision)
     for name in ("num_nodes", "num_gpus_per_node"):
         for role in ("ref", "critic"):
             fill(cfg, f"trainer.placement.{role}_{name}", getattr(trainer.placement, f"policy_{name}"))
@@ -96,17 +84,6 @@ def _fit_recompute(kwargs: dict[str, Any]) -> None:
         for name in ("recompute_method", "recompute_num_layers"):
             if kwargs.get(name) == DEFAULT_TRANSFORMER_CONFIG_KWARGS[name]:
                 kwargs[name] = None
-
-
-def _expand_home(cfg: Section) -> None:
-    """Expand ``~`` in paths: a shell does not behind ``key=``."""
-    for key in _PATHS:
-        section, name = owner_of(cfg, key)
-        value = getattr(section, name)
-        if isinstance(value, str):
-            setattr(section, name, os.path.expanduser(value))
-        elif value:
-            setattr(section, name, [os.path.expanduser(path) for path in value])
 
 
 def _translate_tis(algorithm: AlgorithmConfig) -> None:

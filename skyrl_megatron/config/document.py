@@ -1,4 +1,5 @@
-"""Writes CONFIG.md from the configuration classes: ``python -m skyrl_megatron.config.document [FILE]``."""
+"""Writes what is made of the configuration classes, ``python -m skyrl_megatron.config.document``: CONFIG.md, and for
+scripts decorated with ``hydra.main``, which know keys from a file alone, ``launch/recipes/ppo_base_config.yaml``."""
 
 from __future__ import annotations
 
@@ -8,12 +9,12 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
-from skyrl_megatron.config import SkyRLTrainConfig
-from skyrl_megatron.config.fields import Bounds, OneOf, Section, default_of, field_types, sections_of
+from skyrl_megatron.config import SkyRLTrainConfig, get_config_as_dict
+from skyrl_megatron.config.fields import Bounds, OneOf, Section, default_of, field_types, leaves, sections_of
 from skyrl_megatron.config.parse.legacy import ALIASES, DEPRECATED
 from skyrl_megatron.config.parse.values import describe
 
@@ -29,6 +30,9 @@ Every key can be set on the command line (`trainer.seed=1`), in a YAML file (`--
 - A mapping given for a **dict option** (type `mapping`) replaces it whole, defaults included; a dotted key into it
   sets one entry and keeps the others. Any default can so be undone: `…transformer_config_kwargs={}`.
 - `${other.key}` takes another key's value, `${oc.env:NAME}` that of an environment variable.
+- A relative path is meant from the folder in which the command is typed; `config.yaml` has absolute ones.
+- A setting that changes nothing in a run is named in a warning, with the reason; of a key that one command line gives
+  twice both values are named, and the later one counts.
 - An unknown key, a wrong type and a value out of range are errors (exit code 2); all are listed at once. Hydra's
   `+key=value` is refused: subclass a class and use `make_config` to add keys.
 - Values that follow from others, and what changes on a machine without GPUs, are filled in by
@@ -93,6 +97,18 @@ def field_docstrings(cls: type) -> dict[str, str]:
     return texts
 
 
+def own_keys(cls: type[SkyRLTrainConfig]) -> Iterator[str]:
+    """Yield a line for each key that ``cls`` has beside those of every run: key, default and the text under it."""
+    known = {key for key, _, _ in leaves(SkyRLTrainConfig)}
+    for key, owner, name in leaves(cls):
+        if key not in known:
+            try:
+                text = _flow(field_docstrings(owner).get(name, ""))
+            except (OSError, TypeError):  # a class without a source file, of a notebook
+                text = ""
+            yield f"  {key}={default_of(owner, name)}  {text}".rstrip()
+
+
 def _type(annotation: Any) -> str:
     rules = "; ".join(_rules(annotation))
     return describe(annotation) + (f"; {rules}" if rules else "")
@@ -131,12 +147,23 @@ def _other_spellings() -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(argv: Sequence[str]) -> int:
-    """Write the text to the file named, by default CONFIG.md of the repository."""
-    path = Path(argv[0]) if argv else Path(__file__).parents[2] / "CONFIG.md"
-    path.write_text(document())
+def base_config() -> str:
+    """Return every key at its default as YAML, paths from the home folder."""
+    from omegaconf import OmegaConf
+
+    sections = {name: default_of(SkyRLTrainConfig, name) for name in field_types(SkyRLTrainConfig)}
+    values = OmegaConf.create({name: get_config_as_dict(section) for name, section in sections.items()})
+    head = "# All keys at their defaults, for scripts decorated with hydra.main (docs/coming-from-skyrl.md).\n"
+    return head + OmegaConf.to_yaml(values).replace(os.path.expanduser("~/"), "~/")
+
+
+def main() -> int:
+    """Write both into the repository."""
+    root = Path(__file__).parents[2]
+    (root / "CONFIG.md").write_text(document())
+    (root / "launch" / "recipes" / "ppo_base_config.yaml").write_text(base_config())
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

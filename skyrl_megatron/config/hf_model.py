@@ -5,69 +5,38 @@ The exact tensors of a model are the business of ``bridges/``.
 
 from __future__ import annotations
 
-import functools
-import os
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bridges import json_file
 from bridges.errors import BridgeError
+from skyrl_megatron import hub
 from skyrl_megatron.config.rules.layout import ModelDimensions
 from skyrl_megatron.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from skyrl_megatron.config.schema.root import SkyRLTrainConfig
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def read_hf_config(path: str, key: str = "trainer.policy.model.path", download: bool = False) -> dict[str, Any] | None:
-    """Return ``config.json`` of a folder, or of a hub model in the local cache (``download``: or fetched).
+def read_hf_config(cfg: SkyRLTrainConfig, role: str = "policy") -> dict[str, Any] | None:
+    """Return ``config.json`` of a role's model: of its folder, or of a hub model that the cache holds.
 
-    None for a hub model that is not at hand. Raises ConfigError naming ``key`` when a local folder is missing or its
+    None for a hub model that is not in the cache. Raises ConfigError naming the key when a folder is missing or its
     file is broken.
     """
-    local = Path(path).expanduser()
+    path = str(getattr(cfg.trainer, role).model.path)
+    folder = hub.cached_folder(cfg, role, weights=False)
+    if folder is None:
+        return None
     try:
-        if local.exists() or path.startswith(("/", ".", "~")) or path.count("/") > 1:
-            if not (local / json_file.CONFIG).is_file():
-                why = "the folder has no config.json" if local.is_dir() else "no such folder"
-                raise BridgeError(f"{why}: name a Hugging Face model folder or a hub model")
-            return json_file.read_hf_config(local)
-        if cached := _cached_from_hub(path):
-            return json_file.read_json(cached)
-        text = _fetch_from_hub(path) if download else None
-        return None if text is None else json_file.parse_json(text, f"config.json of {path}")
+        if not (folder / json_file.CONFIG).is_file():
+            why = "the folder has no config.json" if folder.is_dir() else f"there is no folder {folder}"
+            raise BridgeError(f"{why}; give the folder of a Hugging Face model, or ORG/NAME of one on the hub")
+        return json_file.read_hf_config(folder)
     except BridgeError as error:
-        raise ConfigError([Problem(key, path, str(error))]) from None
-
-
-def _cached_from_hub(name: str) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        cached = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:
-        return None
-    return Path(cached) if isinstance(cached, str | os.PathLike) else None
-
-
-@functools.cache
-def _fetch_from_hub(name: str) -> str | None:
-    """Return the text of a hub model's ``config.json``: one request, no retries; None where it cannot be had."""
-    import httpx
-    from huggingface_hub import constants, get_token, hf_hub_url
-    from huggingface_hub.errors import HFValidationError
-
-    if constants.HF_HUB_OFFLINE:
-        return None
-    try:
-        url = hf_hub_url(name, "config.json")
-        token = get_token()
-        headers = {"authorization": f"Bearer {token}"} if token else {}
-        answer = httpx.get(url, headers=headers, follow_redirects=True, timeout=10)
-    except (httpx.HTTPError, HFValidationError):
-        return None
-    return answer.text if answer.status_code == 200 else None
+        raise ConfigError([Problem(f"trainer.{role}.model.path", path, str(error))]) from None
 
 
 def model_dimensions(hf: Mapping[str, Any]) -> ModelDimensions | None:

@@ -32,3 +32,13 @@ class PolicyLossType(StrEnum):
     IMPORTANCE_SAMPLING = "importance_sampling"
     ROLLOUT_IS = "rollout_is"
     DPPO = "dppo"
+
+
+OPTIMIZER_DTYPES = {
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp8": "uint8",
+    **{name: name for name in ("float32", "bfloat16", "float16")},
+}
+"""Names of types in ``optimizer_config_kwargs`` → torch's. FP8 moments are bytes with a scale (Transformer Engine)."""

@@ -32,6 +32,14 @@ def fit_to_hardware(cfg: SkyRLTrainConfig, hardware: Hardware) -> list[Problem]:
     SkyRLMegatronWarning.
     """
     problems = _replace_fsdp(cfg)
+    if hardware.is_cpu and cfg.trainer.bf16 and cfg.trainer.is_set("bf16"):
+        cfg.trainer.bf16 = False
+        warnings.warn(
+            "trainer.bf16=true: without GPUs the trainer computes in fp32, and counts its bytes so; "
+            "generator.inference_engine.model_dtype is the engines'",
+            SkyRLMegatronWarning,
+            stacklevel=3,
+        )
     fill(cfg, "trainer.deterministic", hardware.is_cpu)
     fill(cfg, "generator.inference_engine.weight_sync_probe_interval", 1 if hardware.is_cpu else 20)
     for key, (on_cpu, impossible) in _ON_CPU.items():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from skyrl_megatron.errors import DataError
+from skyrl_megatron.errors import DataError, HubError
+from skyrl_megatron.hub import Repo, data_folder, data_source
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -24,14 +25,17 @@ BATCH_ROWS = 1000
 class PromptDataset:
     """The prompts of one or several sources, without those that are too long.
 
-    ``datasets``: paths of parquet, json or jsonl files, or ``name[:split]`` of a Hugging Face dataset (split
-    ``train`` unless given). Files are converted once to Arrow in the ``datasets`` cache and mapped into memory, and
-    prompts are measured a thousand at a time, so that memory does not grow with the files. ``template`` and
+    ``datasets``: paths of parquet, json or jsonl files, or ``name[@revision][:subset][:split]`` of a data set on the
+    Hugging Face hub or of a folder (split ``train`` unless given). ``hub_commits``: ``trainer.hub_commits``; ``say``
+    gets the progress of downloads. Files are converted once to Arrow in the ``datasets`` cache and mapped into memory,
+    and prompts are measured a thousand at a time, so that memory does not grow with the files. ``template`` and
     ``template_kwargs`` are what the generator renders prompts with; a prompt is kept if it has at most
     ``max_prompt_length`` tokens, the beginning of the answer included.
 
     An item is ``(messages, env_class, extras, uid)``: ``env_class`` is None where the row has none, ``extras`` are all
     other columns, ``uid`` is the row's number over all sources and does not depend on what was filtered.
+
+    ``enough``: stop measuring once so many prompts are found, and hold only those (None: measure all).
 
     Raises DataError for files that are missing or cannot be read, and for rows without a prompt (file and row).
     """
@@ -47,6 +51,9 @@ class PromptDataset:
         *,
         template: str | None = None,
         template_kwargs: dict[str, Any] | None = None,
+        enough: int | None = None,
+        hub_commits: Mapping[str, str] | None = None,
+        say: Callable[[str], None] = logger.info,
     ) -> None:
         from datasets import concatenate_datasets
 
@@ -61,14 +68,12 @@ class PromptDataset:
                 f"the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template: set"
                 " generator.chat_template, or take the tokenizer of an instruction-tuned model"
             )
-        sources = [_load(name, num_workers) for name in names]
+        sources = [load_source(name, num_workers, hub_commits or {}, say) for name in names]
         for name, source in zip(names, sources, strict=True):
-            if prompt_key not in source.column_names:
-                columns = ", ".join(source.column_names)
-                raise DataError(f"{name}, row 0: no column {prompt_key!r}; the columns are {columns}")
+            require_prompts(source, name, prompt_key)
         self.rows = _joined(sources, names, concatenate_datasets)
-        self.kept = self._short_enough(names, [len(source) for source in sources])
-        self.num_filtered = len(self.rows) - len(self.kept)
+        self.kept = self._short_enough(names, [len(source) for source in sources], enough)
+        self.num_filtered = 0 if enough is not None and len(self.kept) >= enough else len(self.rows) - len(self.kept)
         """Prompts left out because they are too long."""
         if self.num_filtered:
             logger.info("%d of %d prompts are longer than %d", self.num_filtered, len(self.rows), max_prompt_length)
@@ -99,8 +104,8 @@ class PromptDataset:
             for prompt, env_class, extras, uid in items
         ]
 
-    def _short_enough(self, names: Sequence[str], sizes: Sequence[int]) -> np.ndarray:
-        """Check and measure every prompt; return the numbers of the rows to keep."""
+    def _short_enough(self, names: Sequence[str], sizes: Sequence[int], enough: int | None) -> np.ndarray:
+        """Check and measure every prompt, or until ``enough`` are found; return the numbers of the rows to keep."""
         kept, starts = [], np.cumsum([0, *sizes])
         for first, prompts in self._batches():
             for offset, messages in enumerate(prompts):
@@ -119,6 +124,8 @@ class PromptDataset:
             ]
             lengths = [len(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]]
             kept.append(first + np.flatnonzero(np.asarray(lengths) <= self.max_prompt_length))
+            if enough is not None and sum(map(len, kept)) >= enough:
+                break
         return np.concatenate(kept) if kept else np.zeros(0, np.int64)
 
     def _batches(self) -> Iterator[tuple[int, list[Any]]]:
@@ -127,13 +134,29 @@ class PromptDataset:
             yield first, only_prompts[first : first + BATCH_ROWS][self.prompt_key]
 
 
-def _load(name: str, num_workers: int) -> Dataset:
+def require_prompts(rows: Dataset, name: str, prompt_key: str = "prompt") -> None:
+    """Raise DataError unless there is a column of prompts, with one in the first row and one in the last."""
+    if prompt_key not in rows.column_names:
+        columns = ", ".join(rows.column_names)
+        raise DataError(f"{name}, row 0: no column {prompt_key!r}; the columns are {columns}")
+    for row in sorted({0, len(rows) - 1}):
+        if problem := _problem(rows[row][prompt_key]):
+            raise DataError(f"{name}, row {row}: {prompt_key} {problem}")
+
+
+def load_source(
+    name: str,
+    num_workers: int = 1,
+    hub_commits: Mapping[str, str] | None = None,
+    say: Callable[[str], None] = logger.info,
+) -> Dataset:
+    """Open a file, or a data set of a folder or the hub. Raises DataError when it is missing, empty or unreadable."""
     from datasets import DatasetDict, load_dataset
 
     path = Path(name).expanduser()
     reader = READERS.get(path.suffix.lower())
     if reader is None:
-        return _load_from_hub(name)
+        return _load_folder(name, hub_commits or {}, say)
     if not path.is_file():
         raise DataError(
             f"{path}: no such file; prepare it with python -m skyrl_megatron.data.prepare, or name another"
@@ -142,23 +165,43 @@ def _load(name: str, num_workers: int) -> Dataset:
         found = load_dataset(reader, data_files=str(path), num_proc=num_workers if num_workers > 1 else None)
     except Exception as error:
         cause = error.__cause__ or error
+        if reader == "parquet" and _has_no_rows(path):
+            raise DataError(f"{path} has no rows: write it again, or name another") from error
         raise DataError(f"{path} cannot be read as {reader}: {cause}") from error
     assert isinstance(found, DatasetDict)
+    if not len(found["train"]):
+        raise DataError(f"{path} has no rows: write it again, or name another")
     return found["train"]
 
 
-def _load_from_hub(name: str) -> Dataset:
+def _has_no_rows(path: Path) -> bool:
+    """Return whether a file is whole parquet without rows, which the reader of ``datasets`` fails on."""
+    from pyarrow import ArrowException, parquet
+
+    try:
+        return bool(parquet.read_metadata(path).num_rows == 0)
+    except (ArrowException, OSError):
+        return False
+
+
+def _load_folder(name: str, hub_commits: Mapping[str, str], say: Callable[[str], None]) -> Dataset:
     from datasets import load_dataset
 
-    dataset, _, split = name.partition(":")
+    source = data_source(name)
+    if source is None:
+        raise DataError(
+            f"{name} is neither a file ({', '.join(READERS)}) or folder here nor a data set of the Hugging Face hub "
+            "(org/name[@revision][:subset][:split])"
+        )
     try:
-        found = load_dataset(dataset)
+        folder = source.where
+        if isinstance(folder, Repo):
+            folder = data_folder(folder, source.subset, hub_commits, say=say)
+        return load_dataset(str(folder), source.subset, split=source.split)
+    except HubError as error:
+        raise DataError(f"{name}: {error}") from error
     except Exception as error:
-        kinds = ", ".join(READERS)
-        raise DataError(f"{name} is neither a file ({kinds}) nor a dataset that can be loaded: {error}") from error
-    if (wanted := split or "train") not in found:
-        raise DataError(f"{dataset}: there is no split {wanted!r}, the splits are {', '.join(found)}")
-    return found[wanted]
+        raise DataError(f"{name} cannot be read: {error.__cause__ or error}") from error
 
 
 def _joined(sources: list[Dataset], names: Sequence[str], concatenate: Any) -> Dataset:

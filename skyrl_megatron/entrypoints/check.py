@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from skyrl_megatron.config import SkyRLTrainConfig
-from skyrl_megatron.config.hardware import Hardware, local_hardware
-from skyrl_megatron.config.validate import from_command_line
+from skyrl_megatron.config.hardware import Hardware
+from skyrl_megatron.entrypoints.checks import load_config
 from skyrl_megatron.entrypoints.command import run_command
+from skyrl_megatron.entrypoints.memory.limits import read_size
+from skyrl_megatron.entrypoints.run_hardware import run_hardware
 from skyrl_megatron.errors import ConfigError, Problem
+
+_SIZES = {"--gpu": "gpu_bytes", "--host-memory": "host_bytes"}
+OPTIONS = ("--check", *_SIZES)
+"""Options of the check beside those of every command."""
 
 
 def run(
@@ -18,31 +25,63 @@ def run(
     cls: type[SkyRLTrainConfig] = SkyRLTrainConfig,
     *,
     training: bool = True,
+    scripted: bool = False,
 ) -> int:
-    """Print the report for ``argv`` (``--config``, ``key=value``, ``--check``). Exit code 0, or 2 and every problem.
+    """Print the report for ``argv`` (``--config``, ``key=value`` and :data:`OPTIONS`). Exit code 0, or 2 and every
+    problem.
 
-    ``hardware``: what the run would get; None is what ``--check=NODESxGPUS`` says, or this machine. ``training``
-    false: an evaluation.
+    ``hardware``: what the run would get; None is what ``--check=NODESxGPUS`` says, or what it would get now.
+    ``training`` false: an evaluation; ``scripted``: a script brings an experiment of its own.
     """
 
     def work() -> int:
-        asked = [arg.partition("=")[2] for arg in argv if arg.partition("=")[0] == "--check"]
-        settings = [arg for arg in argv if arg.partition("=")[0] != "--check"]
-        machine = hardware or _hardware(asked[-1] if asked else "")
-        cfg = from_command_line(cls, settings, machine, training=training)
+        asked, settings = _options(argv)
+        machine = _with_memory(hardware or _hardware(asked), asked)
+        cfg, not_checked = load_config(cls, settings, machine, training=training, scripted=scripted)
         from skyrl_megatron.entrypoints.check_report import report  # loads torch, which a wrong key need not wait for
 
         for line in report(cfg, machine):
             print(line)
+        for each in ("", "# not checked here", *not_checked) if not_checked else ():
+            print(each)
         return 0
 
     return run_command(work)
 
 
-def _hardware(text: str) -> Hardware:
-    """Read ``2x8`` as 2 nodes of 8 GPUs; empty is this machine."""
+def _options(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return (option → its text, the other arguments); the text may follow ``=`` or, but for ``--check``, a space."""
+    asked: dict[str, str] = {}
+    settings: list[str] = []
+    rest = iter(argv)
+    for arg in rest:
+        name, given, text = arg.partition("=")
+        if name not in OPTIONS:
+            settings.append(arg)
+        else:
+            asked[name] = text if given or name == "--check" else next(rest, "")
+    return asked, settings
+
+
+def _with_memory(machine: Hardware, asked: Mapping[str, str]) -> Hardware:
+    """Take the sizes of GPUs and nodes that the options give in place of those of the machine."""
+    found = {field: read_size(option, asked[option]) for option, field in _SIZES.items() if option in asked}
+    return dataclasses.replace(machine, **found)
+
+
+def asked_hardware(argv: Sequence[str]) -> Hardware:
+    """Return the hardware that a command's arguments name, else what a run would get.
+
+    Raises ConfigError, LaunchError.
+    """
+    return _hardware(_options(argv)[0])
+
+
+def _hardware(asked: Mapping[str, str]) -> Hardware:
+    """Read ``--check=2x8`` as 2 nodes of 8 GPUs; without a text it is what a run would get."""
+    text = asked.get("--check", "")
     if not text:
-        return local_hardware()
+        return run_hardware()
     match = re.fullmatch(r"(\d+)x(\d+)", text)
     if match is None:
         raise ConfigError([Problem("--check", text, "write NODESxGPUS, e.g. --check=2x8, or --check alone")])

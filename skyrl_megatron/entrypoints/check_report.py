@@ -9,18 +9,18 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from bridges.errors import BridgeError
 from bridges.plan import Plan
 from skyrl_megatron.config import SkyRLTrainConfig, get_config_as_yaml_str
 from skyrl_megatron.config.hardware import Hardware
-from skyrl_megatron.config.hf_model import kv_bytes_per_token, read_hf_config
+from skyrl_megatron.config.hf_model import kv_bytes_per_token
 from skyrl_megatron.config.rules.layout import ParallelConfig, stage_layers
 from skyrl_megatron.config.rules.placement import gpus_asked
 from skyrl_megatron.config.rules.role_layout import active_roles, engine_ranks, rank_position, role_layout
 from skyrl_megatron.config.rules.training import longest_sequence
-from skyrl_megatron.entrypoints.memory_budget import active_parameters, model_parameters, rank_bytes, stage_parameters
-from skyrl_megatron.errors import ConfigError, Problem
-from skyrl_megatron.weight_sync import DEFAULT_BUCKET_BYTES
+from skyrl_megatron.entrypoints.memory.budget import Budget, parameter_tables
+from skyrl_megatron.entrypoints.memory.parameters import ParameterTable
+from skyrl_megatron.entrypoints.memory.report import gigabytes, lines
+from skyrl_megatron.entrypoints.memory.roles import RoleModel
 
 
 def report(cfg: SkyRLTrainConfig, hardware: Hardware) -> Iterator[str]:
@@ -33,42 +33,34 @@ def report(cfg: SkyRLTrainConfig, hardware: Hardware) -> Iterator[str]:
     unit = "rank processes" if hardware.is_cpu else "GPUs"
     yield f"the run takes {sum(asked.values())} {unit}: " + ", ".join(f"{who} {n}" for who, n in asked.items())
     yield ""
-    plans: dict[str, Plan] = {}
+    tables = parameter_tables(cfg)
     for role in active_roles(cfg):
-        yield from _role(cfg, role, plans)
-    yield from _engines(cfg, plans.get("policy"))
+        yield from _role(cfg, role, tables.get(role), hardware)
+    yield from _engines(cfg, tables["policy"].plan if "policy" in tables else None)
+    if not hardware.is_cpu and set(tables) == set(active_roles(cfg)):
+        yield "# memory: the fullest GPU of each phase, and a node"
+        yield from lines(Budget.of(cfg, tables, hardware))
+        yield ""
     yield from _batch(cfg)
 
 
-def _plan(cfg: SkyRLTrainConfig, role: str) -> Plan | None:
-    """Return names and shapes of a role's model; None for a hub model whose ``config.json`` cannot be fetched."""
-    key, path = f"trainer.{role}.model.path", getattr(cfg.trainer, role).model.path
-    hf = read_hf_config(path, key, download=True)
-    if hf is None:
-        return None
-    try:
-        return Plan.of(hf)
-    except BridgeError as error:
-        raise ConfigError([Problem(key, path, str(error))]) from None
-
-
-def _role(cfg: SkyRLTrainConfig, role: str, plans: dict[str, Plan]) -> Iterator[str]:
+def _role(cfg: SkyRLTrainConfig, role: str, table: ParameterTable | None, hardware: Hardware) -> Iterator[str]:
     """Yield model, layout and memory of one role."""
-    section, parallel, plan = getattr(cfg.trainer, role), role_layout(cfg, role), _plan(cfg, role)
+    section, parallel = getattr(cfg.trainer, role), role_layout(cfg, role)
     yield f"# {role}: {section.model.path}"
     yield f"layout: {_degrees(parallel)}"
-    if plan is None:
-        yield "config.json is neither here nor to be had: layers, parameters and bytes are not known"
+    if table is None:
+        yield "config.json is not in the cache of the hub: layers, parameters and bytes are not known"
         yield ""
         return
-    plans[role] = plan
+    plan = table.plan
     moe, experts = plan.shape.moe, plan.shape.dims.get("E", 0)
     kind = f"{sum(moe)} of {len(moe)} layers with {experts} experts" if experts else f"{len(moe)} layers"
-    total, top_k = model_parameters(plan), int(plan.hf_config.get("num_experts_per_tok") or experts)
-    active = f", {active_parameters(plan, top_k):,} active per token" if experts else ""
+    total, top_k = table.total(), int(plan.hf_config.get("num_experts_per_tok") or experts)
+    active = f", {table.active(top_k):,} active per token" if experts else ""
     yield f"model: {plan.family.model_type}, {total:,} parameters{active}, {kind}"
     yield from _topology(parallel, len(moe), experts)
-    yield from _memory(cfg, role, parallel, plan)
+    yield from _memory(RoleModel.of(cfg, role, table, on_cpu=hardware.is_cpu))
     yield ""
 
 
@@ -105,33 +97,17 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(_range(span[0], span[-1]) for span in spans)
 
 
-def _memory(cfg: SkyRLTrainConfig, role: str, parallel: ParallelConfig, plan: Plan) -> Iterator[str]:
-    trainer, section = cfg.trainer, getattr(cfg.trainer, role)
-    adapter = section.model.lora.rank > 0
+def _memory(model: RoleModel) -> Iterator[str]:
     yield "  per rank:     parameters     weights   gradients   optimizer     buffers       total"
-    for stage in range(parallel.pp):
-        count = stage_parameters(plan, parallel, stage, value_head=role == "critic")
-        size = rank_bytes(
-            count,
-            parallel,
-            section.megatron_config,
-            bf16=trainer.bf16,
-            trained=role != "ref" and not adapter,
-            bucket_bytes=DEFAULT_BUCKET_BYTES if role == "policy" else 0,
-        )
+    for stage in range(model.parallel.pp):
+        size = model.state(stage)
         columns = (size.weights, size.gradients, size.optimizer, size.buffers, size.device)
-        yield f"  stage {stage:<3} {count.parameters:>15,}" + "".join(f" {_bytes(value):>11}" for value in columns)
+        row = "".join(f" {gigabytes(value):>11}" for value in columns)
+        yield f"  stage {stage:<3} {model.parameters(stage).parameters:>15,}{row}"
         if size.host_optimizer:
-            yield f"            and {_bytes(size.host_optimizer)} of optimizer state in host memory"
-    if adapter:
+            yield f"            and {gigabytes(size.host_optimizer)} of optimizer state in host memory"
+    if model.settings.model.lora.rank:
         yield "  weights are frozen: gradients and optimizer state of the LoRA adapter come on top"
-
-
-def _bytes(count: float) -> str:
-    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count:.0f} B"
 
 
 def _engines(cfg: SkyRLTrainConfig, plan: Plan | None) -> Iterator[str]:
@@ -150,8 +126,8 @@ def _engines(cfg: SkyRLTrainConfig, plan: Plan | None) -> Iterator[str]:
         token = kv_bytes_per_token(hf, engine.model_dtype, tp=tp, pp=pp)
         full = token * longest * engine.max_num_seqs
         yield (
-            f"KV cache: {_bytes(token)} per token and rank; {_bytes(token * longest)} for a sequence of {longest} "
-            f"tokens, {_bytes(full)} for max_num_seqs={engine.max_num_seqs} of them"
+            f"KV cache: {gigabytes(token)} per token and rank; {gigabytes(token * longest)} for a sequence of "
+            f"{longest} tokens, {gigabytes(full)} for max_num_seqs={engine.max_num_seqs} of them"
         )
     yield ""
 

@@ -1,9 +1,12 @@
 """The embedded default: ``python -m skyrl_megatron.entrypoints.embedded [--check] [key=value …]``
 
 A small seeded Qwen3-MoE learns two-digit sums with GRPO on two CPU cores, with everything that a large run has: two
-Megatron ranks, a vLLM engine, weight sync, checkpoints, evaluation on held-out operand pairs, an export. Keys are
+Megatron ranks, a vLLM engine, weight sync, checkpoints, evaluation on held-out operand pairs, an export. On a machine
+with GPUs, or a cluster (``RAY_ADDRESS``), ranks and engines share one or two of them, or as many as
+``trainer.placement.policy_num_gpus_per_node`` says. Keys are
 those of every run, on top of ``launch/recipes/embedded.yaml``; files are kept in ``$SKYRL_MEGATRON_HOME`` (default
-``~/.cache/skyrl_megatron``), so that the same command again continues where the last one ended.
+``~/.cache/skyrl_megatron``), so that the same command again continues where the last one ended. With a model of your
+own (``trainer.policy.model.path=…``) it is the same run of that model, in other folders and without the warm-up.
 """
 
 from __future__ import annotations
@@ -12,17 +15,24 @@ import os
 import random
 import sys
 import time
+import warnings
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from skyrl_megatron.config import SkyRLTrainConfig
-from skyrl_megatron.config.validate import from_command_line
+from skyrl_megatron.config.hardware import Hardware
+from skyrl_megatron.config.parse.load import parse
+from skyrl_megatron.config.parse.sources import Assignment, names_key, read_arguments
 from skyrl_megatron.entrypoints import check
+from skyrl_megatron.entrypoints.checks import load_config
 from skyrl_megatron.entrypoints.command import require_memory, run_command
 from skyrl_megatron.entrypoints.main_base import config_dir
+from skyrl_megatron.entrypoints.run_hardware import run_hardware
 
 NEEDED_GIB = 5.0
+GPUS = "trainer.placement.policy_num_gpus_per_node"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,32 +41,64 @@ def main(argv: Sequence[str] | None = None) -> int:
     if {"-h", "--help"} & set(args):
         print(__doc__)
         return 0
-    if "--check" in args:
-        return check.run(arguments([arg for arg in args if arg != "--check"]))
+    if checks := [arg for arg in args if arg.partition("=")[0] == "--check"]:
+        rest = [arg for arg in args if arg not in checks]
+        return run_command(lambda: check.run([*checks, *arguments(rest, check.asked_hardware(args))]))
     return run_command(lambda: _train(args))
 
 
-def arguments(args: Sequence[str]) -> list[str]:
-    """Return the recipe, model and data for the seed that ``args`` ask for, and ``args`` themselves, which win."""
+def arguments(args: Sequence[str], hardware: Hardware) -> list[str]:
+    """Return the recipe, model and data for the seed that ``args`` ask for, and ``args`` themselves, which win.
+
+    A model that ``args`` name takes the place of the seeded one, and gets folders of its own. On GPUs ranks and
+    engines share them: one, or two with the experts split over them; or as many as ``args`` say.
+    """
     from skyrl_megatron.entrypoints.embedded_model import write_embedded_model
 
-    seed = next((arg.partition("=")[2] for arg in reversed(args) if arg.startswith("trainer.seed=")), "42")
+    given = read_arguments(args)[0]
+    seed = next((item.text or "" for item in reversed(given) if item.key == "trainer.seed"), "42")
     number = int(seed) if seed.isdigit() else 42  # anything else is an error that the configuration names
-    home = Path(os.environ.get("SKYRL_MEGATRON_HOME", "~/.cache/skyrl_megatron")).expanduser()
+    home = Path(os.environ.get("SKYRL_MEGATRON_HOME", "~/.cache/skyrl_megatron")).expanduser().absolute()
     folder = home / "embedded" / f"seed_{number}"
-    model = write_embedded_model(folder / "model", number)
     data = write_problems(folder / "sums", number)
-    return [
-        f"--config={config_dir}/embedded.yaml",
-        f"trainer.policy.model.path={model}",
-        f"data.train_data=['{data}/train.parquet']",
-        f"data.val_data=['{data}/validation.parquet']",
-        f"trainer.seed={number}",
-        f"trainer.ckpt_path={folder}/ckpts",
-        f"trainer.export_path={folder}/exports",
-        f"trainer.log_path={folder}/logs",
-        *args,
-    ]
+    if model := _own_model(args):
+        runs = folder / f"{Path(model).name}_{zlib.crc32(model.encode()):08x}"
+    else:
+        runs = folder
+    defaults = {
+        "data.train_data": f"['{data}/train.parquet']",
+        "data.val_data": f"['{data}/validation.parquet']",
+        "trainer.seed": number,
+        "trainer.ckpt_path": f"{runs}/ckpts",
+        "trainer.export_path": f"{runs}/exports",
+        "trainer.log_path": f"{runs}/logs",
+    }
+    if not hardware.is_cpu:
+        defaults |= _on_gpus(given, hardware)
+    if not model:
+        defaults["trainer.policy.model.path"] = write_embedded_model(folder / "model", number)
+    added = [f"{key}={value}" for key, value in defaults.items() if not names_key(given, key)]
+    return [f"--config={config_dir}/embedded.yaml", *added, *args]
+
+
+def _on_gpus(given: Sequence[Assignment], hardware: Hardware) -> dict[str, object]:
+    """Return how many GPUs the run takes, and who uses them."""
+    asked = next((item.text or "" for item in reversed(given) if item.key == GPUS), "")
+    gpus = int(asked) if asked.isdigit() and int(asked) else min(2, hardware.gpus_per_node)
+    return {
+        GPUS: gpus,
+        "trainer.policy.megatron_config.expert_model_parallel_size": 1 if gpus % 2 else 2,
+        "generator.inference_engine.num_engines": gpus,
+    }
+
+
+def _own_model(args: Sequence[str]) -> str | None:
+    """Return the path or name of the model that ``args`` ask for; None is the seeded one."""
+    if not names_key(read_arguments(args)[0], "trainer.policy.model.path"):
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they are given when the configuration is read
+        return parse(SkyRLTrainConfig, args)[0].trainer.policy.model.path
 
 
 def write_problems(folder: Path, seed: int) -> Path:
@@ -78,7 +120,9 @@ def write_problems(folder: Path, seed: int) -> Path:
 
 def _train(args: Sequence[str]) -> int:
     began = time.perf_counter()
-    cfg = from_command_line(SkyRLTrainConfig, arguments(args))
+    hardware = run_hardware()
+    cfg, _ = load_config(SkyRLTrainConfig, arguments(args, hardware), hardware)
+    from skyrl_megatron.data.prompts import PromptDataset
     from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
     from skyrl_megatron.trainer.warmup import WarmedUpTrainer
 
@@ -88,8 +132,12 @@ def _train(args: Sequence[str]) -> int:
         def get_trainer(self, *args: Any, **kwargs: Any) -> WarmedUpTrainer:
             return WarmedUpTrainer(*args, **kwargs)
 
+        def get_eval_dataset(self) -> PromptDataset | None:
+            """Read what the warm-up is measured on, whether or not the run evaluates."""
+            return self._dataset("data.val_data", self.cfg.data.val_data) if self.cfg.data.val_data else None
+
     require_memory(NEEDED_GIB, "the embedded default")
-    run_experiment(cfg, EmbeddedExp, began=began)
+    run_experiment(cfg, BasePPOExp if _own_model(args) else EmbeddedExp, began=began)
     return 0
 
 

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
 
+from skyrl_megatron import hub
+from skyrl_megatron.config.dict_config import AnyConfig, typed_config
+from skyrl_megatron.config.rules.role_layout import active_roles
 from skyrl_megatron.config.rules.unavailable import require_available
 from skyrl_megatron.config.run_folder import run_folder, save_config
+from skyrl_megatron.data.tokenizer import load_tokenizer
 from skyrl_megatron.entrypoints.command import noise_into
 from skyrl_megatron.entrypoints.joined_run import run_in_cluster
 from skyrl_megatron.envs import registry
+from skyrl_megatron.errors import ConfigError
 from skyrl_megatron.plugins import GENERATORS, load_plugins
+from skyrl_megatron.progress import heartbeat, under_way
 from skyrl_megatron.rollout.generator import SkyRLGymGenerator
 from skyrl_megatron.trainer import RayPPOTrainer
+from skyrl_megatron.trainer.checkpoints import recorded_hub_commits
 from skyrl_megatron.trainer.console import ConsoleSink
 from skyrl_megatron.trainer.phases import StartUp
 from skyrl_megatron.trainer.tracking import Tracking
 from skyrl_megatron.workers.inference_engine_client import InferenceEngineClient
+from skyrl_megatron.workers.model_fetch import fetch_models
 from skyrl_megatron.workers.placement import Placement, create_placement
 from skyrl_megatron.workers.ray_setup import initialize_ray
 
@@ -29,14 +37,22 @@ if TYPE_CHECKING:
 
 
 class BasePPOExp:
-    """One run of ``cfg``, which must be valid; Ray must be up. :meth:`run` does everything."""
+    """One run of ``cfg``, which must be as ``validate_cfg`` leaves it; Ray must be up. :meth:`run` does everything.
 
-    def __init__(self, cfg: SkyRLTrainConfig) -> None:
-        self.cfg, self.start_up = cfg, _start_up(cfg)
-        load_plugins(cfg.trainer.plugins)
-        self.tokenizer = self.get_tokenizer()
-        self.train_dataset = self.get_train_dataset()
-        self.eval_dataset = self.get_eval_dataset()
+    The attribute ``cfg`` is typed, also where an omegaconf ``DictConfig`` was given.
+    """
+
+    def __init__(self, cfg: AnyConfig) -> None:
+        self.cfg = typed_config(cfg)
+        self.start_up = _start_up(self.cfg)
+        require_available(self.cfg)
+        load_plugins(self.cfg.trainer.plugins)
+        self._recorded = recorded_hub_commits(self.cfg)
+        self._pin(hub.models(self.cfg, active_roles(self.cfg)))
+        with under_way("read tokenizer and data"):
+            self.tokenizer = self.get_tokenizer()
+            self.train_dataset = self.get_train_dataset()
+            self.eval_dataset = self.get_eval_dataset()
         sizes = [0 if dataset is None else len(dataset) for dataset in (self.train_dataset, self.eval_dataset)]
         self.start_up.done(f"data: {sizes[0]} prompts to train on, {sizes[1]} to evaluate on")
         self.colocate_pg: Placement | None = None
@@ -46,28 +62,22 @@ class BasePPOExp:
     # ------------------------------------------------------------------ parts
     def get_tokenizer(self, padding_side: str = "left") -> Any:
         """Load the policy's tokenizer."""
-        from transformers import AutoTokenizer
-
         trainer = self.cfg.trainer
-        tokenizer = AutoTokenizer.from_pretrained(
-            trainer.policy.model.path,
-            use_fast=not trainer.disable_fast_tokenizer,
+        return load_tokenizer(
+            str(hub.model_folder(self.cfg, weights=False)),
             trust_remote_code=trainer.trust_remote_code,
+            padding_side=padding_side,
         )
-        tokenizer.padding_side = padding_side
-        if tokenizer.pad_token is None:
-            tokenizer.pad_token = tokenizer.eos_token
-        return tokenizer
 
     def get_train_dataset(self) -> PromptDataset | None:
         """Read the prompts to train on."""
-        return self._dataset(self.cfg.data.train_data)
+        return self._dataset("data.train_data", self.cfg.data.train_data)
 
     def get_eval_dataset(self) -> PromptDataset | None:
         """Read the prompts to evaluate on; None without ``data.val_data`` or when evaluation is off."""
         trainer = self.cfg.trainer
         wanted = self.train_dataset is None or trainer.eval_before_train or trainer.eval_interval > 0
-        return self._dataset(self.cfg.data.val_data) if wanted and self.cfg.data.val_data else None
+        return self._dataset("data.val_data", self.cfg.data.val_data) if wanted and self.cfg.data.val_data else None
 
     def get_inference_client(self) -> InferenceEngineClient:
         """Make the engines; ``start()`` them before they are used."""
@@ -100,11 +110,13 @@ class BasePPOExp:
     # ------------------------------------------------------------------ the run
     def run(self) -> None:
         """Place, start, train, and give everything back, whatever happens."""
-        try:
-            self.trainer = self.start()
-            self.trainer.train()
-        finally:
-            self.stop()
+        with heartbeat(self.start_up.say):
+            try:
+                with under_way("place the run"):
+                    self.trainer = self.start()
+                self.trainer.train()
+            finally:
+                self.stop()
 
     def start(self) -> RayPPOTrainer:
         """Place the run and make its trainer."""
@@ -125,6 +137,8 @@ class BasePPOExp:
     def start_engines(self) -> InferenceEngineClient:
         """Reserve the places of the run and put the engines on theirs."""
         self.colocate_pg = create_placement(self.cfg)
+        roles = [role for role in self.colocate_pg.allocations if role != "engines"] or ["policy"]
+        fetch_models(self.cfg, roles, self.colocate_pg, _say(self.cfg))
         self.engines = self.get_inference_client()
         places = ", ".join(f"{who} {len(each.bundles)}" for who, each in self.colocate_pg.allocations.items())
         self.start_up.done(f"placement: {places}")
@@ -139,21 +153,32 @@ class BasePPOExp:
             self.colocate_pg.remove()
             self.colocate_pg = None
 
-    def _dataset(self, sources: Sequence[str]) -> PromptDataset:
+    def _pin(self, asked: Iterable[hub.Asked]) -> None:
+        asked, say = list(asked), _say(self.cfg)
+        if problems := hub.pin(self.cfg, asked, self._recorded, say):
+            raise ConfigError(problems)
+        for key in dict.fromkeys(each.repo.key for each in asked):
+            origin = ", as in the checkpoint" if key in self._recorded else ""
+            say(f"hub: {key} is commit {self.cfg.trainer.hub_commits[key]}{origin}")
+
+    def _dataset(self, key: str, sources: Sequence[str]) -> PromptDataset:
         from skyrl_megatron.data.prompts import PromptDataset
         from skyrl_megatron.rollout.templates import load_template
 
+        self._pin(hub.data_sets(key, sources))
         return PromptDataset(
             sources,
             self.tokenizer,
             self.cfg.trainer.max_prompt_length,
             template=load_template(self.cfg.generator.chat_template),
             template_kwargs=self.cfg.generator.chat_template_kwargs,
+            hub_commits=self.cfg.trainer.hub_commits,
+            say=_say(self.cfg),
         )
 
 
 @ray.remote(num_cpus=0)
-def skyrl_entrypoint(cfg: SkyRLTrainConfig) -> None:
+def skyrl_entrypoint(cfg: AnyConfig) -> None:
     """Run as a Ray task, on a node of the cluster."""
     BasePPOExp(cfg).run()
 
@@ -171,16 +196,22 @@ def run_experiment(
     with noise_into(run_folder(cfg) / "console.log"):
         start_up = _start_up(cfg, began)
         start_up.done("command: configuration checked, libraries loaded")
-        initialize_ray(cfg, log_to_driver=False)
+        with heartbeat(start_up.say), under_way("start Ray"):
+            initialize_ray(cfg, log_to_driver=False)
         start_up.done(f"ray: joined {address}" if address else "ray: local, loopback, token")
         try:
             if address:
                 run_in_cluster(cfg, experiment)
             else:
-                experiment(cfg).run()
+                with heartbeat(start_up.say):
+                    experiment(cfg).run()
         finally:
             ray.shutdown()
 
 
 def _start_up(cfg: SkyRLTrainConfig, began: float | None = None) -> StartUp:
-    return StartUp(ConsoleSink(run_folder(cfg) / "console.log").say, began)
+    return StartUp(_say(cfg), began)
+
+
+def _say(cfg: SkyRLTrainConfig) -> Callable[[str], None]:
+    return ConsoleSink(run_folder(cfg) / "console.log").say

@@ -17,6 +17,8 @@ import ray
 from skyrl_megatron.config.run_folder import run_folder
 from skyrl_megatron.entrypoints.command import noise_into, readable_warnings
 from skyrl_megatron.errors import DistributedError, SkyRLMegatronError
+from skyrl_megatron.progress import heartbeat
+from skyrl_megatron.trainer.console import ConsoleSink
 from skyrl_megatron.trainer.stop import StopRequested, StopSignal
 
 if TYPE_CHECKING:
@@ -54,8 +56,9 @@ class RunHolder:
         out, err = (_Printer(self._printed, error=error) for error in (False, True))
         try:
             with redirect_stdout(out), noise_into(run_folder(cfg) / "console.log", err), readable_warnings():
-                self._experiment = experiment(cfg)
-                self._experiment.run()
+                with heartbeat(ConsoleSink(run_folder(cfg) / "console.log").say):
+                    self._experiment = experiment(cfg)
+                    self._experiment.run()
         except StopRequested:
             return True
         finally:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config import SkyRLTrainConfig
-from skyrl_megatron.config.validate import from_command_line
 from skyrl_megatron.entrypoints import check
+from skyrl_megatron.entrypoints.checks import load_config
 from skyrl_megatron.entrypoints.command import run_command
 
 if TYPE_CHECKING:
@@ -35,29 +35,60 @@ usage: python -m skyrl_megatron.entrypoints.main_base [--config FILE.yaml] [--ch
   --check         print the resolved configuration, topology, parameters and bytes per rank and batch arithmetic,
                   starting neither Ray nor CUDA; exit code 0 if it can run, 2 if not
   --check=2x8     the same for 2 nodes of 8 GPUs instead of this machine
+  --gpu h100      with --check: GPUs of this size (a100, h20, h100, h200, b200, b300, or such as 80GB)
+  --host-memory 2TB
+                  with --check: memory of a node
   --help          this text
 
 All keys with their meaning: CONFIG.md"""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code (0 done, 1 failed, 2 the configuration is wrong)."""
+def main(
+    argv: Sequence[str] | None = None,
+    *,
+    experiment: type[BasePPOExp] | None = None,
+    config: type[SkyRLTrainConfig] = SkyRLTrainConfig,
+) -> int:
+    """Run the command; returns its exit code (0 done, 1 failed, 2 the configuration is wrong).
+
+    ``argv``: what stands behind the command's name, unless given. ``experiment`` and ``config``: classes of one's own
+    in place of :class:`BasePPOExp` and :class:`SkyRLTrainConfig`.
+    """
     args = list(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(args):
-        print(HELP)
+        print("\n".join([HELP, *_own_help(config)]))
         return 0
     if any(arg.partition("=")[0] == "--check" for arg in args):
-        return check.run(args)
-    return run_command(lambda: _train(args))
+        return check.run(args, cls=config, scripted=_brings_data(experiment))
+    return run_command(lambda: _train(args, experiment, config))
 
 
-def _train(args: Sequence[str]) -> int:
+def _train(args: Sequence[str], experiment: type[BasePPOExp] | None, config: type[SkyRLTrainConfig]) -> int:
     began = time.perf_counter()
-    cfg = from_command_line(SkyRLTrainConfig, args)
-    from skyrl_megatron.entrypoints.experiment import run_experiment  # Ray and torch, which a wrong key need not await
+    cfg, _ = load_config(config, args, scripted=_brings_data(experiment))
+    from skyrl_megatron.entrypoints import experiment as experiments  # Ray, which a wrong key need not await
 
-    run_experiment(cfg, began=began)
+    experiments.run_experiment(cfg, experiment or experiments.BasePPOExp, began=began)
     return 0
+
+
+def _own_help(config: type[SkyRLTrainConfig]) -> list[str]:
+    if config is SkyRLTrainConfig:
+        return []
+    from skyrl_megatron.config.document import own_keys
+
+    return ["Of this script:", *own_keys(config)]
+
+
+def _brings_data(experiment: type[BasePPOExp] | None) -> bool:
+    """Return whether an experiment reads prompts from elsewhere than ``data.train_data`` and ``data.val_data``."""
+    if experiment is None:
+        return False
+    from skyrl_megatron.entrypoints.experiment import BasePPOExp
+
+    return any(
+        getattr(experiment, name) is not getattr(BasePPOExp, name) for name in ("get_train_dataset", "_dataset")
+    )
 
 
 def __getattr__(name: str) -> Any:

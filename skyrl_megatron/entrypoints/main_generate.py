@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 from skyrl_megatron.config import SkyRLTrainConfig
-from skyrl_megatron.config.validate import from_command_line
+from skyrl_megatron.entrypoints.checks import load_config
 from skyrl_megatron.entrypoints.command import run_command
 
 
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _evaluate(args: Sequence[str]) -> int:
     began = time.perf_counter()
-    cfg = from_command_line(SkyRLTrainConfig, args, training=False)
+    cfg, _ = load_config(SkyRLTrainConfig, args, training=False)
     from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
     from skyrl_megatron.trainer.evaluate import evaluate
 

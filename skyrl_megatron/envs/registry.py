@@ -49,24 +49,33 @@ def register(
     kwargs: Mapping[str, Any] | None = None,
     *,
     config: str = "",
+    override: bool = False,
 ) -> None:
     """Make an environment known under ``id`` in this process.
 
-    ``entry_point``: ``"module:Class"`` or the class. The same registration again changes nothing; another one under an
-    id that is taken raises DataError. Register in the process that runs the rollouts: in a plugin
+    ``entry_point``: ``"module:Class"`` or the class. ``override``: take the place of whatever has the id, one that
+    comes with the package included. The same registration again changes nothing; another one under an id that is
+    taken raises DataError. Register in the process that runs the rollouts: in a plugin
     (:mod:`skyrl_megatron.plugins`), or in the script that starts the run.
     """
     spec_ = EnvSpec(id, entry_point, dict(kwargs or {}), config)
-    if _registry.setdefault(id, spec_) != spec_:
-        taken = _registry[id].entry_point
+    taken = _registry.get(id)
+    if taken is not None and taken != spec_ and not override:
+        whose = "comes with the package" if _is_ours(taken) else "is registered already"
         raise DataError(
-            f"environment {id!r} is already registered as {taken!r}: deregister it first, or take another id"
+            f"environment {id!r} {whose} ({taken.entry_point}): take another id, or replace it with"
+            f" register({id!r}, ..., override=True)"
         )
+    _registry[id] = spec_
 
 
 def deregister(id: str) -> None:
     """Forget an environment. Raises DataError when there is none."""
     del _registry[spec(id).id]
+
+
+def _is_ours(spec_: EnvSpec) -> bool:
+    return isinstance(spec_.entry_point, str) and spec_.entry_point.startswith("skyrl_megatron.envs.")
 
 
 def spec(id: str) -> EnvSpec:

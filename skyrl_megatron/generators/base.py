@@ -10,3 +10,14 @@ from skyrl_megatron.rollout.interface import (
     TrainingPhase,
     TrajectoryID,
 )
+
+__all__ = [
+    "BatchMetadata",
+    "ConversationType",
+    "GeneratorInput",
+    "GeneratorInterface",
+    "GeneratorOutput",
+    "MetricsOutput",
+    "TrainingPhase",
+    "TrajectoryID",
+]

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from skyrl_megatron.errors import EngineError, EngineGoneError, SkyRLMegatronError
-from skyrl_megatron.inference.pool import EnginePool, EngineSlot, EngineState
+from skyrl_megatron.inference.pool import EnginePool, EngineSlot, EngineState, same_failure
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +96,10 @@ class HealthMonitor:
             await self.pool.restart(slot)
             log.warning("%s was restarted (%d of %d)", slot.name, slot.restarts, self.max_restarts)
         except EngineError as error:
+            if same_failure(str(error), slot.why):
+                await self.pool.drop(slot, f"a restart changes nothing: {error}")
+                log.error("%s is dropped: %s", slot.name, slot.why)
+                return
             slot.why, slot.state = str(error), EngineState.DEAD
             log.warning("%s could not be restarted: %s", slot.name, error)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import re
 import zlib
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from skyrl_megatron.errors import EngineError, EngineGoneError
 from skyrl_megatron.inference.protocol import INITIAL_VERSION, Generation, InferenceEngine
 
 SESSIONS_REMEMBERED = 65536
+_NUMBER = re.compile(r"(0x)?[0-9a-f]*\d[0-9a-f]*")
 
 
 class EngineState(enum.Enum):
@@ -237,6 +239,11 @@ class EnginePool:
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def same_failure(one: str, other: str) -> bool:
+    """Return whether two failures read alike but for numbers: process ids, addresses, times."""
+    return bool(one) and _NUMBER.sub("#", one) == _NUMBER.sub("#", other)
 
 
 def shares(count: int, engines: int) -> Iterator[range]:

@@ -4,6 +4,7 @@ gave up; and the largest of a few numbers."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,3 +44,10 @@ def _portable(error: Exception | None) -> Exception | None:
         return type(error)(str(error))
     except TypeError:
         return ValueError(f"{type(error).__name__}: {error}")
+
+
+def from_rank_0(value: Any) -> Any:
+    """Return rank 0's ``value`` on every rank."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]

@@ -6,8 +6,8 @@ All ranks of a model call the same methods, each with the rows of its data-paral
     result = engine.optim_step()
 
 Its parts have files of their own: micro-batches (``data/splitting.py``), packing (``packed_inputs.py``), the loss of a
-micro-batch (``forward_step.py``), Megatron's schedule (``schedule.py``), what Megatron divides by (``loss_scale.py``)
-and the optimizer (``optimizer.py``).
+micro-batch (``forward_step.py``), Megatron's schedule (``schedule.py``), what Megatron divides by (``loss_scale.py``),
+the optimizer (``optimizer.py``) and memory that others need (``offload.py``).
 """
 
 from __future__ import annotations
@@ -33,16 +33,24 @@ from skyrl_megatron.config.rules.role_layout import parallel_config
 from skyrl_megatron.config.run_folder import run_folder
 from skyrl_megatron.data.splitting import plan_micro_batches
 from skyrl_megatron.runtime import loss_scale, parallel_state
-from skyrl_megatron.runtime.agreement import group_maximum, raise_on_all_ranks
+from skyrl_megatron.runtime.agreement import from_rank_0, group_maximum, raise_on_all_ranks
 from skyrl_megatron.runtime.batch_checks import find_problem
 from skyrl_megatron.runtime.cpu import megatron_patches
-from skyrl_megatron.runtime.engine_settings import ddp_config, hf_model, parameter_dtype, transformer_kwargs
+from skyrl_megatron.runtime.engine_settings import (
+    attach_adapters,
+    ddp_config,
+    hf_model,
+    parameter_dtype,
+    transformer_kwargs,
+)
 from skyrl_megatron.runtime.flops import model_flops, peak_flops
 from skyrl_megatron.runtime.forward_step import LogprobHead, LogprobStep, MicroBatch, PolicyStep
 from skyrl_megatron.runtime.hf.load import load_hf
+from skyrl_megatron.runtime.lora.base import fingerprint
 from skyrl_megatron.runtime.model.build import build_model
 from skyrl_megatron.runtime.model.lm_head import return_hidden_states
 from skyrl_megatron.runtime.model.router import router_metrics
+from skyrl_megatron.runtime.offload import PARTS, Offload, Part
 from skyrl_megatron.runtime.optimizer import StepResult, build_lr_schedule, build_optimizer, step_if_finite
 from skyrl_megatron.runtime.packed_inputs import pack
 from skyrl_megatron.runtime.profiling import MemoryRecorder, profiled
@@ -69,6 +77,8 @@ class MegatronEngine:
 
     def __init__(self, cfg: SkyRLTrainConfig, role: RoleName = "policy", *, total_steps: int | None = None) -> None:
         megatron_patches.install()
+        if cfg.trainer.deterministic:
+            device.use_deterministic_kernels()
         self.cfg, self.role = cfg, role
         self.settings = getattr(cfg.trainer, role)
         self.megatron = self.settings.megatron_config
@@ -81,7 +91,8 @@ class MegatronEngine:
             transformer_config_kwargs=transformer_kwargs(cfg, role),
             prefix=f"trainer.{role}.megatron_config.",
         )
-        load_hf(self.model, self.settings.model.path, self.groups)
+        assert self.model.hf.path is not None
+        load_hf(self.model, self.model.hf.path, self.groups)
         self.chunks: list[Any] = list(self.model.chunks)
         """The model's chunks, in :class:`DistributedDataParallel` when they are trained."""
         fused = cfg.trainer.fused_lm_head_logprob and self.groups.is_last_stage
@@ -93,14 +104,29 @@ class MegatronEngine:
         self.steps = self.skipped_steps = 0
         self._accumulated = StepTotals()
         """Denominators of the gradients accumulated so far."""
-        self._reduced = self._offloaded = False
+        self._reduced = False
+        self.adapters = attach_adapters(cfg, self.model, self.groups) if self.is_adapted else None
+        """The policy's low-rank adapters, which are trained instead of the weights."""
+        self.base = self._fingerprint() if self.is_adapted else None
+        """Which weights the adapters are added to."""
         if role != "ref":
             self._prepare_training(total_steps)
+        self._memory = Offload(self.chunks, getattr(self, "optimizer", None))
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether adapters are trained and the weights stay as they are."""
+        return self.role == "policy" and self.settings.model.lora.rank > 0
+
+    def _fingerprint(self) -> str:
+        folder = self.model.hf.path
+        assert folder is not None
+        return str(from_rank_0(fingerprint(folder) if dist.get_rank() == 0 else None))
 
     def _prepare_training(self, total_steps: int | None) -> None:
         config, (buffers, distributed) = self.model.config, ddp_config(self.megatron)
         self.auxiliary_scale = loss_scale.sum_gradients(config, buffers)
-        if self.megatron.freeze_moe_router:
+        if self.megatron.freeze_moe_router and not self.is_adapted:
             for chunk in self.model.chunks:
                 for name, parameter in chunk.named_parameters():
                     parameter.requires_grad_(".router." not in name)
@@ -144,12 +170,18 @@ class MegatronEngine:
 
     # ------------------------------------------------------------------ forward only
     @torch.no_grad()
-    def compute_logprobs(self, batch: TrainingBatch, *, temperature: float | None = None) -> Tensor:
+    def compute_logprobs(
+        self, batch: TrainingBatch, *, temperature: float | None = None, adapters: bool = True
+    ) -> Tensor:
         """Return log-probs of the response tokens under the current weights: [B, T] float32 in nats, 0 elsewhere.
 
-        ``batch``: the rows of this replica. ``temperature`` defaults to ``algorithm.temperature``. Every rank gets the
-        result of its replica.
+        ``batch``: the rows of this replica. ``temperature`` defaults to ``algorithm.temperature``. ``adapters`` false:
+        of the base model, which is the reference of a policy with adapters. Every rank gets the result of its replica.
         """
+        if self.adapters is not None and not adapters:
+            with self.adapters.disabled():
+                return self.compute_logprobs(batch, temperature=temperature)
+        self.onload("weights")
         step = LogprobStep(self._head(temperature))
         micro_batches = self._micro_batches(batch, self.cfg.trainer.micro_forward_batch_size_per_gpu)
         self._set_training(False)
@@ -192,8 +224,9 @@ class MegatronEngine:
         """
         if self._reduced:
             raise ValueError("gradients are reduced already: call optim_step() or clear_gradients() first")
-        self._onload()
         started = time.perf_counter()
+        self.onload("weights", "gradients")
+        self._memory.onload(("optimizer",))  # travels while the model computes
         objective = objective or PolicyObjective(self.cfg.trainer.algorithm)
         with self._cleared_on_failure():
             positions = self.model.hf.config.get("max_position_embeddings")
@@ -231,6 +264,7 @@ class MegatronEngine:
         are no gradients.
         """
         self.reduce_gradients()
+        self.onload()
         with self._profile("optim_step"):
             result = step_if_finite(self.optimizer, self.lr_schedule, self.chunks)
         self.clear_gradients()
@@ -256,33 +290,44 @@ class MegatronEngine:
             raise ValueError("there are no gradients: call forward_backward() first")
         if not self._reduced:
             finalize_model_grads(self.chunks, None, pg_collection=self.groups.collection)
+            if self.adapters is not None:
+                self.adapters.sum_over_etp()
             self._reduced = True
 
     def clear_gradients(self) -> None:
         """Forget the gradients accumulated since the last step."""
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
+        if not self._memory.away("gradients"):
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._accumulated = StepTotals()
         self._reduced = False
 
-    def offload(self) -> None:
-        """Free the GPU memory of gradients and, with ``optimizer_config.offload_after_step``, of the optimizer's state
-        for engines on the same GPU, until the next :meth:`forward_backward`. No-op without a GPU."""
-        if not device.has_cuda() or self._offloaded:
-            return
-        for chunk in self.chunks:
-            chunk.offload_grad_buffers()
-        if self.settings.optimizer_config.offload_after_step:
-            self.optimizer.offload_to_cpu()
-        self._offloaded = True
+    # ------------------------------------------------------------------ memory
+    def offload(self, *parts: Part) -> None:
+        """Free the device memory of ``parts`` (all: without arguments) for others on the same device.
 
-    def _onload(self) -> None:
-        if self._offloaded:
-            for chunk in self.chunks:
-                chunk.restore_grad_buffers()
-            self.optimizer.restore_from_cpu()
-            self._offloaded = False
+        Methods that compute bring back what they need; who reads :attr:`chunks` or :attr:`optimizer` calls
+        :meth:`onload` first. The optimizer's state stays unless ``optimizer_config.offload_after_step``. Raises
+        ValueError for gradients that wait for :meth:`optim_step`.
+        """
+        leaving = set(parts or PARTS)
+        if self._accumulated.tokens and "gradients" in leaving:
+            raise ValueError(
+                "gradients are not kept: call optim_step() or clear_gradients() before they are offloaded"
+            )
+        if self.role != "ref" and not self.settings.optimizer_config.offload_after_step:
+            leaving.discard("optimizer")
+        self._memory.offload(leaving)
+
+    def onload(self, *parts: Part) -> None:
+        """Bring ``parts`` (all: without arguments) back. No-op for those that are here."""
+        self._memory.onload(parts or PARTS)
+        self._memory.wait(*(parts or PARTS))
+
+    def away(self) -> tuple[Part, ...]:
+        """Return the parts that are offloaded."""
+        return tuple(part for part in PARTS if self._memory.away(part))
 
     # ------------------------------------------------------------------ parts of the step
     def _head(self, temperature: float | None = None) -> LogprobHead:

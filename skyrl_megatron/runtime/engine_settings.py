@@ -8,23 +8,30 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 
 from skyrl_megatron import device
+from skyrl_megatron.errors import ConfigError
+from skyrl_megatron.hub import model_folder
 from skyrl_megatron.runtime.hf.model import HfModel, read_hf_model, with_rotary
+from skyrl_megatron.runtime.lora.adapter import AdapterSettings
+from skyrl_megatron.runtime.lora.attach import Adapters, attach
+from skyrl_megatron.runtime.lora.targets import configured_selection, expert_rank, rank_problems
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import MegatronConfig, SkyRLTrainConfig
+    from skyrl_megatron.runtime.model.build import ModelChunks
+    from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
 _RECOMPUTE = ("recompute_granularity", "recompute_modules", "recompute_method", "recompute_num_layers")
 
 
 def hf_model(cfg: SkyRLTrainConfig, role: str) -> HfModel:
-    """Read the role's HF folder, with the configuration's changes to its ``config.json`` applied."""
-    settings = getattr(cfg.trainer, role)
+    """Read the model of a role, with the configuration's changes to its ``config.json`` applied."""
+    settings, folder = getattr(cfg.trainer, role), model_folder(cfg, role)
     trust = cfg.trainer.trust_remote_code
     changes = {**settings.model_config_kwargs, **settings.megatron_config.model_config_kwargs}
     if cfg.trainer.rope_scaling or cfg.trainer.rope_theta is not None:
-        plain = read_hf_model(settings.model.path, changes=changes, trust_remote_code=trust)
+        plain = read_hf_model(folder, changes=changes, trust_remote_code=trust)
         changes |= with_rotary(plain.config, cfg.trainer.rope_scaling, cfg.trainer.rope_theta)
-    return read_hf_model(settings.model.path, changes=changes, trust_remote_code=trust)
+    return read_hf_model(folder, changes=changes, trust_remote_code=trust)
 
 
 def parameter_dtype(cfg: SkyRLTrainConfig) -> torch.dtype:
@@ -46,7 +53,8 @@ def transformer_kwargs(cfg: SkyRLTrainConfig, role: str) -> dict[str, Any]:
         "moe_z_loss_coeff": megatron.moe_z_loss_coeff,
         "moe_grouped_gemm": megatron.moe_grouped_gemm,
         "moe_enable_routing_replay": megatron.moe_enable_routing_replay,
-        "attention_backend": "flash" if cfg.trainer.flash_attn else "unfused",
+        "attention_backend": "auto" if cfg.trainer.flash_attn else "unfused",
+        "deterministic_mode": bool(cfg.trainer.deterministic) and device.has_cuda(),
     }
     optional = {
         "moe_router_dtype": megatron.moe_router_dtype,
@@ -78,3 +86,24 @@ def ddp_config(megatron: MegatronConfig) -> tuple[DistributedDataParallelConfig,
         average_in_collective=False,
     )
     return config, distributed
+
+
+def attach_adapters(cfg: SkyRLTrainConfig, model: ModelChunks, groups: ProcessGroups) -> Adapters:
+    """Hang the policy's low-rank adapters on its model, as ``policy.model.lora`` and ``lora_config`` say."""
+    lora, how = cfg.trainer.policy.model.lora, cfg.trainer.policy.megatron_config.lora_config
+    plan, selection = model.hf.plan, configured_selection(cfg, model.hf.plan)
+    of_experts = expert_rank(cfg, model.config.moe_router_topk if model.config.num_moe_experts else None)
+    if problems := list(rank_problems(plan, selection, lora.rank, of_experts, groups.parallel)):
+        raise ConfigError(problems)
+    settings = AdapterSettings(
+        lora.rank, lora.alpha, lora.dropout, lora.init_method, rank_stabilised=lora.use_rslora, seed=cfg.trainer.seed
+    )
+    return attach(
+        model,
+        groups,
+        selection,
+        settings,
+        separate=how.lora_type == "canonical_lora",
+        shared_outer=how.experts_shared_outer_loras,
+        expert_rank=of_experts,
+    )

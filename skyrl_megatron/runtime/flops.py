@@ -7,7 +7,7 @@ recomputation: MFU relates *model* FLOPs to the peak (PaLM, arXiv:2204.02311, ap
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -61,26 +61,31 @@ class ModelFlops:
 
 def model_flops(config: TransformerConfig, vocab_size: int) -> ModelFlops:
     """Count the FLOPs of the whole model (all stages, all experts that a token visits) of a Megatron configuration."""
+    parts = component_flops(config, vocab_size)
+    attention = parts["attention"]
+    return replace(attention, linear=sum(part.linear for part in parts.values()))
+
+
+def component_flops(config: TransformerConfig, vocab_size: int) -> dict[str, ModelFlops]:
+    """Count them for ``attention`` (projections and scores), ``mlp`` (dense or routed, with router) and ``head``."""
     from megatron.core.transformer.utils import is_layer_window_attention
 
     h = config.hidden_size
     attention_linear, pair = _attention(config)
-    moe_layers = _moe_pattern(config)
     gated = 3 if config.gated_linear_unit else 2
-    dense_mlp = 2 * gated * h * config.ffn_hidden_size
-    linear = 2.0 * h * vocab_size
-    for is_moe in moe_layers:
-        linear += attention_linear
-        if not is_moe:
-            linear += dense_mlp
-            continue
-        linear += 2 * h * config.num_moe_experts
-        linear += 2 * gated * h * config.moe_ffn_hidden_size * config.moe_router_topk
-        linear += 2 * gated * h * (config.moe_shared_expert_intermediate_size or 0)
+    expert_rows = (config.moe_ffn_hidden_size or 0) * config.moe_router_topk
+    moe = 2 * gated * h * (expert_rows + (config.moe_shared_expert_intermediate_size or 0))
+    moe += 2 * h * (config.num_moe_experts or 0)
+    dense = 2 * gated * h * config.ffn_hidden_size
     window = config.window_size[0] + 1 if config.window_size else 0
     skips = config.window_attn_skip_freq
     windowed = sum(is_layer_window_attention(config.window_size, skips, n + 1) for n in range(config.num_layers))
-    return ModelFlops(linear, pair * (config.num_layers - windowed), pair * windowed, window)
+    layers = config.num_layers
+    return {
+        "attention": ModelFlops(attention_linear * layers, pair * (layers - windowed), pair * windowed, window),
+        "mlp": ModelFlops(float(sum(moe if is_moe else dense for is_moe in _moe_pattern(config))), 0.0, 0.0, 0),
+        "head": ModelFlops(2.0 * h * vocab_size, 0.0, 0.0, 0),
+    }
 
 
 def _attention(config: TransformerConfig) -> tuple[float, float]:

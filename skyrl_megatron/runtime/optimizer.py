@@ -14,6 +14,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from skyrl_megatron import device
+from skyrl_megatron.config.names import OPTIMIZER_DTYPES
 from skyrl_megatron.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -82,13 +83,22 @@ def build_optimizer(
         raise ConfigError(
             [Problem(f"{key}.{name}", extra[name], "megatron's OptimizerConfig has no such field") for name in unknown]
         )
-    fields |= extra
+    fields |= extra | _dtypes(extra, key)
     _require_hardware(fields, key)
     try:
         config = OptimizerConfig(**fields)
     except (ValueError, AssertionError) as error:
         raise ConfigError([Problem(key, extra, f"Megatron rejects it: {error}")]) from error
     return get_megatron_optimizer(config, chunks, use_gloo_process_groups=False, pg_collection=groups.collection)
+
+
+def _dtypes(extra: dict[str, Any], key: str) -> dict[str, torch.dtype]:
+    """Return the fields of types, which a configuration gives by name. Raises ConfigError for an unknown name."""
+    named = {name: value for name, value in extra.items() if name.endswith("_dtype") and isinstance(value, str)}
+    fix = f"is no type: use {', '.join(OPTIMIZER_DTYPES)}"
+    if problems := [Problem(f"{key}.{n}", value, fix) for n, value in named.items() if value not in OPTIMIZER_DTYPES]:
+        raise ConfigError(problems)
+    return {name: getattr(torch, OPTIMIZER_DTYPES[value]) for name, value in named.items()}
 
 
 def _require_hardware(fields: dict[str, Any], key: str) -> None:

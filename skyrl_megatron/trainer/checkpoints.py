@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from skyrl_megatron.errors import CheckpointError
 from skyrl_megatron.runtime.checkpoint.checkpointer import Checkpointer, RoleRanks
+from skyrl_megatron.runtime.checkpoint.resume import choose
+from skyrl_megatron.runtime.checkpoint.store import CheckpointStore
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -20,6 +25,20 @@ def run_checkpointer(cfg: SkyRLTrainConfig, roles: Mapping[str, RoleRanks]) -> C
         cfg.trainer.ckpt_path,
         roles,
         keep=cfg.trainer.max_ckpts_to_keep,
+        hub_commits=cfg.trainer.hub_commits,
         asynchronous=cfg.trainer.policy.megatron_config.async_dist_ckpt_save,
         timeout_s=cfg.trainer.phase_timeout_s,
     )
+
+
+def recorded_hub_commits(cfg: SkyRLTrainConfig) -> dict[str, str]:
+    """Return the commits of hub names in the checkpoint that the run will continue from; empty when it starts anew.
+
+    A checkpoint that cannot be read is met, and told, when the run loads it.
+    """
+    trainer = cfg.trainer
+    with warnings.catch_warnings(), contextlib.suppress(CheckpointError, StopIteration, OSError):
+        warnings.simplefilter("ignore")
+        found = choose(CheckpointStore(trainer.ckpt_path), trainer.resume_mode, trainer.resume_path)
+        return dict(next(found).manifest.hub_commits)
+    return {}

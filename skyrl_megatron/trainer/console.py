@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from skyrl_megatron.progress import spoke
+
 SHOWN = (
     ("reward/avg_raw_reward", "reward {:.3f}"),
     ("policy/policy_kl", "kl {:.4f}"),
@@ -61,6 +63,7 @@ class ConsoleSink:
         self._write(text, shown=True)
 
     def _write(self, text: str, *, shown: bool) -> None:
+        spoke()
         if shown and self._progress is not None:
             self._progress.console.print(text, highlight=False, markup=False)
         elif shown:

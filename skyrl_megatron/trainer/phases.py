@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import psutil
 
+from skyrl_megatron.progress import under_way
+
 _process = psutil.Process()
 
 
@@ -22,7 +24,8 @@ class Phases:
     def __call__(self, name: str) -> Iterator[None]:
         began = time.perf_counter()
         try:
-            yield
+            with under_way(name):
+                yield
         finally:
             self.timings[name] = self.timings.get(name, 0.0) + time.perf_counter() - began
             self.memory[name] = _process.memory_info().rss / 1e9
@@ -39,10 +42,10 @@ class StartUp:
     """One line for each phase on the way to the first step, with its seconds. ``began``: of ``time.perf_counter``."""
 
     def __init__(self, say: Callable[[str], None], began: float | None = None) -> None:
-        self._say, self._last = say, time.perf_counter() if began is None else began
+        self.say, self._last = say, time.perf_counter() if began is None else began
 
     def done(self, text: str) -> None:
         """Say ``text`` and the seconds since the line before."""
         now = time.perf_counter()
-        self._say(f"{text:<74}{now - self._last:6.1f} s")
+        self.say(f"{text:<74}{now - self._last:6.1f} s")
         self._last = now

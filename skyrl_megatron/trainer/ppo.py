@@ -23,10 +23,16 @@ from skyrl_megatron.algorithms.kl import get_kl_controller, penalize_rewards
 from skyrl_megatron.algorithms.metrics import metric_values
 from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.config import get_config_as_yaml_str
-from skyrl_megatron.config.rules.role_layout import active_roles
+from skyrl_megatron.config.rules.role_layout import (
+    active_roles,
+    needs_reference,
+    policy_is_reference,
+    shares_policy_gpus,
+)
 from skyrl_megatron.config.run_folder import run_folder
 from skyrl_megatron.data.loader import PromptLoader
 from skyrl_megatron.data.splitting import PROMPT_UIDS, counted_rows, mini_batches
+from skyrl_megatron.progress import under_way
 from skyrl_megatron.rollout.dynamic_sampling import DynamicSampler
 from skyrl_megatron.rollout.interface import GeneratorInput, GeneratorOutput, TrainingPhase
 from skyrl_megatron.rollout.outputs import prepare_generator_input, to_training_batch
@@ -104,7 +110,8 @@ class RayPPOTrainer:
         with self.stop, self.loop:
             try:
                 self.build_models()
-                self.load_checkpoints()
+                with under_way("load the checkpoint"):
+                    self.load_checkpoints()
                 self.init_weight_sync_state()
                 self.sync_weights()
                 self.start_up.done(f"weights: version {self.global_step} in every engine")
@@ -178,8 +185,13 @@ class RayPPOTrainer:
                 self.start_engines()
             for role in self.roles.values():
                 role.finish_building()
+            if self.ref is not None and shares_policy_gpus(self.cfg, "ref"):
+                self.ref.offload()
         built = ", ".join(f"{name} on {len(role.group)}" for name, role in self.roles.items())
-        self.start_up.done(f"models: {built} Megatron ranks{'' if shared_gpus else ', loaded beside the engines'}")
+        layers = "".join(f", layers: {kind}" for kind in {role.ranks[0].layers for role in self.roles.values()} - {""})
+        self.start_up.done(
+            f"models: {built} Megatron ranks{layers}{'' if shared_gpus else ', loaded beside the engines'}"
+        )
         trained = {name: role for name, role in self.roles.items() if name != "ref"}
         self.checkpoints = run_checkpointer(self.cfg, trained)
 
@@ -256,11 +268,17 @@ class RayPPOTrainer:
 
     def fwd_logprobs_values_reward(self, batch: TrainingBatch) -> TrainingBatch:
         """Add log-probs of the policy before the update (where the loss reads them) and of the reference."""
-        reference = None if self.ref is None else self.ref.start_logprobs(batch, "reference log-probs")
+        if policy_is_reference(self.cfg) and needs_reference(self.cfg):
+            batch.ref_logprobs = self.policy.start_logprobs(batch, "reference log-probs", adapters=False)()
+        ref, shared = self.ref, shares_policy_gpus(self.cfg, "ref")
+        reference = None if ref is None else ref.start_logprobs(batch, "reference log-probs")
+        if ref is not None and reference is not None and shared:  # one after the other, each with the memory to itself
+            batch.ref_logprobs = reference()
+            ref.offload()
         if PolicyObjective(self.cfg.trainer.algorithm).needs_old_log_probs or self._kl_in_reward:
             batch.old_logprobs = self.policy.compute_logprobs(batch, "policy log-probs")
             self.metrics |= logprob_diff_metrics(batch)
-        if reference is not None:
+        if reference is not None and not shared:
             batch.ref_logprobs = reference()
         return batch
 
@@ -313,11 +331,11 @@ class RayPPOTrainer:
         if not self.cfg.trainer.policy.megatron_config.moe_aux_loss_coeff:  # which counts every token that is routed
             parts = [counted_rows(part) for part in parts]
         with self.phases("policy_train"):
-            sharded = [self.policy.dispatch(part) for part in parts]
+            sharded = [self.policy.dispatch(part) for part in parts] * self.cfg.trainer.update_epochs_per_batch
+            left = range(len(sharded) - 1, -1, -1)
             results = [
-                self.policy.train_mini_batch(part)
-                for _ in range(self.cfg.trainer.update_epochs_per_batch)
-                for part in sharded
+                self.policy.train_mini_batch(part, more_follow=more > 0)
+                for part, more in zip(sharded, left, strict=True)
             ]
         self.finite = not any(result["skipped"] for result in results)
         self.metrics |= policy_metrics(results)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from skyrl_megatron.config import get_config_as_dict
 from skyrl_megatron.config.run_folder import run_folder
-from skyrl_megatron.errors import LaunchError, SkyRLMegatronWarning
+from skyrl_megatron.errors import LaunchError, SkyRLMegatronWarning, install_command
 from skyrl_megatron.trainer.console import ConsoleSink
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def named_tracker(cfg: SkyRLTrainConfig) -> NamedTracker | None:
         return NamedTracker(name, lambda metrics, step: swanlab.log(metrics, step=step), swanlab.finish)
     except ImportError as error:
         raise LaunchError(
-            f"trainer.logger={name}: its package is not installed ({error}); pip install {name}, or set "
+            f"trainer.logger={name}: its package is not installed ({error}): {install_command(name)}, or set "
             "trainer.logger=tensorboard"
         ) from error
     except Exception as error:

@@ -67,7 +67,7 @@ class WarmedUpTrainer(RayPPOTrainer):
             if not fine or step % plan.eval_interval:
                 continue
             self.sync_weights()
-            score = self.eval()["eval/all/avg_score"]
+            score = self.measured_score()
             measured = {"step": step, "loss": result["policy_loss"], "grad_norm": result["grad_norm"], "score": score}
             self.tracker.log({f"warmup/{name}": value for name, value in measured.items()}, 0)
             if score >= plan.enough:
@@ -82,6 +82,16 @@ class WarmedUpTrainer(RayPPOTrainer):
         self.start_up.done(f"warm-up: {step} steps of imitation, held-out score {score:.3f}")
         self.policy.restart_schedule(total_steps=self.updates)
         self.metrics = {}
+
+    def measured_score(self) -> float:
+        """Return the mean score on the evaluation data; without any, on the training prompts."""
+        if self.eval_dataset is None:
+            self.eval_dataset = self.train_dataset
+            try:
+                return self.measured_score()
+            finally:
+                self.eval_dataset = None
+        return float(self.eval()["eval/all/avg_score"])
 
     def answers(self, rng: random.Random, rows: int) -> TrainingBatch:
         """Return random training prompts with their known answers as responses."""

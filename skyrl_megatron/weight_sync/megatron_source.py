@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,7 +16,7 @@ from skyrl_megatron.runtime.model.local_weights import local_weights
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
 from skyrl_megatron.weight_sync.bucket import TensorMeta
 from skyrl_megatron.weight_sync.metadata import FUSED_EXPERTS
-from skyrl_megatron.weight_sync.source import RowRange, TensorShard, as_rows, dtype_name
+from skyrl_megatron.weight_sync.source import RowRange, TensorShard, as_rows, dtype_name, place_of
 
 type RowRanges = tuple[RowRange, ...]
 
@@ -56,8 +56,13 @@ class MegatronWeightSource:
             first = place - len(entry.hf)
             for number, (name, shape, rows, ranges) in enumerate(self._tensors(entry, known[key])):
                 meta = TensorMeta(name, dtype_name(local), shape, rows, position=first + number)
-                shards.append(TensorShard(meta, local, ranges, over if size > 1 else None))
+                shard = TensorShard(meta, local, ranges, over if size > 1 else None)
+                shards.append(replace(shard, finish=self._finish(entry, shard) if shard.rank == 0 else None))
         return shards
+
+    def _finish(self, entry: Entry, shard: TensorShard) -> Callable[[Tensor, range], None] | None:
+        """Return what is still to be done to the rows of ``shard`` in a bucket: nothing."""
+        return None
 
     def _tensors(
         self, entry: Entry, pieces: tuple[RowRanges, ...]
@@ -78,9 +83,12 @@ class MegatronWeightSource:
         name = "gate_up_proj" if len(pieces) == 2 else "down_proj"
         yield f"{layer}.{name}", shape, (entry.expert, entry.expert + 1), tuple(joined)
 
+    def refresh(self) -> None:
+        """Do nothing: shards are views of the weights themselves."""
+
     def addresses(self) -> list[int]:
-        chunks = self.model.chunks
-        return [t.data_ptr() for chunk in chunks for t in [*chunk.parameters(), *chunk.buffers()]]
+        tensors = (t for chunk in self.model.chunks for t in [*chunk.parameters(), *chunk.buffers()])
+        return [number for tensor in tensors for number in place_of(tensor)]
 
 
 def ranges_in_shards(entry: Entry, size: int, local: Tensor) -> tuple[RowRanges, ...]:

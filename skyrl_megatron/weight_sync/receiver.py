@@ -9,8 +9,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from skyrl_megatron import device as devices
 from skyrl_megatron.errors import WeightSyncError
 from skyrl_megatron.weight_sync.bucket import Bucket, TensorMeta, checksum, plan_buckets
+from skyrl_megatron.weight_sync.buffers import BufferPool
 from skyrl_megatron.weight_sync.transport import Transport, first_line
 
 
@@ -18,19 +20,20 @@ class WeightReceiver:
     """One worker's ends of the groups of all senders.
 
     While the model loads from one bucket, a thread receives the next. Loaders keep references into buckets until a
-    module is whole; a buffer is used again once nothing refers to it, so that at most two buckets and the tensors of
-    unfinished modules are held.
+    module is whole; a buffer is used again once it has been read (:class:`BufferPool`), so that three buckets and
+    the tensors of unfinished modules are held at most. :meth:`tensors`, then :meth:`finish`.
     """
 
     def __init__(self, transports: Sequence[Transport], bucket_bytes: int, device: torch.device) -> None:
         self.transports, self.bucket_bytes, self.device = transports, bucket_bytes, device
         self.checksums: list[list[int]] = []
-        """Checksums of the last update: per sender, per bucket."""
+        """Checksums of what was loaded in the last update: per sender, per bucket."""
         self.received_bytes = 0
         """Bytes of the update in progress, or of the last one."""
         self._senders: Sequence[Sequence[TensorMeta]] = []
         self._buckets: list[Bucket] = []
-        self._buffers = _BufferPool(device)
+        self._sums: dict[int, int] = {}  # bucket → checksum of what was read out of it
+        self._buffers = BufferPool(device, self._sum)
 
     def set_metadata(self, senders: Sequence[Sequence[TensorMeta]]) -> None:
         """Take what each sender will send, in the order of the transports."""
@@ -42,8 +45,7 @@ class WeightReceiver:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Receive everything that the metadata list: (name, whole tensor), each as soon as it is whole.
 
-        A tensor is a view into a bucket if it lies in one. Checksums are taken before anything of a bucket is yielded.
-        Raises WeightSyncError when a sender is gone or silent.
+        A tensor is a view into a bucket if it lies in one. Raises WeightSyncError when a sender is gone or silent.
         """
         self.checksums, self.received_bytes = [[] for _ in self._senders], 0
         unfinished: dict[str, tuple[Tensor, int]] = {}
@@ -67,18 +69,34 @@ class WeightReceiver:
         if unfinished:
             raise WeightSyncError(f"parts of {', '.join(sorted(unfinished))} were never sent")
 
+    def finish(self) -> None:
+        """Take the checksums, once all tensors are loaded, and free the buffers that the next update does not need.
+
+        A bucket's is of what lies in its buffer after the last copy out of it, so that it covers what was loaded and
+        not only what arrived. Raises WeightSyncError when the loader did not ask for everything.
+        """
+        self._buffers.trim()
+        if len(self._sums) < len(self._buckets):
+            raise WeightSyncError(f"the model took {len(self._sums)} of {len(self._buckets)} buckets of weights")
+        self.checksums = [[] for _ in self._senders]
+        for number, bucket in enumerate(self._buckets):
+            self.checksums[bucket.sender].append(self._sums[number])
+
     def close(self) -> None:
         """Leave the groups and free the buffers. Senders that wait for this worker get an error."""
         for transport in self.transports:
             transport.close()
-        self._buffers = _BufferPool(self.device)
+        self._buffers = BufferPool(self.device, self._sum)
+
+    def _sum(self, number: int, buffer: Tensor) -> None:
+        self._sums[number] = int(checksum(buffer))  # int() waits for the device
 
     def _empty(self, meta: TensorMeta) -> Tensor:
         return torch.empty(meta.whole_nbytes, dtype=torch.uint8, device=self.device)
 
     def _received(self) -> Iterator[tuple[Bucket, Tensor]]:
         """Yield buckets with their bytes; one is received while the consumer has another."""
-        ahead: queue.Queue[tuple[Bucket, Tensor, int] | BaseException | None] = queue.Queue()
+        ahead: queue.Queue[tuple[Bucket, Tensor] | BaseException | None] = queue.Queue()
         room = threading.Semaphore(2)
         stopped = threading.Event()
 
@@ -86,13 +104,14 @@ class WeightReceiver:
             try:
                 if self.device.type != "cpu":
                     torch.accelerator.set_device_index(self.device)
-                for bucket in self._buckets:
+                for number, bucket in enumerate(self._buckets):
                     room.acquire()
                     if stopped.is_set():
                         return
-                    buffer = self._buffers.take(bucket.nbytes)
+                    buffer = self._buffers.take(number, bucket.nbytes)
                     self.transports[bucket.sender].broadcast(buffer)()
-                    ahead.put((bucket, buffer, int(checksum(buffer))))  # int() waits for the device
+                    devices.mark()()  # the consumer has a stream of its own
+                    ahead.put((bucket, buffer))
                     del buffer
                 ahead.put(None)
             except BaseException as error:
@@ -106,36 +125,12 @@ class WeightReceiver:
                         f"receive: a trainer rank is gone or silent after {self.received_bytes / 1e6:.1f} MB: "
                         f"{first_line(item)}"
                     ) from item
-                bucket, buffer, total = item
-                self.checksums[bucket.sender].append(total)
+                bucket, buffer = item
                 self.received_bytes += bucket.nbytes
                 yield bucket, buffer
                 del item, buffer
+                self._buffers.retire()
                 room.release()
         finally:
             stopped.set()
             room.release()
-
-
-class _BufferPool:
-    """Buffers that are taken again once no tensor lives in them any more."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._buffers: list[tuple[Tensor, int]] = []  # (buffer, references to its memory when nobody uses it)
-
-    def take(self, nbytes: int) -> Tensor:
-        """Return a free buffer, [nbytes] uint8."""
-        for buffer, idle in self._buffers:
-            if buffer.numel() >= nbytes and _references(buffer) == idle:
-                return buffer[:nbytes]
-        buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        self._buffers.append((buffer, _references(buffer)))
-        return buffer[:nbytes]
-
-
-def _references(buffer: Tensor) -> int:
-    """Count the tensors that live in the buffer's memory, as torch does: views that loaders keep count too."""
-    storage = buffer.untyped_storage()
-    count: int = torch._C._storage_Use_Count(storage._cdata)
-    return count

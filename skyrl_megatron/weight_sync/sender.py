@@ -95,6 +95,7 @@ class WeightSender:
             raise
 
     def _send(self, transport: Transport | None) -> list[int]:
+        self.source.refresh()
         plan = self._current_plan()
         if transport is None and plan.buckets:
             raise WeightSyncError("send: no engine is connected: connect() comes first")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,6 +37,8 @@ class TensorShard:
     """Where every row of the tensor lies, in the shards of all ranks."""
     group: Any = None
     """Process group of the shards; None: the rank has all of it."""
+    finish: Callable[[Tensor, range], None] | None = None
+    """Changes rows of the tensor, [rows, columns], once they lie in the bucket; on the rank that sends them."""
 
     @property
     def rank(self) -> int:
@@ -53,8 +55,17 @@ class WeightSource(Protocol):
     def shards(self) -> Sequence[TensorShard]:
         """List the shards that this rank holds, of tensors that it sends and of tensors that others send."""
 
+    def refresh(self) -> None:
+        """Prepare for the next pass: what ``finish`` reads may have changed. Every rank calls it before each pass."""
+
     def addresses(self) -> list[int]:
-        """Return where the memory is now. When it has moved, the shards are asked for anew."""
+        """Return where the memory is now (:func:`place_of`). When it has moved, the shards are asked for anew."""
+
+
+def place_of(tensor: Tensor) -> tuple[int, int]:
+    """Tell a tensor's memory from other memory. A storage that is emptied and filled again stays the same: views of it
+    remain."""
+    return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
 
 
 def as_rows(name: str, tensor: Tensor) -> Tensor:

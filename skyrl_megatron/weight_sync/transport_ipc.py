@@ -2,7 +2,8 @@
 
 The sender's few staging buffers are exported once each; afterwards a bucket costs one header, one device-to-device
 copy on every worker, and one acknowledgement. Nothing goes through host memory or the network. A worker reads the
-buffer where it lies, so it must see the sender's GPU (``CUDA_VISIBLE_DEVICES`` of the whole node).
+buffer where it lies, so it must see the sender's GPU (``CUDA_VISIBLE_DEVICES`` of the whole node). It maps the buffer
+into the context of its own GPU, over NVLink or PCIe: a context on each sender's GPU would cost some 500 MB each.
 """
 
 from __future__ import annotations
@@ -67,7 +68,10 @@ class IpcTransport(Transport):
             raise RuntimeError(
                 f"GPU {where} of the sender is not visible here: set CUDA_VISIBLE_DEVICES to all of them"
             )
-        storage = torch.UntypedStorage._new_shared_cuda(visible[where], *handle[1:])
+        own, theirs = torch.cuda.current_device(), visible[where]
+        through = own if own == theirs or torch.cuda.can_device_access_peer(own, theirs) else theirs
+        # False: the sender has waited for its kernels, and its event belongs to another GPU's context
+        storage = torch.UntypedStorage._new_shared_cuda(through, *handle[1:-1], False)
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from skyrl_megatron import device
 from skyrl_megatron.weight_sync import DEFAULT_BUCKET_BYTES
 from skyrl_megatron.weight_sync.bucket import TensorMeta
 from skyrl_megatron.weight_sync.receiver import WeightReceiver
@@ -80,6 +81,7 @@ class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self.receiver.set_metadata([[_meta(*item) for item in sender] for sender in update_info.senders])
         try:
             self.model.load_weights(self.receiver.tensors())
+            self.receiver.finish()
         except BaseException:
             self.shutdown()
             self.finish_weight_update()  # leaves wrong weights, and a model that the next update starts afresh on
@@ -89,6 +91,7 @@ class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         finalize_layerwise_reload(self.model, self.model_config)
         if current_platform.is_cpu() and getattr(self.model_config.hf_config, "tie_word_embeddings", False):
             pack_output_layer(self.model)
+        device.mark()()  # what a module kept of a bucket until now may be used again
 
     def shutdown(self) -> None:
         if self.receiver is not None:

@@ -27,6 +27,8 @@ class RankInfo:
     """Its results are those of its replica: tp 0, cp 0, last pipeline stage."""
     pid: int
     node: str
+    layers: str = ""
+    """Whose layers its model is built from, on a GPU; empty on CPU, where there is no choice."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 import ray
@@ -20,11 +20,10 @@ def engine_actor(kind: type[InferenceEngine]) -> Any:
     """Make a Ray actor class of an engine class, whose methods are then the actor's."""
 
     class EngineActor(kind):  # type: ignore[misc, valid-type]
-        """``gpus``: ids of the GPUs to see instead of those that Ray gave the actor, its own first."""
+        """``environment``: variables of this engine's processes, set before anything looks for a GPU."""
 
-        def __init__(self, settings: EngineSettings, gpus: Sequence[str] | None) -> None:
-            if gpus is not None:
-                os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        def __init__(self, settings: EngineSettings, environment: Mapping[str, str]) -> None:
+            os.environ.update(environment)
             super().__init__(settings)
 
         async def start(self) -> None:
@@ -50,12 +49,12 @@ class RayEngine:
         settings: EngineSettings,
         *,
         kind: type[InferenceEngine] = VLLMEngine,
-        gpus: Sequence[str] | None = None,
+        environment: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
-        """``kind``: engine class, made of ``settings``. ``gpus``: ids of the GPUs that the engine sees (None: Ray's).
+        """``kind``: engine class, made of ``settings``. ``environment``: variables of the engine's processes.
         ``options``: of the actor, such as ``num_cpus`` or a ``scheduling_strategy``."""
-        self.actor = engine_actor(kind).options(**options).remote(settings, gpus)
+        self.actor = engine_actor(kind).options(**options).remote(settings, environment or {})
         self._processes: list[int] = []
 
     async def start(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -19,6 +20,7 @@ from skyrl_megatron.inference.vllm.remote import RemoteEngine
 from skyrl_megatron.inference.vllm.settings import engine_settings
 from skyrl_megatron.plugins import ENGINES
 from skyrl_megatron.workers.engine_actor import RayEngine
+from skyrl_megatron.workers.placement import RAY
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -97,9 +99,12 @@ def _started(cfg: SkyRLTrainConfig, allocation: BundleAllocation) -> list[Callab
     kind: Any = ENGINES.find(cfg.generator.inference_engine.backend) or VLLMEngine
     for number in range(cfg.generator.inference_engine.num_engines):
         settings = engine_settings(cfg, log_file=logs / f"engine_{number}.log")
+        environment = allocation.engine_environment(number, settings.workers)
+        if settings.distributed_executor_backend == RAY:
+            executor = allocation.engine_executor(number, settings.workers)
+            settings = replace(settings, distributed_executor_backend=executor)
         options = allocation.options(number, settings.workers)
-        gpus = allocation.visible_gpus(number, settings.workers)
-        made.append(partial(RayEngine, settings, kind=kind, gpus=gpus, **options))
+        made.append(partial(RayEngine, settings, kind=kind, environment=environment, **options))
     return cast("list[Callable[[], InferenceEngine]]", made)
 
 

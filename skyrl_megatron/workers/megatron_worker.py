@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from skyrl_megatron.hub import model_card
 from skyrl_megatron.plugins import load_plugins
 from skyrl_megatron.workers.ports import free_port
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from skyrl_megatron.algorithms.registry import RegistryVersion
+    from skyrl_megatron.algorithms.registry import RegistryVersions
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.runtime.engine import RoleName
     from skyrl_megatron.runtime.flops import ModelFlops
+    from skyrl_megatron.runtime.offload import Part
     from skyrl_megatron.weight_sync.bucket import TensorMeta
     from skyrl_megatron.workers.dispatch import RankInfo
 
@@ -40,7 +42,8 @@ class MegatronWorker:
 
     def address(self) -> tuple[str, int]:
         """Return where rank 0 of the process group will listen."""
-        return ray.util.get_node_ip_address(), free_port()
+        host = ray.util.get_node_ip_address()
+        return host, free_port(host)
 
     def build(
         self,
@@ -77,6 +80,7 @@ class MegatronWorker:
             self.engine.is_collection_rank,
             os.getpid(),
             ray.util.get_node_ip_address(),
+            self.engine.model.layer_kind if device.has_cuda() else "",
         )
 
     # ------------------------------------------------------------------ computing
@@ -84,35 +88,36 @@ class MegatronWorker:
         """Return what sequences cost: the measure that batches are balanced by."""
         return self.engine.flops
 
-    def compute_logprobs(self, chunk: Arrays) -> np.ndarray | None:
+    def compute_logprobs(self, adapters: bool, chunk: Arrays) -> np.ndarray | None:
         """Return [rows, T] float32, nats, of this replica's rows on the rank that collects, None elsewhere.
 
         An array: Megatron changes how tensors are pickled, and a driver that reads one imports all of Megatron first.
         """
         from skyrl_megatron.workers.dispatch import from_arrays
 
-        logprobs = self.engine.compute_logprobs(from_arrays(chunk))
+        logprobs = self.engine.compute_logprobs(from_arrays(chunk), adapters=adapters)
         return logprobs.numpy() if self.engine.is_collection_rank else None
 
     def train_mini_batch(
-        self, registry: RegistryVersion, algorithm: Mapping[str, Any], chunk: Arrays
+        self, registry: RegistryVersions, algorithm: Mapping[str, Any], more_follow: bool, chunk: Arrays
     ) -> dict[str, float]:
         """Take an optimizer step on a mini-batch; all metrics but those of a rank's own speed are equal on all ranks.
 
         ``algorithm``: fields of ``trainer.algorithm`` that the objective of this step has other values of.
+        ``more_follow``: another mini-batch comes before anything else reads the weights.
         """
         from skyrl_megatron.algorithms.objective import PolicyObjective
-        from skyrl_megatron.algorithms.registry import ensure_registry_version
+        from skyrl_megatron.algorithms.registry import ensure_registry_versions
         from skyrl_megatron.workers.dispatch import from_arrays
 
-        ensure_registry_version(registry)
+        ensure_registry_versions(registry)
         config = self.cfg.trainer.algorithm
         objective = PolicyObjective(dataclasses.replace(config, **algorithm) if algorithm else config)
-        return self.engine.forward_backward(from_arrays(chunk), objective=objective) | self.optim_step()
+        return self.engine.forward_backward(from_arrays(chunk), objective=objective) | self.optim_step(more_follow)
 
-    def optim_step(self) -> dict[str, float]:
+    def optim_step(self, more_follow: bool = False) -> dict[str, float]:
         """Step on the gradients added since the last one."""
-        result = self.engine.optim_step()
+        result = self.engine.optim_step(more_follow=more_follow)
         return {"grad_norm": result.grad_norm, "lr": result.learning_rate, "skipped": float(result.skipped)}
 
     def restart_schedule(self, lr: float | None, total_steps: int | None) -> None:
@@ -137,9 +142,15 @@ class MegatronWorker:
         """List what this rank sends to the engines, in order."""
         from skyrl_megatron.config.rules.role_layout import weight_transport
         from skyrl_megatron.weight_sync.megatron_source import MegatronWeightSource
+        from skyrl_megatron.weight_sync.merged_source import MergedWeightSource
         from skyrl_megatron.weight_sync.sender import WeightSender
 
-        source = MegatronWeightSource(self.engine.model, self.engine.groups)
+        engine = self.engine
+        source = (
+            MegatronWeightSource(engine.model, engine.groups)
+            if engine.adapters is None
+            else MergedWeightSource(engine.adapters, engine.groups)
+        )
         self.sender = WeightSender(source, transport=weight_transport(self.cfg))
         return list(self.sender.metadata())
 
@@ -154,6 +165,7 @@ class MegatronWorker:
 
     def send_weights(self) -> list[int]:
         """Send this rank's tensors; returns the checksum of each bucket."""
+        self.engine.onload("weights")
         return self.sender.send()
 
     def score(self, token_ids: Sequence[int], perturbation: float) -> list[float] | None:
@@ -162,9 +174,18 @@ class MegatronWorker:
 
         return score_tokens(self.engine, token_ids, perturbation=perturbation)
 
-    def offload(self) -> None:
-        """Free GPU memory for engines on the same GPU, until the next training pass."""
-        self.engine.offload()
+    # ------------------------------------------------------------------ memory
+    def offload(self, parts: Sequence[Part]) -> None:
+        """Free the GPU memory of ``parts`` for others on the same GPU, until they are needed."""
+        self.engine.offload(*parts)
+
+    def onload(self, parts: Sequence[Part]) -> None:
+        """Bring ``parts`` back ahead of their use."""
+        self.engine.onload(*parts)
+
+    def away(self) -> tuple[Part, ...]:
+        """Return the parts that are offloaded."""
+        return self.engine.away()
 
     # ------------------------------------------------------------------ checkpoints
     def save_checkpoint(self, folder: str, step: int, background: bool) -> None:
@@ -187,10 +208,17 @@ class MegatronWorker:
         return read_rank(folder, self.role, self._state(), seed=self.cfg.trainer.seed)
 
     def export_hf(self, folder: str) -> None:
-        """Write the model as a HF folder."""
+        """Write the model as a HF folder, with adapters in its weights; they go to ``adapter`` beside it as well."""
         from skyrl_megatron.runtime.hf.export import save_hf
+        from skyrl_megatron.runtime.lora.folder import save_adapter
 
-        save_hf(self.engine.model, self.engine.groups, folder)
+        engine, card = self.engine, model_card(self.cfg)
+        engine.onload("weights")
+        if engine.adapters is None:
+            save_hf(engine.model, engine.groups, folder, card=card)
+        else:
+            save_hf(engine.model, engine.groups, folder, of=engine.adapters.merged, card=card)
+            save_adapter(engine.adapters, engine.groups, Path(folder).parent / "adapter")
 
     def state_hashes(self) -> dict[str, str]:
         """SHA-256 of every saved block of this rank (weights, moments) and of its random states."""
@@ -214,8 +242,9 @@ class MegatronWorker:
         from skyrl_megatron.runtime.checkpoint.rank_writer import RankState
 
         engine = self.engine
+        engine.onload("weights", "optimizer")
         optimizer, schedule = getattr(engine, "optimizer", None), getattr(engine, "lr_schedule", None)
-        return RankState(list(engine.chunks), engine.groups, optimizer, schedule)
+        return RankState(list(engine.chunks), engine.groups, optimizer, schedule, engine.base)
 
 
 def _redirect_output(path: Path) -> None:

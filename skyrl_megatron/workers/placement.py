@@ -1,8 +1,13 @@
-"""Where each role's ranks and the engines run: placement groups, and who shares which devices."""
+"""Where each role's ranks and the engines run: placement groups, and who shares which devices.
+
+Whether there are GPUs is asked of the cluster: the process that places a run may be on a node without any, and Ray
+shows none to an actor that asked for none.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +15,6 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from skyrl_megatron import device
 from skyrl_megatron.config.rules.role_layout import active_roles, engine_ranks, role_world_size
 from skyrl_megatron.errors import LaunchError
 
@@ -19,6 +23,8 @@ if TYPE_CHECKING:
 
 READY_TIMEOUT_S = 60.0
 """Seconds after which a group that found no place is given up."""
+PROCESSES, RAY = "mp", "ray"
+"""vLLM's executors (``distributed_executor_backend``): processes of one node, actors on any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,45 +33,85 @@ class Gpu:
 
     node: str
     id: str
+    bundle: int = -1
+    """The one-GPU bundle that reserves it."""
 
 
 @dataclass(frozen=True, slots=True)
 class BundleAllocation:
     """The bundles of a role's actors, one an actor, and the share of a bundle that an actor asks for.
 
-    ``gpus``: of engines on GPUs that others use too: where the bundles lie, in order. A bundle has one of them, and an
-    engine on several runs over the bundles behind its own.
+    An engine on several GPUs has a bundle of all of them, or one-GPU bundles behind its own: where others use these
+    too, and where it lies on several nodes.
     """
 
     group: PlacementGroup
     bundles: tuple[int, ...]
     share: float = 1.0
     gpus: tuple[Gpu, ...] = ()
+    """The GPUs of the engines' one-GPU bundles, in order."""
+    on_gpus: bool = False
+    executor: str = PROCESSES
+    """What may start the workers of an engine: with ``ray`` it may lie on several nodes."""
 
     def options(self, number: int, devices: int = 1) -> dict[str, Any]:
-        """Return ``.options`` of actor ``number``, which takes ``devices`` GPUs (none on a CPU machine)."""
+        """Return ``.options`` of actor ``number``, which takes ``devices`` GPUs (none on a CPU machine).
+
+        An engine on several nodes takes none itself: its workers do, which are actors of their own.
+        """
         asked: dict[str, Any] = {"num_cpus": self.share}
-        if device.has_cuda():
+        if self.on_gpus:
             asked["num_gpus"] = self.share * (1 if self.gpus else devices)
+            if self.over_nodes(number, devices):
+                asked["num_gpus"] = 0
         strategy = PlacementGroupSchedulingStrategy(self.group, self.bundles[number])
         return asked | {"scheduling_strategy": strategy}
+
+    def over_nodes(self, number: int, devices: int) -> bool:
+        """Return whether engine ``number`` of ``devices`` GPUs lies on more than one node."""
+        return len({gpu.node for gpu in self._own(number, devices)}) > 1
+
+    def engine_executor(self, number: int, devices: int) -> str:
+        """Return what starts the workers of engine ``number``: processes on one node, Ray actors on several."""
+        return RAY if self.over_nodes(number, devices) else PROCESSES
 
     def visible_gpus(self, number: int, devices: int) -> list[str] | None:
         """Return ids of the GPUs that engine ``number`` of ``devices`` GPUs should see; None: those that Ray shows it.
 
         Its own come first, then the others of its node, whose weights it reads (``weight_sync/transport_ipc.py``).
 
-        Raises LaunchError for an engine that would lie on two nodes.
+        Raises LaunchError for an engine that would lie on two nodes and cannot.
         """
         if not self.gpus:
             return None
-        own = self.gpus[number * devices : (number + 1) * devices]
-        if len({gpu.node for gpu in own}) > 1:
+        own = self._own(number, devices)
+        if self.over_nodes(number, devices) and self.executor != RAY:
             raise LaunchError(
-                f"engine {number} would lie on two nodes: with trainer.placement.colocate_all=true each node must "
-                f"have room for whole engines, of {devices} GPUs (tp · pp · dp) each"
+                f"engine {number} would lie on two nodes: each node must have room for whole engines, of {devices} "
+                "GPUs (tp · pp · dp) each; or set generator.inference_engine.distributed_executor_backend=ray"
             )
-        return [gpu.id for gpu in own] + [gpu.id for gpu in self.gpus if gpu.node == own[0].node and gpu not in own]
+        here = own[0].node
+        others = [gpu for gpu in self.gpus if gpu not in own]
+        return [gpu.id for gpu in (*own, *others) if gpu.node == here]
+
+    def engine_environment(self, number: int, devices: int) -> dict[str, str]:
+        """Return the variables that engine ``number`` of ``devices`` GPUs is to find before it imports vLLM.
+
+        Raises LaunchError as :meth:`visible_gpus` does.
+        """
+        visible = self.visible_gpus(number, devices)
+        if visible is None:
+            return {}
+        environment = {"CUDA_VISIBLE_DEVICES": ",".join(visible)}
+        if self.share < 1:  # memory that sleeps is vLLM's own, which torch's expandable segments exclude
+            environment |= dict.fromkeys(("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), "")
+        if self.over_nodes(number, devices):  # vllm/v1/executor/ray_executor_v2.py
+            environment["VLLM_RAY_BUNDLE_INDICES"] = ",".join(str(gpu.bundle) for gpu in self._own(number, devices))
+            environment["VLLM_RAY_PER_WORKER_GPUS"] = f"{self.share:g}"
+        return environment
+
+    def _own(self, number: int, devices: int) -> tuple[Gpu, ...]:
+        return self.gpus[number * devices : (number + 1) * devices]
 
 
 @dataclass(slots=True)
@@ -96,24 +142,44 @@ def create_placement(cfg: SkyRLTrainConfig, timeout_s: float = READY_TIMEOUT_S) 
         sizes["engines"] = engine.num_engines
     together = {"policy", "ref"} if settings.colocate_policy_ref else {"policy"}
     together = set(sizes) if settings.colocate_all else together & set(sizes)
+    largest = max(node_gpus(), default=0)
+    ranks, on_gpus = engine_ranks(cfg), largest > 0
     placement = Placement()
+
+    def allocate(who: str, group: PlacementGroup, share: float, *, step: int = 1, ask: bool = False) -> None:
+        """Give ``who`` an actor on every ``step``-th bundle. ``ask``: which GPU lies behind each of them."""
+        order = _by_node(group)
+        made = BundleAllocation(
+            group, order[::step], share, on_gpus=on_gpus, executor=engine.distributed_executor_backend
+        )
+        placement.allocations[who] = made  # given back also when its GPUs do not answer
+        if ask:
+            placement.allocations[who] = replace(made, gpus=_gpus(group, order, share))
+
     try:
-        shared = reserve("+".join(sorted(together)), [_bundle(1)] * sizes["policy"], timeout_s)
-        order, share = _by_node(shared), 1.0 / len(together)
+        shared = reserve("+".join(sorted(together)), [_bundle(1, on_gpus)] * sizes["policy"], timeout_s)
         for who in sorted(together):
-            step = engine_ranks(cfg) if who == "engines" else 1
-            placement.allocations[who] = BundleAllocation(shared, order[::step], share)
-        if "engines" in together and device.has_cuda():
-            placement.allocations["engines"] = replace(placement["engines"], gpus=_gpus(shared, order, share))
+            step = ranks if who == "engines" else 1
+            allocate(who, shared, 1.0 / len(together), step=step, ask=who == "engines" and on_gpus)
         for who, count in sizes.items():
-            if who not in together:
-                per_actor = engine_ranks(cfg) if who == "engines" else 1
-                group = reserve(who, [_bundle(per_actor)] * count, timeout_s)
-                placement.allocations[who] = BundleAllocation(group, _by_node(group))
+            if who in together:
+                continue
+            devices = ranks if who == "engines" else 1
+            if on_gpus and devices > largest:  # an engine over several nodes
+                group = reserve(who, [_bundle(1, on_gpus)] * count * devices, timeout_s)
+                allocate(who, group, 1.0, step=devices, ask=True)
+            else:
+                allocate(who, reserve(who, [_bundle(devices, on_gpus)] * count, timeout_s), 1.0)
     except BaseException:
         placement.remove()
         raise
     return placement
+
+
+def node_gpus() -> list[int]:
+    """Return how many GPUs each node of the cluster has, of those that have any."""
+    found = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
+    return [count for count in found if count]
 
 
 def reserve(who: str, bundles: list[dict[str, float]], timeout_s: float = READY_TIMEOUT_S) -> PlacementGroup:
@@ -141,8 +207,8 @@ def shortage(bundles: list[dict[str, float]]) -> str:
     return "; ".join(parts) + "; take fewer (trainer.placement.*, num_engines), or join a larger cluster (RAY_ADDRESS)"
 
 
-def _bundle(devices: int) -> dict[str, float]:
-    return {"GPU": float(devices), "CPU": float(devices)} if device.has_cuda() else {"CPU": 1.0}
+def _bundle(devices: int, on_gpus: bool) -> dict[str, float]:
+    return {"GPU": float(devices), "CPU": float(devices)} if on_gpus else {"CPU": 1.0}
 
 
 def _by_node(group: PlacementGroup) -> tuple[int, ...]:
@@ -151,19 +217,20 @@ def _by_node(group: PlacementGroup) -> tuple[int, ...]:
     return tuple(sorted(range(group.bundle_count), key=lambda bundle: (nodes[bundle], bundle)))
 
 
-def _gpus(group: PlacementGroup, bundles: tuple[int, ...], share: float) -> tuple[Gpu, ...]:
+def _gpus(group: PlacementGroup, bundles: Sequence[int], share: float) -> tuple[Gpu, ...]:
     """Return the GPU behind each bundle, which a task there reports. Raises LaunchError."""
     asked = [
         _own_gpu.options(num_gpus=share, scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)).remote()
         for bundle in bundles
     ]
     try:
-        return tuple(Gpu(node, gpu) for node, gpu in ray.get(asked, timeout=READY_TIMEOUT_S))
+        found = ray.get(asked, timeout=READY_TIMEOUT_S)
     except ray.exceptions.RayError as error:
         said = str(error).strip().splitlines()[0]
         raise LaunchError(
             f"the {len(bundles)} GPUs reserved for the run do not answer: {said}; see ray status"
         ) from error
+    return tuple(Gpu(node, gpu, bundle) for bundle, (node, gpu) in zip(bundles, found, strict=True))
 
 
 @ray.remote(num_cpus=0)

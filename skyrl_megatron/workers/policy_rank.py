@@ -15,6 +15,7 @@ from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.inference.pool import EnginePool
+    from skyrl_megatron.runtime.offload import Part
     from skyrl_megatron.weight_sync.bucket import TensorMeta
     from skyrl_megatron.workers.worker_group import WorkerGroup
 
@@ -26,11 +27,10 @@ def weight_synchronizer(
 
     Await its ``sync(version)`` on the event loop that the engines were started on.
     """
-    key = "trainer.policy.model.path"
     return WeightSynchronizer(
         pool,
         [PolicyRank(actor, policy, rank) for rank, actor in enumerate(policy.group.actors)],
-        hf_config=read_hf_config(cfg.trainer.policy.model.path or "", key) or {},
+        hf_config=read_hf_config(cfg) or {},
         dtype=dtype,
         probe_interval=cfg.generator.inference_engine.weight_sync_probe_interval or 0,
         deadline_s=2 * cfg.trainer.phase_timeout_s,
@@ -65,8 +65,8 @@ class PolicyRank:
         scores: list[float] | None = await self._call("score", list(token_ids), perturbation)
         return scores
 
-    async def offload(self) -> None:
-        await self._call("offload")
+    async def offload(self, parts: Sequence[Part]) -> None:
+        await self._call("offload", parts)
 
     async def _call(self, method: str, *args: Any) -> Any:
         """Call the actor. Raises the rank's own error, or DistributedError when its process is gone."""

@@ -20,15 +20,19 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_megatron import device
 from skyrl_megatron.algorithms.registry import sync_registries
+from skyrl_megatron.config.dict_config import AnyConfig, typed_config
 from skyrl_megatron.config.rules.role_layout import active_roles, engine_ranks, role_world_size
 from skyrl_megatron.errors import LaunchError
 from skyrl_megatron.workers.ports import LOOPBACK
 from skyrl_megatron.workers.ray_guard import guard_agents
 
 if TYPE_CHECKING:
-    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.config import MegatronConfig, SkyRLTrainConfig
 
-FORWARDED_PREFIXES = ("HF_", "WANDB_", "MLFLOW_", "SWANLAB_", "VLLM_", "NCCL_", "SKYRL_")
+FORWARDED_PREFIXES = (
+    *("HF_", "WANDB_", "MLFLOW_", "SWANLAB_", "VLLM_", "SKYRL_"),
+    *("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "NVTE_"),
+)
 SPARE_SLOTS = 4
 """Logical CPUs beyond those of ranks and engines: for entry points and environments that ask for one."""
 CPU_STORE_BYTES = 1 << 30
@@ -38,31 +42,32 @@ NODE_CHECK_S = 60.0
 CONNECT_TIMEOUT_S = 10.0
 
 
-def worker_environment(cfg: SkyRLTrainConfig | None = None) -> dict[str, str]:
-    """Return the variables of every actor: one thread per process unless told otherwise, and what the user exported.
-
-    With ``cfg``, those that its options need: Megatron overlaps communication with computation only when the device
-    runs kernels in the order of their launch (CUDA_DEVICE_MAX_CONNECTIONS=1).
-    """
+def worker_environment() -> dict[str, str]:
+    """Return the variables of every actor: one thread per process unless told otherwise, and the user's own."""
     variables = {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0"),
-        "NCCL_CUMEM_ENABLE": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", ""),
     }
-    if cfg is not None and device.has_cuda() and _orders_kernels(cfg):
-        variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     return variables | {name: value for name, value in os.environ.items() if name.startswith(FORWARDED_PREFIXES)}
 
 
-def _orders_kernels(cfg: SkyRLTrainConfig) -> bool:
-    layouts = [getattr(cfg.trainer, role).megatron_config for role in active_roles(cfg)]
-    return any(
-        max(each.tensor_model_parallel_size, each.context_parallel_size) > 1 or each.ddp_config.overlap_grad_reduce
-        for each in layouts
-    )
+def rank_environment(cfg: SkyRLTrainConfig, role: str) -> dict[str, str]:
+    """Return the variables of a role's ranks on GPUs beside those of every actor.
+
+    Megatron overlaps communication with computation only when the device runs kernels in the order of their launch
+    (CUDA_DEVICE_MAX_CONNECTIONS=1, megatron/training/arguments.py). Engines do without: it takes their streams away.
+    """
+    if not _orders_kernels(getattr(cfg.trainer, role).megatron_config):
+        return {}
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")}
+
+
+def _orders_kernels(megatron: MegatronConfig) -> bool:
+    degree = max(megatron.tensor_model_parallel_size, megatron.context_parallel_size)
+    return degree > 1 or megatron.ddp_config.overlap_grad_reduce
 
 
 def logical_slots(cfg: SkyRLTrainConfig) -> int:
@@ -73,18 +78,21 @@ def logical_slots(cfg: SkyRLTrainConfig) -> int:
     return ranks + engines + SPARE_SLOTS
 
 
-def initialize_ray(cfg: SkyRLTrainConfig, *, log_to_driver: bool = True) -> None:
+def initialize_ray(cfg: AnyConfig, *, log_to_driver: bool = True) -> None:
     """Join the cluster that RAY_ADDRESS names, else start Ray here; then exchange registered functions.
 
-    ``log_to_driver``: what actors and tasks print is shown here too; ranks print into files of their own.
+    ``cfg``: valid, as ``validate_cfg`` leaves it. ``log_to_driver``: what actors and tasks print is shown here too;
+    ranks print into files of their own.
 
     Raises LaunchError when Ray does not start or answer, or a node cannot run this environment. Does nothing but the
     exchange when Ray is up already.
     """
     if not ray.is_initialized():
-        environment = {"env_vars": worker_environment(cfg)}
+        cfg = typed_config(cfg)
+        environment = {"env_vars": worker_environment()}
         if address := os.environ.get("RAY_ADDRESS"):
-            _join(address, environment, show_output=log_to_driver)
+            join(address, environment, show_output=log_to_driver)
+            _check_nodes()
         else:
             slots = max(logical_slots(cfg), os.cpu_count() or 1) if device.has_cuda() else logical_slots(cfg)
             _start(slots, environment, None if device.has_cuda() else CPU_STORE_BYTES, show_output=log_to_driver)
@@ -125,7 +133,8 @@ def _start(slots: int, environment: dict[str, Any], store_bytes: int | None, *, 
                 raise LaunchError(f"Ray did not start on {LOOPBACK}: {_first_line(error)}") from error
 
 
-def _join(address: str, environment: dict[str, Any], *, show_output: bool) -> None:
+def join(address: str, environment: dict[str, Any] | None = None, *, show_output: bool = False) -> None:
+    """Join the cluster at ``address``. Raises LaunchError when none answers there."""
     try:
         _require_listener(address)
         ray.init(address=address, runtime_env=environment, log_to_driver=show_output, logging_level=logging.ERROR)
@@ -136,7 +145,6 @@ def _join(address: str, environment: dict[str, Any], *, show_output: bool) -> No
             "'ray start --head', give the address and token (RAY_AUTH_TOKEN) of the right one, or unset RAY_ADDRESS "
             "to start Ray on this machine"
         ) from error
-    _check_nodes()
 
 
 def _require_listener(address: str) -> None:

@@ -6,12 +6,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from skyrl_megatron.errors import EngineError, EngineGoneError
 from skyrl_megatron.inference.pool import EngineSlot
 from skyrl_megatron.inference.protocol import InferenceEngine
 from skyrl_megatron.weight_sync.bucket import TensorMeta
+
+if TYPE_CHECKING:
+    from skyrl_megatron.runtime.offload import Part
 
 log = logging.getLogger(__name__)
 ANSWER_S = 30.0
@@ -38,9 +41,9 @@ class TrainerRank(Protocol):
 
         ``perturbation``: relative change of every embedding first (``runtime/scoring.py``)."""
 
-    async def offload(self) -> None:
-        """Free the GPU memory that engines on the same GPUs need, until the next training pass. Called only if they
-        share them."""
+    async def offload(self, parts: Sequence[Part]) -> None:
+        """Free the GPU memory of parts that engines on the same GPUs need; they come back when the rank needs them.
+        Called only if they share GPUs."""
 
 
 class EnginesLost(Exception):
@@ -48,7 +51,7 @@ class EnginesLost(Exception):
 
     def __init__(self, phase: str, causes: Mapping[EngineSlot, str]) -> None:
         super().__init__("; ".join(f"{slot.name}, phase {phase}: {why}" for slot, why in causes.items()))
-        self.slots = list(causes)
+        self.causes = dict(causes)
 
 
 class AttemptFailed(Exception):

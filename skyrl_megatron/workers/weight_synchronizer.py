@@ -14,14 +14,13 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.errors import EngineError, WeightSyncError
-from skyrl_megatron.inference.pool import EnginePool, EngineSlot
+from skyrl_megatron.inference.pool import EnginePool, EngineSlot, same_failure
 from skyrl_megatron.inference.protocol import InferenceEngine
 from skyrl_megatron.weight_sync import DEFAULT_BUCKET_BYTES
 from skyrl_megatron.weight_sync.bucket import TensorMeta
@@ -37,6 +36,9 @@ from skyrl_megatron.weight_sync.probe import (
 )
 from skyrl_megatron.weight_sync.transport import default_transport
 from skyrl_megatron.workers.sync_calls import AttemptFailed, EnginesLost, SyncCalls, TrainerRank
+
+if TYPE_CHECKING:
+    from skyrl_megatron.runtime.offload import Part
 
 log = logging.getLogger(__name__)
 RESTARTS = 2
@@ -154,39 +156,38 @@ class WeightSynchronizer:
 
     async def _until_verified(self, version: str) -> SyncReport:
         failures: list[str] = []
-        restarts: Counter[EngineSlot] = Counter()
+        restarts: dict[EngineSlot, list[str]] = {}
         again = False
-        if self.shared_gpus:
-            await self.calls.on_ranks("offload", lambda rank: rank.offload())
+        await self._offload("gradients", "optimizer")
         while True:
+            if self.pool.dead():  # an engine starts on GPUs that are as empty as they were when the run started
+                await self._offload("weights")
             await self._restart_dead(restarts, failures)
             slots = self.pool.alive()
             if not slots:
-                raise WeightSyncError(
-                    f"version {version} is not published, no engine is left: {'; '.join(failures)}. The trainer's "
-                    "state is whole: resume the run from its last checkpoint"
-                )
+                raise WeightSyncError(self._none_left(version, failures))
             report = SyncReport(version, 0, len(slots), failures=failures)
             try:
                 await self._update(slots, version, report)
                 return report
             except EnginesLost as error:
-                failures.append(str(error))
-                lost = error.slots
+                why, lost = str(error), error.causes
             except AttemptFailed as error:
                 if again:
                     await self._leave_update(slots)
                     raise WeightSyncError(
                         f"version {version} is not published, no engine generates: {error}"
                     ) from error
-                failures.append(str(error))
-                again, lost = True, []
+                why, lost = str(error), {}
+                again = True
             except BaseException:
                 await self._leave_update(slots)
                 raise
-            log.warning("version %s: %s", version, failures[-1])
-            for slot in lost:
-                await self.pool.mark_dead(slot, failures[-1])
+            log.warning("version %s: %s", version, why)
+            if not any(same_failure(why, told) for told in failures):
+                failures.append(why)
+            for slot, cause in lost.items():
+                await self.pool.mark_dead(slot, cause)
             await self._leave_update([slot for slot in slots if slot not in lost])
 
     # ------------------------------------------------------------------ one attempt
@@ -252,6 +253,7 @@ class WeightSynchronizer:
         due = is_due(self.syncs, self.probe_interval)
         tokens = probe_tokens(int(self.hf_config["vocab_size"]), self.syncs)
         expected = await self._expected(tokens) if due else None
+        await self._offload("weights")
         if self.shared_gpus:
             await self.calls.on_engines(slots, "wake cache", lambda engine: engine.wake(["kv_cache"]))
         if expected is None:
@@ -288,14 +290,23 @@ class WeightSynchronizer:
         rounding = logprob_diff(trainer, await score(perturbation=epsilon)) if epsilon else None
         return trainer, limit_of(self.dtype, rounding)
 
+    async def _offload(self, *parts: Part) -> None:
+        """Let parts of the trainer leave GPUs that it shares."""
+        if self.shared_gpus:
+            await self.calls.on_ranks("offload", lambda rank: rank.offload(parts))
+
     # ------------------------------------------------------------------ failures
-    async def _restart_dead(self, restarts: Counter[EngineSlot], failures: list[str]) -> None:
-        """Restart engines that are dead, within the deadline; drop one that does not come up, or fails again."""
+    async def _restart_dead(self, restarts: dict[EngineSlot, list[str]], failures: list[str]) -> None:
+        """Restart engines that are dead, within the deadline; drop one that does not come up, that fails the same way
+        again, or too often. ``restarts``: engine → what each restart of it in this sync was for."""
         for slot in self.pool.dead():
-            restarts[slot] += 1
+            causes = restarts.setdefault(slot, [])
             try:
-                if restarts[slot] > RESTARTS:
+                if any(same_failure(slot.why, cause) for cause in causes):
+                    raise EngineError("a restart changes nothing")
+                if len(causes) >= RESTARTS:
                     raise EngineError(f"failed again after {RESTARTS} restarts")
+                causes.append(slot.why)
                 async with asyncio.timeout(max(self.calls.ends - time.monotonic(), 0.0)):
                     await self.pool.restart(slot)
             except (EngineError, TimeoutError) as error:
@@ -303,6 +314,12 @@ class WeightSynchronizer:
                 await self.pool.drop(slot, why)
                 failures.append(f"{slot.name} is dropped: {why}")
                 log.error(failures[-1])
+
+    def _none_left(self, version: str, failures: Sequence[str]) -> str:
+        text = f"version {version} is not published, no engine is left: {'; '.join(failures)}"
+        if not self.syncs:
+            return f"{text}. Nothing was trained: mend the cause and start again"
+        return f"{text}. The trainer's state is whole: the same command continues from its last checkpoint, if any"
 
     async def _leave_update(self, slots: Sequence[EngineSlot]) -> None:
         """Bring engines out of a sync that will not be finished; the next one starts with new groups."""

@@ -7,16 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from skyrl_megatron.algorithms.registry import registry_version
+from skyrl_megatron.algorithms.registry import registry_versions
 from skyrl_megatron.config.rules.role_layout import role_world_size
+from skyrl_megatron.runtime.offload import PARTS
 from skyrl_megatron.workers.actor_group import ActorGroup
 from skyrl_megatron.workers.dispatch import RankInfo, ShardedBatch, dispatch
 from skyrl_megatron.workers.megatron_worker import MegatronWorker
+from skyrl_megatron.workers.ray_setup import rank_environment
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.runtime.offload import Part
     from skyrl_megatron.types import TrainingBatch
     from skyrl_megatron.workers.placement import BundleAllocation
 
@@ -32,7 +35,8 @@ class WorkerGroup:
         self.cfg, self.name = cfg, role
         world = role_world_size(cfg.trainer.placement, role)
         actor: Any = MegatronWorker
-        actors = [actor.options(**allocation.options(rank)).remote(rank, world) for rank in range(world)]
+        shared = {"runtime_env": {"env_vars": rank_environment(cfg, role) if allocation.on_gpus else {}}}
+        actors = [actor.options(**allocation.options(rank), **shared).remote(rank, world) for rank in range(world)]
         self.group = ActorGroup(role, actors, cfg.trainer.phase_timeout_s)
         self.ranks: list[RankInfo] = []
         self._building: Any = None
@@ -71,19 +75,26 @@ class WorkerGroup:
         """Return [B, T] float32, nats: log-probs of the response tokens under this role's weights."""
         return self.start_logprobs(batch, phase)()
 
-    def start_logprobs(self, batch: TrainingBatch, phase: str = "") -> Callable[[], Tensor]:
-        """Begin to compute log-probs, so that roles on devices of their own work at the same time; call the result."""
+    def start_logprobs(self, batch: TrainingBatch, phase: str = "", *, adapters: bool = True) -> Callable[[], Tensor]:
+        """Begin to compute log-probs, so that roles on devices of their own work at the same time; call the result.
+
+        ``adapters`` false: of the model that low-rank adapters are added to.
+        """
         sharded = self.dispatch(batch)
         each = sharded.arguments(self.ranks)
-        pending = self.group.start("compute_logprobs", phase=phase or f"{self.name} log-probs", each=each)
+        phase = phase or f"{self.name} log-probs"
+        pending = self.group.start("compute_logprobs", adapters, phase=phase, each=each)
         return lambda: sharded.collect(self.ranks, pending.results())
 
-    def train_mini_batch(self, sharded: ShardedBatch, **algorithm: Any) -> dict[str, float]:
+    def train_mini_batch(
+        self, sharded: ShardedBatch, *, more_follow: bool = False, **algorithm: Any
+    ) -> dict[str, float]:
         """Take an optimizer step on the rows of ``sharded``; returns metrics of the whole mini-batch.
 
         ``algorithm``: fields of ``trainer.algorithm`` that the objective of this step has other values of.
+        ``more_follow``: the next call is for another mini-batch, whose forward pass may gather the new weights.
         """
-        arguments = (registry_version(), algorithm)
+        arguments = (registry_versions(), algorithm, more_follow)
         results = self.group.call(
             "train_mini_batch", *arguments, phase=f"train {self.name}", each=sharded.arguments(self.ranks)
         )
@@ -103,6 +114,16 @@ class WorkerGroup:
             elif name.startswith("peak_"):
                 merged[name] = max(result[name] for result in results)
         return merged
+
+    # ------------------------------------------------------------------ memory
+    def offload(self, *parts: Part) -> None:
+        """Free the GPU memory of ``parts`` (all: without arguments) for other roles and engines on the same GPUs. They
+        come back by themselves when a call needs them."""
+        self.group.call("offload", parts or PARTS)
+
+    def onload(self, *parts: Part) -> None:
+        """Bring ``parts`` (all: without arguments) back ahead of their use."""
+        self.group.call("onload", parts or PARTS)
 
     # ------------------------------------------------------------------ state
     def save_checkpoint(self, folder: str, step: int, *, background: bool) -> None:

@@ -78,11 +78,11 @@ def test_registries_are_apart(losses):
 def test_without_ray_there_is_nothing_to_sync():
     import ray
 
-    from skyrl_megatron.algorithms.registry import ensure_registry_version, registry_version, sync_registries
+    from skyrl_megatron.algorithms.registry import ensure_registry_versions, registry_versions, sync_registries
 
     if ray.is_initialized():
         pytest.skip("another module holds a Ray session")
-    ensure_registry_version(registry_version())
+    ensure_registry_versions(registry_versions())
     with pytest.raises(ValueError, match="Ray is not initialised"):
         sync_registries()
 
@@ -132,10 +132,10 @@ def workers(ray):
     class Worker:
         def call(self, name, version=None):
             from skyrl_megatron.algorithms.losses import PolicyLossRegistry
-            from skyrl_megatron.algorithms.registry import ensure_registry_version
+            from skyrl_megatron.algorithms.registry import ensure_registry_versions
 
             if version is not None:
-                ensure_registry_version(version)
+                ensure_registry_versions(version)
             return PolicyLossRegistry.get(name)()
 
         def register(self, name, result):
@@ -153,12 +153,12 @@ def workers(ray):
 
 
 def test_functions_reach_every_actor(ray, workers, losses):
-    from skyrl_megatron.algorithms.registry import registry_version, sync_registries
+    from skyrl_megatron.algorithms.registry import registry_versions, sync_registries
 
     sync_registries()
     for worker in workers:  # registered before Ray started, without and with a version that travels
         assert ray.get(worker.call.remote("lambda")) == "a lambda"
-        assert ray.get(worker.call.remote("of main", registry_version())) == 42
+        assert ray.get(worker.call.remote("of main", registry_versions())) == 42
     losses.register("later", lambda: "later")
     assert ray.get([worker.call.remote("later") for worker in workers]) == ["later"] * 2
     ray.get(workers[0].register.remote("of a worker", "worker 0"))
@@ -168,36 +168,36 @@ def test_functions_reach_every_actor(ray, workers, losses):
 
 
 def test_a_name_registered_anew_is_seen_at_the_next_call(ray, workers, losses):
-    from skyrl_megatron.algorithms.registry import registry_version
+    from skyrl_megatron.algorithms.registry import registry_versions
 
     losses.register("changing", lambda: "first")
-    version = registry_version()
+    version = registry_versions()
     assert ray.get([worker.call.remote("changing", version) for worker in workers]) == ["first"] * 2
     losses.unregister("changing")
     losses.register("changing", lambda: "second")
     assert ray.get([worker.call.remote("changing", version) for worker in workers]) == ["first"] * 2, "none asked"
-    version = registry_version()
+    version = registry_versions()
     assert ray.get([worker.call.remote("changing", version) for worker in workers]) == ["second"] * 2
     losses.unregister("changing")
     for worker in workers:
         with pytest.raises(ValueError, match="'changing' is not registered"):
-            ray.get(worker.call.remote("changing", registry_version()))
+            ray.get(worker.call.remote("changing", registry_versions()))
     # Changed by a worker, dispatched by the driver, run by another worker.
     ray.get(workers[0].register.remote("changing", "third"))
-    assert ray.get(workers[1].call.remote("changing", registry_version())) == "third"
+    assert ray.get(workers[1].call.remote("changing", registry_versions())) == "third"
 
 
 def test_built_in_names_change_everywhere(ray, workers, losses):
-    from skyrl_megatron.algorithms.registry import registry_version
+    from skyrl_megatron.algorithms.registry import registry_versions
 
     losses.unregister("regular")
     losses.register("regular", lambda: "mine")
-    assert ray.get([worker.call.remote("regular", registry_version()) for worker in workers]) == ["mine"] * 2
+    assert ray.get([worker.call.remote("regular", registry_versions()) for worker in workers]) == ["mine"] * 2
     losses.repopulate()
     with pytest.raises(
         TypeError, match="missing 4 required positional arguments"
     ):  # the built-in one, called without arguments
-        ray.get(workers[0].call.remote("regular", registry_version()))
+        ray.get(workers[0].call.remote("regular", registry_versions()))
 
 
 def test_two_processes_cannot_share_a_name(ray, workers, losses):
@@ -207,6 +207,44 @@ def test_two_processes_cannot_share_a_name(ray, workers, losses):
     assert losses.get("taken")() == "by worker 0"
     with pytest.raises(ValueError, match=r"'nowhere' is not registered\. Registered: .*taken"):
         ray.get(workers[0].call.remote("nowhere"))
+
+
+def test_the_actor_itself_answers(ray, workers, losses):
+    """Each registry has a named actor with the members that scripts written for SkyRL ask."""
+    import cloudpickle
+
+    from skyrl_megatron.algorithms.registry import registry_versions
+    from skyrl_megatron.utils.ppo_utils import AdvantageEstimatorRegistry, RegistryActor
+
+    losses.register("held", lambda: "held")
+    ray.get(workers[0].call.remote("held"))
+    assert losses._actor_name == "policy_loss_registry"
+    actor = RegistryActor.options(name=losses._actor_name, get_if_exists=True).remote()
+    assert cloudpickle.loads(ray.get(actor.get.remote("held")))() == "held"
+    assert "held" in ray.get(actor.list_available.remote()) and ray.get(actor.get.remote("nothing")) is None
+    AdvantageEstimatorRegistry.sync_with_actor()
+    estimators = ray.get_actor(AdvantageEstimatorRegistry._actor_name)
+    assert "held" not in ray.get(estimators.list_available.remote())
+    # what is changed there is what processes find: a new name when they ask, an old one at the next dispatched call
+    ray.get(actor.register.remote("given", cloudpickle.dumps(lambda: "given")))
+    assert losses.get("given")() == ray.get(workers[1].call.remote("given")) == "given"
+    ray.get(actor.register.remote("held", cloudpickle.dumps(lambda: "replaced")))
+    assert losses.get("held")() == "held", "none asked"
+    assert ray.get(workers[0].call.remote("held", registry_versions())) == "replaced" == losses.get("held")()
+    assert cloudpickle.loads(ray.get(actor.unregister.remote("held")))() == "replaced"
+    assert "held" not in losses.list_available() and ray.get(actor.unregister.remote("held")) is None
+
+
+def test_an_actor_of_ones_own_is_a_plain_store():
+    import cloudpickle
+
+    from skyrl_megatron.algorithms.registry_sync import RegistryActor
+
+    actor = RegistryActor()
+    actor.register("f", cloudpickle.dumps(len))
+    assert actor.registry == {"f": cloudpickle.dumps(len)} and actor.list_available() == ["f"]
+    actor.unregister("f")
+    assert actor.registry == {}
 
 
 def test_a_known_name_sends_no_message(ray, losses, monkeypatch):
@@ -225,19 +263,18 @@ def test_a_known_name_sends_no_message(ray, losses, monkeypatch):
 
 
 def test_a_lost_registry_is_replaced(ray, workers, losses):
-    from skyrl_megatron.algorithms.registry import registry_version
-    from skyrl_megatron.algorithms.registry_sync import ACTOR_NAME
+    from skyrl_megatron.algorithms.registry import registry_versions
 
     losses.register("survivor", lambda: "alive")
     losses.register("replaced", lambda: "old")
-    before = registry_version()
+    before = registry_versions()
     ray.get([worker.call.remote("replaced", before) for worker in workers])
     losses.unregister("replaced")
     losses.register("replaced", lambda: "new")
-    ray.kill(ray.get_actor(ACTOR_NAME))
+    ray.kill(ray.get_actor("policy_loss_registry"))
     assert "replaced" in ray.get(workers[0].names.remote()), "its new registry is told of the old function first"
-    after = registry_version()
-    assert after.actor != before.actor
+    after = registry_versions()
+    assert after["policy_loss_registry"].actor != before["policy_loss_registry"].actor
     assert losses.get("replaced")() == "new"
     for worker in workers:
         assert ray.get(worker.call.remote("replaced", after)) == "new"
@@ -246,10 +283,10 @@ def test_a_lost_registry_is_replaced(ray, workers, losses):
 
 def test_ray_restarted_in_the_same_process(ray, losses):
     """Last in this module: ends the session of the fixture and starts another, which is told what is known."""
-    from skyrl_megatron.algorithms.registry import registry_version
+    from skyrl_megatron.algorithms.registry import registry_versions
 
     losses.register("across", lambda: "both sessions")
-    before = registry_version()
+    before = registry_versions()
     ray.shutdown()
     losses.register("between", lambda: "sessions")
     start_ray()
@@ -257,11 +294,11 @@ def test_ray_restarted_in_the_same_process(ray, losses):
     @ray.remote(num_cpus=0)
     def call(names, version):
         from skyrl_megatron.algorithms.losses import PolicyLossRegistry
-        from skyrl_megatron.algorithms.registry import ensure_registry_version
+        from skyrl_megatron.algorithms.registry import ensure_registry_versions
 
-        ensure_registry_version(version)
+        ensure_registry_versions(version)
         return [PolicyLossRegistry.get(name)() for name in names]
 
-    after = registry_version()
-    assert after.actor != before.actor
+    after = registry_versions()
+    assert after["policy_loss_registry"].actor != before["policy_loss_registry"].actor
     assert ray.get(call.remote(["across", "between"], after)) == ["both sessions", "sessions"]

@@ -52,13 +52,13 @@ def compare(
     from skyrl_megatron.runtime.hf.export import stream_hf
     from skyrl_megatron.runtime.hf.load import load_hf
     from skyrl_megatron.runtime.model.build import build_model
-    from tests.runtime.parity import _forward_backward
+    from tests.runtime.parity import forward_backward
 
     groups = parallel_state.initialize(ParallelConfig(dist.get_world_size(), **layout), timeout_s=120)
     model = build_model(folder, groups, dtype=torch.float32)
     load_hf(model, folder, groups)
     expected = torch.load(reference_file)
-    logits_error = _forward_backward(model, groups, expected["logits"], padded, fault=None)
+    logits_error = forward_backward(model, groups, expected["logits"], padded, fault=None)
     buffers = {piece.name for entry in model.hf.plan.entries if entry.is_buffer for piece in entry.hf}
     found: dict[str, Any] = {}
     for piece in stream_hf(model, groups, of=lambda parameter: parameter.main_grad):

@@ -111,15 +111,7 @@ def test_frozen_router(ranks, tmp_path):
     check(ranks, folder, str(tmp_path / "a"), "dp2", "tp2", frozen, frozen)
 
 
-def forget_backend():
-    """Megatron leaves the attention backend of a model in the environment and refuses another one after it."""
-    import os
-
-    for name in ("FLASH", "FUSED", "UNFUSED"):
-        os.environ.pop(f"NVTE_{name}_ATTN", None)
-
-
-def bf16_state(folder, degrees, seed):
+def bf16_state(folder, degrees, seed, options=None):
     """Model in bfloat16 with fp32 masters in a distributed Adam. No engine: it computes in fp32 on CPU."""
     import types
 
@@ -138,9 +130,7 @@ def bf16_state(folder, degrees, seed):
     megatron_patches.install()
     layout = ParallelConfig(world_size=dist.get_world_size(), **degrees)
     groups = parallel_state.initialize(layout, seed=seed)
-    forget_backend()
     model = build_model(folder, groups, dtype=torch.bfloat16)
-    forget_backend()
     load_hf(model, folder, groups)
     buffers = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
     chunks = [
@@ -152,7 +142,7 @@ def bf16_state(folder, degrees, seed):
         num_warmup_steps=0, num_decay_steps=None,
     )  # fmt: skip
     optimizer = build_optimizer(
-        chunks, settings, {}, groups, params_dtype=torch.bfloat16, use_distributed_optimizer=True,
+        chunks, settings, options or {}, groups, params_dtype=torch.bfloat16, use_distributed_optimizer=True,
         overlap_param_gather=False,
     )  # fmt: skip
     return RankState(chunks, groups, optimizer, build_lr_schedule(optimizer, settings, None))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from typing import Any
 
@@ -111,7 +112,57 @@ def train(engine, steps) -> list[tuple[float, float]]:
 def digest(tensor) -> str:
     import torch
 
-    return hashlib.sha256(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest()
+
+
+def held_by_name(engine) -> dict[str, str]:
+    """Digest of every weight, and of master and moments of the range that this rank's optimizer owns of it."""
+    from skyrl_megatron.runtime.checkpoint.optimizer_state import owned_ranges
+
+    names = {id(p): f"{i}.{name}" for i, chunk in enumerate(engine.chunks) for name, p in chunk.named_parameters()}
+    held = {name: digest(p) for i, chunk in enumerate(engine.chunks) for name, p in chunk.named_parameters()}
+    for each in owned_ranges(engine.optimizer):
+        held |= {f"{names[id(each.parameter)]} {key}": digest(value) for key, value in each.tensors.items()}
+    return held
+
+
+def saved(folder, root, overrides):
+    """What an engine holds that has been offloaded and saves: :func:`held_by_name`."""
+    from tests.checkpoint.ranks import RankCheckpointer
+
+    trained = engine(folder, "single", **overrides)
+    train(trained, [1, 2])
+    trained.offload()
+    trained.onload("weights", "optimizer")
+    saver = RankCheckpointer(root, state_of(trained), seed=0)
+    saver.save(2)
+    saver.close()
+    return held_by_name(trained)
+
+
+def loaded(folder, root, overrides, fault=None):
+    """What another engine holds, trained differently, when it has loaded that. ``fault``: moments are read into memory
+    that nobody looks at."""
+    import dataclasses
+    import warnings
+    from unittest import mock
+
+    from skyrl_megatron.runtime.checkpoint import rank_reader
+    from skyrl_megatron.runtime.checkpoint.local_state import blocks_to_load
+    from tests.checkpoint.ranks import RankCheckpointer
+
+    trained = engine(folder, "single", seed=7, **overrides)
+    train(trained, [10])
+
+    def elsewhere(*arguments):
+        for block in blocks_to_load(*arguments):
+            yield dataclasses.replace(block, data=block.data.clone()) if "exp_avg" in block.key else block
+
+    planted = mock.patch.object(rank_reader, "blocks_to_load", elsewhere) if fault else contextlib.nullcontext()
+    with warnings.catch_warnings(), planted:
+        warnings.simplefilter("ignore")
+        RankCheckpointer(root, state_of(trained)).load()
+    return held_by_name(trained)
 
 
 def local_digests(engine) -> dict[str, str]:

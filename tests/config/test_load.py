@@ -54,7 +54,7 @@ def problems(*args):
         ("trainer.resume_mode=null", None),
         ("trainer.policy.fsdp_config.reshard_after_forward=4", 4),
         ("trainer.policy.fsdp_config.reshard_after_forward=true", True),
-        ("data.train_data=['$HOME/x.parquet','b']", ["$HOME/x.parquet", "b"]),
+        ("data.train_data=['/$HOME/x.parquet','b']", ["/$HOME/x.parquet", "b"]),
         ("generator.sampling_params.stop=['</s>']", ["</s>"]),
         ("generator.inference_engine.engine_init_kwargs={max_model_len: 64, a: {b: [1, null]}}", None),
         ("generator.chat_template_kwargs.enable_thinking=false", None),
@@ -363,7 +363,8 @@ def values_of(annotation):
         if origin is list:
             return st.lists(values_of(annotation.__args__[0]), max_size=3)
         if origin is dict:
-            return st.dictionaries(TEXT.filter(bool), PLAIN, max_size=3)
+            values = TEXT if getattr(annotation, "__args__", ())[1:] == (str,) else PLAIN
+            return st.dictionaries(TEXT.filter(bool), values, max_size=3)
         kinds = {bool: st.booleans(), int: st.integers(-99, 99), str: TEXT}
         kinds[float] = st.floats(-1e9, 1e9, allow_nan=False)
         plain = st.one_of(*(kinds[member] for member in members_of(annotation) if member in kinds))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.bridges.tiny_models import TINY, save_tiny, tiny_config
+from tests.bridges.tiny_models import TINY, tiny_config
 
 QWEN3_30B_A3B = dict(
     hidden_size=2048,
@@ -59,21 +59,21 @@ def on_meta(config):
 @pytest.mark.parametrize("family", TINY)
 def test_totals_are_those_of_transformers(family):
     from bridges.plan import Plan
-    from skyrl_megatron.entrypoints.memory_budget import model_parameters
+    from skyrl_megatron.entrypoints.memory.parameters import ParameterTable
 
     config = config_of(family)
-    assert model_parameters(Plan.of(config)) == on_meta(config)
+    assert ParameterTable(Plan.of(config)).total() == on_meta(config)
 
 
 def test_published_total_of_qwen3_30b_a3b():
     from bridges.plan import Plan
-    from skyrl_megatron.entrypoints.memory_budget import active_parameters, model_parameters
+    from skyrl_megatron.entrypoints.memory.parameters import ParameterTable
 
     config = tiny_config("qwen3_moe", **QWEN3_30B_A3B)
     assert on_meta(config) == PUBLISHED
-    plan = Plan.of(config)
-    assert model_parameters(plan) == PUBLISHED
-    assert round(active_parameters(plan, 8) / 1e9, 1) == 3.4  # "A3B" counts them without the embedding: 3.0
+    table = ParameterTable(Plan.of(config))
+    assert table.total() == PUBLISHED
+    assert round(table.active(8) / 1e9, 1) == 3.4  # "A3B" counts them without the embedding: 3.0
 
 
 def built_and_predicted(layouts, configs):
@@ -83,7 +83,7 @@ def built_and_predicted(layouts, configs):
 
     from bridges.plan import Plan
     from skyrl_megatron.config.rules.layout import ParallelConfig
-    from skyrl_megatron.entrypoints.memory_budget import stage_parameters
+    from skyrl_megatron.entrypoints.memory.parameters import ParameterTable
     from skyrl_megatron.runtime import parallel_state
     from skyrl_megatron.runtime.model.build import build_model
 
@@ -99,7 +99,7 @@ def built_and_predicted(layouts, configs):
             for chunk in model.chunks:
                 for parameter in chunk.parameters():
                     sizes[getattr(parameter, "allreduce", True)] += parameter.numel()
-            count = stage_parameters(Plan.of(config), parallel, groups.pp.rank(), value_head=head == "value")
+            count = ParameterTable(Plan.of(config)).stage(parallel, groups.pp.rank(), value_head=head == "value")
             found[name, family, head] = ((sizes[True], sizes[False]), (count.dense, count.expert))
         destroy_model_parallel()
     return found
@@ -146,51 +146,3 @@ def test_ranks_stand_where_megatron_puts_them():
             for group in generator.get_ranks(axis):
                 for position, rank in enumerate(group):
                     assert getattr(rank_position(parallel, rank), name) == position, (degrees, name, rank)
-
-
-def engine_bytes(folder, overrides):
-    """Bytes of a rank's weights, gradients and optimizer state after a step of the real engine; and predicted ones."""
-    import os
-
-    import torch
-
-    from bridges.plan import Plan
-    from skyrl_megatron.config import SkyRLTrainConfig, resolve
-    from skyrl_megatron.config.hardware import local_hardware
-    from skyrl_megatron.config.hf_model import read_hf_config
-    from skyrl_megatron.config.rules.role_layout import role_layout
-    from skyrl_megatron.entrypoints.memory_budget import rank_bytes, stage_parameters
-    from skyrl_megatron.runtime.engine import MegatronEngine
-
-    cfg = SkyRLTrainConfig.from_cli_overrides(
-        {"trainer.policy.model.path": str(folder), "trainer.bf16": False} | overrides
-    )
-    assert resolve.fit_to_hardware(cfg, local_hardware()) == []
-    for name in [name for name in os.environ if name.startswith("NVTE_")]:
-        del os.environ[name]  # Megatron refuses another attention backend than the last model of the process had
-    engine = MegatronEngine(cfg)
-    for chunk in engine.chunks:
-        for parameter in chunk.parameters():
-            parameter.main_grad.fill_(1e-3)
-    engine.optimizer.step()
-    buffers = [b for chunk in engine.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    state = {}
-    for optimizer in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
-        for entry in optimizer.optimizer.state.values():
-            state |= {id(value): value for value in entry.values() if torch.is_tensor(value) and value.dim()}
-    weights = sum(parameter.nbytes for chunk in engine.chunks for parameter in chunk.parameters())
-    measured = (weights, sum(b.grad_data.nbytes for b in buffers), sum(value.nbytes for value in state.values()))
-    parallel = role_layout(cfg, "policy")
-    count = stage_parameters(Plan.of(read_hf_config(str(folder))), parallel, engine.groups.pp.rank())
-    size = rank_bytes(count, parallel, engine.megatron, bf16=False, trained=True)
-    return measured, (size.weights, size.gradients, size.optimizer)
-
-
-@pytest.mark.parametrize("degrees", [dict(expert=2), dict(tensor=2), dict(pipeline=2)], ids=str)
-def test_predicted_bytes_are_those_of_the_engine(ranks, tmp_path, degrees):
-    folder = save_tiny("qwen3_moe", tmp_path, num_hidden_layers=4, num_key_value_heads=2)
-    overrides = {f"trainer.policy.megatron_config.{name}_model_parallel_size": n for name, n in degrees.items()}
-    overrides["trainer.placement.policy_num_gpus_per_node"] = 2
-    for measured, predicted in ranks(2, engine_bytes, folder, overrides, timeout_s=400):
-        for name, real, expected in zip(("weights", "gradients", "optimizer"), measured, predicted, strict=True):
-            assert abs(expected - real) <= 0.1 * real, f"{name}: predicted {expected:,}, measured {real:,}"

@@ -38,11 +38,27 @@ def test_register_and_make(registered):
     registered("echo", f"{__name__}:Echo", kwargs={"greeting": "good day"})
     registered("echo", f"{__name__}:Echo", kwargs={"greeting": "good day"})  # again, as scripts do
     assert envs.make("echo").greeting == "good day" and envs.make("echo", greeting="hi").greeting == "hi"
-    with pytest.raises(DataError, match="'echo' is already registered as"):
+    with pytest.raises(DataError, match=r"'echo' is registered already \(.*:Echo\): .*override=True"):
         envs.register("echo", Echo)
+    registered("echo", Echo, override=True, kwargs={"greeting": "welcome"})
+    assert envs.make("echo").greeting == "welcome"
     registered("echo-2", Echo)
     assert envs.make("echo-2", extras={}).step("x")["metadata"] == {"said": "x"}
     assert {"echo", "echo-2", "gsm8k", "search"} <= set(envs.registered())
+
+
+def test_one_that_comes_with_the_package_is_replaced_on_purpose_only():
+    """A user's environment often has the id of one of ours: ``multiply`` is the field's usual first example."""
+    ours = envs.spec("multiply")
+    with pytest.raises(DataError, match=r"'multiply' comes with the package .*register\(.*, override=True\)"):
+        envs.register(id="multiply", entry_point=f"{__name__}:Echo")
+    assert envs.spec("multiply") == ours
+    try:
+        envs.register(id="multiply", entry_point=f"{__name__}:Echo", override=True)
+        assert type(envs.make("multiply")).__name__ == "Echo"
+    finally:
+        envs.register(ours.id, ours.entry_point, override=True)
+    assert envs.spec("multiply") == ours
 
 
 def test_mistakes_are_named(registered):

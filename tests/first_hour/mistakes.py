@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import contextlib
+import json
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+P = "trainer.policy."
+M = f"{P}megatron_config."
+E = "generator.inference_engine."
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,9 +22,219 @@ class Mistake:
     name: str
     """The mistake in a few words; the test's id."""
     arguments: Callable[[Path], list[str]]
-    """Folder of its own → arguments of ``launch/run_moe.sh``, with ``--check`` where that finds the mistake."""
+    """Folder of its own, with ``model`` and ``rows.parquet`` → arguments beside :func:`usual`."""
     says: tuple[str, ...]
     """Parts of the one message: the key, the value or the fix."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    holds: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    """What is there meanwhile."""
 
 
-MISTAKES: tuple[Mistake, ...] = ()
+def usual(folder: Path) -> list[str]:
+    """Arguments of a run with nothing wrong, on the files of :func:`write_files`."""
+    places = [f"trainer.{name}_path={folder}/{name}" for name in ("log", "ckpt", "export")]
+    return [
+        f"model={folder}/model",
+        f"data.train_data=[{folder}/rows.parquet]",
+        f"data.val_data=[{folder}/rows.parquet]",
+        "trainer.train_batch_size=8",
+        "trainer.policy_mini_batch_size=4",
+        "trainer.logger=console",
+        *places,
+    ]
+
+
+def command_line(folder: Path, mistake: Mistake) -> list[str]:
+    """Return the usual arguments with the mistake's in their place."""
+    wrong = mistake.arguments(folder)
+    keys = {argument.partition("=")[0] for argument in wrong}
+    return [*(argument for argument in usual(folder) if argument.partition("=")[0] not in keys), *wrong]
+
+
+def write_files(folder: Path) -> Path:
+    """Write a model and eight rows of GSM8K's form; returns ``folder``."""
+    from tests.bridges.tiny_models import tiny_config
+    from tests.support.whole_folder import write_sums, write_whole_folder
+
+    sizes = dict(hidden_size=64, head_dim=32, num_hidden_layers=2, max_position_embeddings=4096)
+    write_whole_folder(folder / "model", tiny_config("qwen3_moe", **sizes))
+    write_sums(folder / "rows.parquet")
+    return folder
+
+
+def _keys(*arguments: str) -> Callable[[Path], list[str]]:
+    return lambda folder: list(arguments)
+
+
+def _rows(rows: int = 8, **changes: Any) -> Callable[[Path], list[str]]:
+    """Other training rows."""
+
+    def arguments(folder: Path) -> list[str]:
+        from tests.support.whole_folder import write_sums
+
+        return [f"data.train_data=[{write_sums(folder / 'train.parquet', rows, **changes)}]", "data.val_data=[]"]
+
+    return arguments
+
+
+def _model(change: Callable[[Path], object]) -> Callable[[Path], list[str]]:
+    """Another model: the usual one after ``change`` of its folder."""
+
+    def arguments(folder: Path) -> list[str]:
+        change(folder / "model")
+        return []
+
+    return arguments
+
+
+def _config(**changes: Any) -> Callable[[Path], list[str]]:
+    def change(model: Path) -> None:
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | changes))
+
+    return _model(change)
+
+
+def _small_heads(model: Path) -> None:
+    from tests.support.whole_folder import write_whole_folder
+
+    config = json.loads((model / "config.json").read_text())
+    write_whole_folder(model, config | {"head_dim": 16})
+
+
+def _cut(model: Path) -> None:
+    weights = model / "model.safetensors"
+    with weights.open("r+b") as file:
+        file.truncate(weights.stat().st_size - 1000)
+
+
+def _without_tokenizer(model: Path) -> None:
+    for path in model.iterdir():
+        if path.name not in ("config.json", "model.safetensors"):
+            path.unlink()
+
+
+def _without_template(model: Path) -> None:
+    (model / "chat_template.jinja").unlink()
+
+
+def _index(model: Path) -> None:
+    weights = {"model.embed_tokens.weight": "model-00001-of-00002.safetensors"}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+
+
+def _text(text: str) -> Callable[[Path], list[str]]:
+    def arguments(folder: Path) -> list[str]:
+        (folder / "train.parquet").write_text(text)
+        return [f"data.train_data=[{folder}/train.parquet]"]
+
+    return arguments
+
+
+PORT = 28173
+
+
+@contextlib.contextmanager
+def _busy_port() -> Iterator[None]:
+    with socket.create_server(("127.0.0.1", PORT)):
+        yield
+
+
+_LATER = "not available in this version"
+MISTAKES: tuple[Mistake, ...] = (
+    # folders
+    Mistake("logs below a file", _keys("trainer.log_path=/etc/hostname/x"), ("log_path=/etc/hostname/x", "is a file")),
+    Mistake("logs in /proc", _keys("trainer.log_path=/proc/nope"), ("log_path=/proc/nope", "cannot be written")),
+    Mistake(
+        "exports in /proc",
+        _keys("trainer.export_path=/proc/nope", "trainer.eval_before_train=true"),
+        ("trainer.export_path=/proc/nope", "name a folder that you can write to"),
+    ),
+    Mistake("checkpoints in /proc", _keys("trainer.ckpt_path=/proc/nope"), ("=/proc/nope", "cannot be written")),
+    Mistake(
+        "a checkpoint that is not there",
+        _keys("trainer.resume_mode=from_path", "trainer.resume_path=/none/global_step_4"),
+        ("trainer.resume_path=/none/global_step_4", "no such folder"),
+    ),
+    # model
+    Mistake("weights cut off", _model(_cut), ("model.safetensors is damaged", "fetch the file again")),
+    Mistake("a missing shard", _model(_index), ("model-00001-of-00002.safetensors", "is missing")),
+    Mistake("another model's config", _config(num_hidden_layers=3), ("missing model.layers.2.", "config.json")),
+    Mistake("no tokenizer", _model(_without_tokenizer), ("holds no tokenizer", "tokenizer.json")),
+    Mistake("no chat template", _model(_without_template), ("has no chat template", "set generator.chat_template")),
+    Mistake(
+        "an unknown chat template",
+        _keys("generator.chat_template.name_or_path=qwen3"),
+        ("chat_template.name_or_path=qwen3", "qwen3_with_thinking"),
+    ),
+    Mistake("an unsupported model type", _config(model_type="qwen3_mo"), ("qwen3_mo", "nearest: qwen3_moe")),
+    Mistake("head_dim 16 on CPU", _model(_small_heads), ("head_dim=16", "on CPU vLLM's attention takes 32, 64")),
+    # data
+    Mistake("no rows", _rows(0), ("train.parquet", "has no rows")),
+    Mistake("wrong columns", _rows(prompt=None, question=["?"] * 8), ("no column 'prompt'", "question")),
+    Mistake("a text as prompt", _rows(prompt=["10 + 20"] * 8), ("row 0", "list of messages with role and content")),
+    Mistake("damaged parquet", _text("PAR1 and nothing else"), ("train.parquet", "cannot be read as parquet")),
+    Mistake("damaged jsonl", lambda folder: _jsonl(folder), ("train.jsonl", "cannot be read as json")),
+    Mistake("no such file", _keys("data.train_data=[/none/rows.parquet]"), ("/none/rows.parquet", "no such file")),
+    Mistake("prompts too long", _keys("trainer.max_prompt_length=2"), ("max_prompt_length=2", "none of 8 prompts")),
+    Mistake(
+        "fewer rows than a batch",
+        _keys("trainer.train_batch_size=1024"),
+        ("trainer.train_batch_size=1024", "8 prompts do not fill one batch"),
+    ),
+    Mistake("an unknown environment in rows", _rows(env_class=["gsm9k"] * 8), ("no environment 'gsm9k'", "'gsm8k'?")),
+    Mistake("an unknown environment", _keys("environment.env_class=gsm9k"), ("env_class=gsm9k", "you mean 'gsm8k'")),
+    Mistake("no reward_spec", _rows(reward_spec=None), ("row 0", "gsm8k", "no reward_spec.ground_truth")),
+    # names that are handed on
+    Mistake(
+        "transformer_config_kwargs",
+        _keys(f"{M}transformer_config_kwargs.recompute_granularit=full"),
+        ("transformer_config_kwargs.recompute_granularit=full", "did you mean recompute_granularity?"),
+    ),
+    Mistake(
+        "optimizer_config_kwargs",
+        _keys(f"{M}optimizer_config_kwargs.adam_ep=1e-8"),
+        ("optimizer_config_kwargs.adam_ep", "did you mean adam_eps?"),
+    ),
+    Mistake(
+        "engine_init_kwargs",
+        _keys(f"{E}engine_init_kwargs.max_modl_len=64"),
+        ("engine_init_kwargs.max_modl_len=64", "did you mean max_model_len?"),
+    ),
+    Mistake(
+        "additional_kwargs",
+        _keys("generator.sampling_params.additional_kwargs={min_token: 3}"),
+        ("sampling_params.additional_kwargs.min_token=3", "did you mean min_tokens?"),
+    ),
+    Mistake(
+        "model_config_kwargs",
+        _keys(f"{M}model_config_kwargs.rms_norm_ep=1e-5"),
+        ("model_config_kwargs.rms_norm_ep", "did you mean rms_norm_eps?"),
+    ),
+    # the machine
+    Mistake(
+        "a port in use",
+        _keys(f"{E}enable_http_endpoint=true", f"{E}http_endpoint_port={PORT}"),
+        (f"http_endpoint_port={PORT}", "set another port, or 0 for a free one"),
+        holds=_busy_port,
+    ),
+    Mistake(
+        "a tracker that is not installed",
+        _keys("trainer.logger=wandb"),
+        ("trainer.logger=wandb", "uv pip install --python", " wandb, or set trainer.logger=tensorboard"),
+        environment={"WANDB_API_KEY": "x"},
+    ),
+    # features to come
+    Mistake("a critic", _keys("trainer.algorithm.value_head_prefix=v"), ("value_head_prefix=v", _LATER)),
+    Mistake(
+        "asynchronous training",
+        _keys("trainer.fully_async.max_staleness_steps=3"),
+        ("trainer.fully_async.max_staleness_steps=3", _LATER),
+    ),
+    Mistake("a reference that follows", _keys("trainer.update_ref_every_epoch=true"), ("every_epoch", _LATER)),
+)
+
+
+def _jsonl(folder: Path) -> list[str]:
+    (folder / "train.jsonl").write_text('{"prompt": [{"role": "user"\n')
+    return [f"data.train_data=[{folder}/train.jsonl]"]

@@ -1,11 +1,52 @@
-"""Tests of this folder need a GPU, and neither Ray, vLLM nor Transformer Engine."""
+"""The ladder for the first hour on a GPU: rungs in the order of their numbers, from imports to a whole colocated step.
+
+Each rung says what it proves (``PROVES``) and what to report when it fails (``REPORT``); the first failure ends the
+climb, because what stands above would only fail for the same reason. Without a GPU everything is skipped; the bodies
+that CPU tests share are tried there with planted faults.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
+HERE = Path(__file__).parent
+failed: list[pytest.Item] = []
+
+
+def is_rung(item: pytest.Item) -> bool:
+    return item.path.parent == HERE
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = [place for place, item in enumerate(items) if is_rung(item)]
+    rungs = sorted((items[place] for place in places), key=lambda item: item.path.name)
+    for place, item in zip(places, rungs, strict=True):
+        items[place] = item
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item):
+    report = yield
+    if report.failed and is_rung(item) and not failed:
+        failed.append(item)
+    return report
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    for item in failed:
+        terminalreporter.section(f"the climb ended at {item.path.stem}")
+        terminalreporter.write_line(f"It proves: {item.module.PROVES}")
+        terminalreporter.write_line(f"Report: what {item.nodeid} and launch/doctor.sh print; {item.module.REPORT}")
+
 
 @pytest.fixture(autouse=True)
-def gpu():
+def gpu(request):
     from skyrl_megatron import device
 
+    if failed and failed[0].path != request.node.path:
+        pytest.skip(f"{failed[0].path.stem} failed")
     if not device.driver_gpu_count():
         pytest.skip("no GPU")

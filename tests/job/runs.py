@@ -61,7 +61,7 @@ from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
 from skyrl_megatron.envs import register
 from skyrl_megatron.trainer import RayPPOTrainer
 from skyrl_megatron.config import SkyRLTrainConfig
-from skyrl_megatron.config.validate import from_command_line
+from skyrl_megatron.entrypoints.checks import load_config
 from skyrl_megatron.entrypoints.command import run_command
 import sys
 
@@ -80,7 +80,7 @@ class Exp(BasePPOExp):
 
 if __name__ == "__main__":
     def work():
-        run_experiment(from_command_line(SkyRLTrainConfig, sys.argv[1:]), Exp)
+        run_experiment(load_config(SkyRLTrainConfig, sys.argv[1:])[0], Exp)
         return 0
 
     sys.exit(run_command(work))
@@ -101,6 +101,11 @@ class Run:
         """The lines of metrics.jsonl."""
         path = self.folder / "logs/skyrl/run/metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()]
+
+    @property
+    def told(self):
+        """Lines of its output, but for those that a machine which is busy with other work adds: what it waits for."""
+        return [line for line in self.out.splitlines() if not line.startswith("… ")]
 
     def check(self):
         """The run itself, when it ended well."""

@@ -84,7 +84,7 @@ def test_a_tracker_without_its_package_is_one_message(tmp_path):
     from skyrl_megatron.trainer.tracking import Tracking
 
     with pytest.raises(
-        LaunchError, match=r"trainer.logger=swanlab: its package is not installed .*pip install swanlab"
+        LaunchError, match=r"trainer.logger=swanlab: its package is not installed .*uv pip install .* swanlab"
     ):
         Tracking(config(tmp_path, **{"trainer.logger": "swanlab"}))
 

@@ -177,7 +177,7 @@ def test_an_engine_of_any_class_is_an_actor(ray_slots):
     from skyrl_megatron.workers.engine_actor import RayEngine
 
     async def use():
-        engine = RayEngine("settings", kind=Echo, gpus=["3", "1"])
+        engine = RayEngine("settings", kind=Echo, environment={"CUDA_VISIBLE_DEVICES": "3,1"})
         await engine.start()
         assert await engine.version() == ("settings", "3,1")
         with pytest.raises(RequestError, match="ill"):

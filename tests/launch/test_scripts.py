@@ -18,12 +18,12 @@ def test_scripts_parse(script):
 
 def test_run_tests_help():
     done = subprocess.run([ROOT / "launch" / "run_tests.sh", "--help"], capture_output=True, text=True, check=True)
-    assert "--fast" in done.stdout and "--layouts=all" in done.stdout
+    assert "--fast" in done.stdout and "--te" in done.stdout and "--layouts=all" in done.stdout
 
 
 def test_setup_help():
     done = subprocess.run([ROOT / "launch" / "setup.sh", "--help"], capture_output=True, text=True, check=True)
-    assert "[cpu|gpu|ci]" in done.stdout
+    assert "[cpu|gpu|te|ci]" in done.stdout
 
 
 def debian(tmp_path, installed, **commands):

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -75,4 +76,68 @@ def test_full_disk_is_named(checkout, tmp_path):
     result = setup(checkout, "cpu", PATH=f"{fake.parent}:{os.environ['PATH']}")
     assert result.returncode == 1
     assert "disk: 1 GiB free" in result.stderr and "free some space" in result.stderr
+    assert not (checkout / ".venv").exists()
+
+
+@pytest.fixture
+def installed(checkout, tmp_path):
+    """A ``uv`` on PATH that notes what it is asked for in ``calls`` and installs nothing: packages are this test
+    run's. Without an index nothing can be installed; what is asked for, and in which order, is setup.sh's part."""
+    uv = tmp_path / "bin" / "uv"
+    uv.parent.mkdir()
+    calls = tmp_path / "calls"
+    uv.write_text(
+        f"""#!/bin/sh
+echo "$*" >>{calls}
+case "$*" in *" -r "*) grep -c '^transformer-engine-torch' "${{@: -1}}" >>{calls} || true ;; esac
+case "$*" in *transformer-engine-torch*)
+  echo "cache=$UV_CACHE_DIR force=$NVTE_PYTORCH_FORCE_BUILD cuda=$CUDA_HOME" >>{calls}
+  if [ -n "$BUILD_FAILS" ]; then echo "fatal error: cuda.h: no such file, as the network timed out"; exit 1; fi ;;
+esac
+""".replace("#!/bin/sh", "#!/bin/bash")
+    )
+    uv.chmod(0o755)
+    site = Path(sysconfig.get_paths()["purelib"])
+    environment = {
+        "PATH": f"{uv.parent}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{ROOT}:{site}",
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+    }
+    return environment, calls
+
+
+def test_transformer_engine_is_built_last_with_the_torch_that_is_there(checkout, installed):
+    """And an environment that lacks it is none: nothing falls back to slower layers in silence."""
+    import torch
+
+    environment, calls = installed
+    result = setup(checkout, "gpu", **environment)
+    lines = calls.read_text().splitlines()
+    built = next(place for place, line in enumerate(lines) if "transformer-engine-torch==" in line)
+    assert "--no-build-isolation" in lines[built] and "--no-deps" in lines[built]
+    assert any(" -r " in line for line in lines[:built]) and "0" in lines[:built], lines
+    assert f"torch{torch.__version__}-cp" in lines[built + 1] and "force=TRUE" in lines[built + 1]
+    assert result.returncode == 1, result.stdout
+    assert "import transformer_engine.pytorch: ModuleNotFoundError" in result.stderr
+    assert "the environment is not whole" in result.stderr
+    assert not (checkout / ".venv" / ".skyrl-megatron-installed").exists()
+
+
+def test_a_failed_build_is_no_network_error(checkout, installed):
+    environment, _ = installed
+    result = setup(checkout, "gpu", BUILD_FAILS="1", **environment)
+    assert result.returncode == 1
+    assert "cuda.h: no such file" in result.stderr and "transformer-engine-torch==" in result.stderr
+    assert "did not build with torch" in result.stderr and "package index" not in result.stderr
+
+
+def test_no_compiler_is_named_before_anything_is_installed(checkout, tmp_path):
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in os.listdir("/usr/bin"):
+        if name not in ("c++", "uv"):
+            (folder / name).symlink_to(f"/usr/bin/{name}")
+    result = setup(checkout, "gpu", PATH=str(folder))
+    assert result.returncode == 1
+    assert "no C++ compiler" in result.stderr and "apt install g++" in result.stderr
     assert not (checkout / ".venv").exists()

@@ -119,7 +119,7 @@ def test_files_that_do_not_serve(tmp_path):
         dataset([save(text, tmp_path / "text.jsonl")])
     with pytest.raises(DataError, match="row 0: no column 'prompt'; the columns are question"):
         dataset([save([{"question": "?"}], tmp_path / "column.jsonl")])
-    with pytest.raises(DataError, match=r"neither a file .* nor a dataset that can be loaded"):
+    with pytest.raises(DataError, match=r"nobody/nothing:test: HF_HUB_OFFLINE is set.* --repo-type dataset"):
         dataset(["nobody/nothing:test"])
     from skyrl_megatron.data.prompts import PromptDataset
 
@@ -151,11 +151,11 @@ for batch in PromptLoader(found, 64):
     pass
 print(len(found), anonymous() - before)
 """
-    from skyrl_megatron.data.prompts import _load
+    from skyrl_megatron.data.prompts import load_source
 
     rows = [{"prompt": [{"role": "user", "content": f"{i} " + "x" * 2000}]} for i in range(30_000)]
     path = save(rows, tmp_path / "large.parquet")
-    _load(path, 1)  # converts it
+    load_source(path, 1)  # converts it
     command = [sys.executable, "-c", code, path, str(tmp_path / "cache")]
     count, used = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert int(count) == 30_000 and int(used) < 20_000  # kB; the file holds 60,000

@@ -42,14 +42,16 @@ def data() -> dict[str, Any]:
     return {"sequences": sequences, "mask": mask, "weights": weights}
 
 
-def reference(folder: Path, out: Path) -> Path:
+def reference(folder: Path, out: Path, *, dtype: str = "float32") -> Path:
     """Logits and gradients of the model in ``folder`` by transformers' autograd, saved to ``out``."""
     import torch
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
     batch = data()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=getattr(torch, dtype), attn_implementation="eager", experts_implementation="eager"
+    )
     logits = torch.cat(
         [
             model(batch["sequences"][row : row + 1, -length:], use_cache=False).logits[0]
@@ -93,11 +95,11 @@ def compare(
     if fault in FAULTS:
         FAULTS[fault](model)
     expected = torch.load(reference_file)
-    logits_error = _forward_backward(model, groups, expected["logits"], padded, fault)
+    logits_error = forward_backward(model, groups, expected["logits"], padded, fault)
     return Comparison(logits_error, _gradient_errors(model, groups, expected["gradients"]))
 
 
-def _forward_backward(model, groups, expected, padded: bool, fault: str | None) -> float | None:
+def forward_backward(model, groups, expected, padded: bool, fault: str | None) -> float | None:
     """The replica's sequences, in two micro-batches where it has two, through Megatron's schedule and finalization."""
     import numpy as np
     import torch

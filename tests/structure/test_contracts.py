@@ -15,13 +15,19 @@ NAMES = {
         "SkyRLLoraConfig SkyRLTrainConfig Text2SQLEnvConfig TrainerConfig get_config_as_dict get_config_as_yaml_str "
         "make_config"
     ),
+    "skyrl_megatron.config.config": "SkyRLTrainConfig make_config get_config_as_dict",
     "skyrl_megatron.utils": "validate_cfg initialize_ray",
+    "skyrl_megatron.utils.utils": "validate_cfg initialize_ray",
     "skyrl_megatron.utils.ppo_utils": (
         "BaseFunctionRegistry AdvantageEstimatorRegistry PolicyLossRegistry RegistryActor "
         "register_advantage_estimator register_policy_loss sync_registries repopulate_all_registries "
         "AdvantageEstimator PolicyLossType "
         "AdaptiveKLController FixedKLController get_kl_controller masked_mean masked_var masked_whiten "
-        "masked_token_mean compute_advantages_and_returns compute_approx_kl ppo_critic_loss"
+        "masked_token_mean compute_advantages_and_returns compute_approx_kl ppo_critic_loss "
+        "compute_grpo_outcome_advantage compute_gae_advantage_return compute_rloo_outcome_advantage "
+        "compute_reinforce_plus_plus_outcome_advantage ppo_policy_loss gspo_policy_loss sapo_policy_loss "
+        "cross_entropy_loss importance_sampling_loss compute_policy_loss_cispo compute_policy_loss_clip_cov "
+        "compute_policy_loss_kl_cov"
     ),
     "skyrl_megatron.generators.base": (
         "BatchMetadata ConversationType GeneratorInput GeneratorInterface GeneratorOutput MetricsOutput TrainingPhase "

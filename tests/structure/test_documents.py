@@ -13,9 +13,11 @@ def files_of(text: str) -> list[str]:
     return list(dict.fromkeys(FILE.findall(text)))
 
 
-@pytest.mark.parametrize(
-    "document", ["ARCHITECTURE.md", "CONTRIBUTING.md", "README.md", "SECURITY.md", "CHANGELOG.md"]
-)
+DOCUMENTS = ["ARCHITECTURE.md", "CONTRIBUTING.md", "README.md", "SECURITY.md", "CHANGELOG.md"]
+DOCUMENTS += sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_files_that_a_document_names_are_there(document):
     named = files_of((ROOT / document).read_text())
     missing = [name for name in named if not any((ROOT / base / name).exists() for base in ("", "skyrl_megatron"))]

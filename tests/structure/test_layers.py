@@ -19,8 +19,10 @@ LAYER = {
     "algorithms": 1,
     "data": 1,
     "config": 0,
+    "hub": 0,
     "errors": 0,
     "plugins": 0,
+    "progress": 0,
     "types": 0,
     "device": 0,
 }
@@ -119,7 +121,8 @@ def test_gptmodel_is_imported_in_one_file():
 
 
 def test_no_dumping_grounds():
-    allowed = {ROOT / "skyrl_megatron" / "utils", ROOT / "skyrl_megatron" / "generators"}
+    utils = ROOT / "skyrl_megatron" / "utils"
+    allowed = {utils, utils / "utils.py"}  # names for scripts written for SkyRL
     bad = [
         relative(path)
         for path in [*(ROOT / "skyrl_megatron").rglob("*"), *(ROOT / "bridges").rglob("*")]
@@ -141,7 +144,8 @@ def test_compatibility_modules_only_reexport(folder):
 
 def test_test_modules_import_no_heavy_package_at_collection():
     heavy = {"torch", "ray", "megatron", "vllm", "transformers"}
-    for path in (ROOT / "tests").rglob("*.py"):
+    modules = [path for path in (ROOT / "tests").rglob("*.py") if path.parent.name != "scripts"]  # those tests run
+    for path in modules:
         for node in ast.parse(path.read_text()).body:
             names = []
             if isinstance(node, ast.Import):

@@ -23,5 +23,8 @@ class StateSource:
         metadata = zip(self.metadata(), rows, strict=True)
         return [TensorShard(meta, local, (RowRange(0, 0, len(local), 0),)) for meta, local in metadata]
 
+    def refresh(self) -> None:
+        pass
+
     def addresses(self) -> list[int]:
         return [tensor.data_ptr() for tensor in self.tensors.values()]

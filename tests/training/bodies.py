@@ -75,7 +75,7 @@ def three_steps(folder, batch, expected, layout, overrides, fault=None):
                 for piece in stream_hf(engine.model, engine.groups, of=lambda parameter: parameter.main_grad):
                     want = expected.grads[piece.name]
                     gradients[piece.name] = float((piece.tensor - want).abs().max() / want.abs().max())
-            result = engine.optim_step()
+            result = engine.optim_step(more_follow=step < reference.STEPS - 1)
             if step == 0:
                 grad_norm = result.grad_norm
     weights = {
@@ -100,3 +100,80 @@ def check(outcomes, expected):
             worst = max(errors, key=errors.get)
             print(f"largest error of {field}: {errors[worst]:.1e} ({worst})")
             assert errors[worst] <= tolerance, f"{field} of {worst} are off by {errors[worst]:.1e}"
+
+
+def one_backward(folder, batch, layers, overrides, fault=None):
+    """Log-probs [B, T] and the gradient of every parameter by HF name, with ``layers`` of Transformer Engine's or
+    ours (``transformer_impl``); ``fault``: one of ``tests/runtime/faults.py``."""
+    from skyrl_megatron.runtime.engine import MegatronEngine
+    from skyrl_megatron.runtime.hf.export import stream_hf
+    from tests.runtime.faults import FAULTS
+
+    asked = {f"{MEGATRON}transformer_config_kwargs.transformer_impl": layers}
+    engine = MegatronEngine(config(folder, overrides=NO_DISTRIBUTED | asked | overrides))
+    assert engine.model.config.transformer_impl == layers
+    if fault:
+        FAULTS[fault](engine.model)
+    batch.old_logprobs = batch.rollout_logprobs = batch.ref_logprobs = batch.response_mask * -6.0
+    logprobs = engine.compute_logprobs(batch)
+    engine.forward_backward(batch)
+    engine.reduce_gradients()
+    pieces = stream_hf(engine.model, engine.groups, of=lambda parameter: parameter.main_grad)
+    return {"log-probs": logprobs.numpy()} | {
+        f"{piece.name}[{piece.index}]": piece.tensor.detach().float().cpu().numpy() for piece in pieces
+    }
+
+
+def check_as_near(found, ours, exact):
+    """Assert that every array of ``found`` is about as near to ``exact`` as that of ``ours``: within twice its
+    relative L2 distance and one part in a hundred, more than bf16's rounding adds and less than a mistake leaves."""
+    import numpy as np
+
+    assert found.keys() == exact.keys() and len(exact) > 20
+    wrong = {}
+    for name, value in exact.items():
+        size = np.linalg.norm(value)
+        error, usual = (np.linalg.norm(other[name] - value) / size if size else 0.0 for other in (found, ours))
+        if not error <= 2 * usual + 0.01:
+            wrong[name] = f"{error:.2g} (ours: {usual:.2g})"
+    assert not wrong, f"{len(wrong)} of {len(exact)} are off: {dict(list(wrong.items())[:8])}"
+
+
+def leaves_and_comes_back(folder, batch, overrides, fault=None):
+    """A step, then everything leaves the device and comes back as it was; the next step moves what the model reads."""
+    import torch
+
+    from skyrl_megatron import device
+    from skyrl_megatron.runtime.engine import MegatronEngine
+    from skyrl_megatron.runtime.offload import optimizer_tensors
+
+    engine = MegatronEngine(config(folder, overrides=overrides))
+    batch.old_logprobs = batch.rollout_logprobs = batch.ref_logprobs = batch.response_mask * -6.0
+
+    def tensors():
+        found = [*(p for chunk in engine.chunks for p in chunk.parameters()), *optimizer_tensors(engine.optimizer)]
+        return [getattr(tensor, "_data", tensor).detach() for tensor in found]
+
+    def step():
+        engine.forward_backward(batch)
+        assert not engine.optim_step().skipped
+
+    step()
+    before = [tensor.clone() for tensor in tensors()]
+    engine.offload()
+    left = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors() if t.device == device.device()}
+    assert len(left) > 10 and not any(left.values()), f"{sum(left.values())} bytes are still on the device"
+    engine.onload()
+    if fault == "replaced weights":
+        for parameter in (p for chunk in engine.chunks for p in chunk.parameters()):
+            parameter.data = parameter.data.clone()
+    if fault == "lost moments":
+        for tensor in optimizer_tensors(engine.optimizer):
+            tensor.detach().zero_()
+    assert all(torch.equal(a, b) for a, b in zip(before, tensors(), strict=True)), "what came back is not what left"
+    scores = engine.compute_logprobs(batch)
+    engine.offload()
+    assert torch.equal(engine.compute_logprobs(batch), scores)
+    step()
+    moved = (engine.compute_logprobs(batch) - scores).abs().max()
+    assert moved > 1e-3, "the optimizer steps, and the model computes with the weights of before"

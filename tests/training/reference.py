@@ -142,6 +142,26 @@ def auxiliary_loss(per_row, lengths, experts, top_k, aux_coefficient, z_coeffici
     return total
 
 
+def loss_terms(model, batch, *, after_row=lambda: None):
+    """(clipped policy loss, KL (k3), entropy), means over the valid tokens of the batch; each row runs alone."""
+    import torch
+
+    tokens = batch.loss_mask.sum()
+    policy = kl = entropy = 0.0
+    for row in range(len(batch)):
+        logprobs, entropies = hf_logprobs(model, batch, row)
+        after_row()
+        n = len(logprobs)
+        mask, advantages = batch.loss_mask[row, -n:], batch.advantages[row, -n:]
+        ratio = (logprobs - batch.old_logprobs[row, -n:]).exp()
+        clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
+        policy = policy - (torch.minimum(ratio * advantages, clipped * advantages) * mask).sum()
+        k = (batch.ref_logprobs[row, -n:] - logprobs).clamp(-20, 20)
+        kl = kl + ((k.exp() - k - 1).clamp(max=10) * mask).sum()  # limited as documented for k3
+        entropy = entropy + (entropies * mask).sum()
+    return policy / tokens, kl / tokens, entropy / tokens
+
+
 def policy_gradient_step(folder, batch, scratch, *, aux_coefficient=0.0, z_coefficient=0.0):
     """Clipped policy loss + KL (k3) − entropy over the valid tokens of the batch, for :data:`STEPS` steps."""
     import copy
@@ -154,25 +174,16 @@ def policy_gradient_step(folder, batch, scratch, *, aux_coefficient=0.0, z_coeff
     numbers = grads = None
     for step in range(STEPS):
         optimizer.zero_grad()
-        tokens = batch.loss_mask.sum()
-        policy = kl = entropy = 0.0
         per_row = []
-        for row in range(len(batch)):
-            seen.clear()
-            logprobs, entropies = hf_logprobs(model, batch, row)
+
+        def keep(per_row=per_row):
             per_row.append(list(seen))
-            n = len(logprobs)
-            mask, advantages = batch.loss_mask[row, -n:], batch.advantages[row, -n:]
-            ratio = (logprobs - batch.old_logprobs[row, -n:]).exp()
-            clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
-            policy = policy - (torch.minimum(ratio * advantages, clipped * advantages) * mask).sum()
-            k = (batch.ref_logprobs[row, -n:] - logprobs).clamp(-20, 20)
-            kl = kl + ((k.exp() - k - 1).clamp(max=10) * mask).sum()  # limited as documented for k3
-            entropy = entropy + (entropies * mask).sum()
-        policy, kl, entropy = policy / tokens, kl / tokens, entropy / tokens
+            seen.clear()
+
+        policy, kl, entropy = loss_terms(model, batch, after_row=keep)
         loss = policy + KL * kl - ENTROPY * entropy
         objective = loss
-        if seen:
+        if aux_coefficient or z_coefficient:
             config = model.config
             objective = loss + auxiliary_loss(
                 per_row,

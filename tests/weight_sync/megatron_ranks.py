@@ -148,7 +148,7 @@ class Handle:
     async def score(self, token_ids, *, perturbation=0.0):
         return await self("score", list(token_ids), perturbation)
 
-    async def offload(self):
+    async def offload(self, parts):
         raise AssertionError("nobody shares a GPU")
 
     def _ask(self, *call: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 BUCKET_BYTES = 1 << 14
@@ -56,6 +58,9 @@ def test_senders_and_receivers_call_alike(transport):
 
 
 def test_nccl_group_is_connected_before_the_first_broadcast(monkeypatch):
+    """And a wait that fails ends a sync, not the process: torch's watchdog comes later, and only cleans up.
+
+    A fake group: NCCL needs a GPU."""
     import torch.distributed as dist
 
     from skyrl_megatron import device
@@ -68,7 +73,8 @@ def test_nccl_group_is_connected_before_the_first_broadcast(monkeypatch):
             pass
 
         def __init__(self, store, rank, world_size, options) -> None:
-            calls.append(("join", rank, world_size, options._timeout.total_seconds()))
+            on_error = os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"]
+            calls.append(("join", rank, world_size, options._timeout.total_seconds(), on_error))
 
         def eager_connect_single_device(self, where) -> None:
             calls.append(("connect", where))
@@ -83,18 +89,20 @@ def test_nccl_group_is_connected_before_the_first_broadcast(monkeypatch):
         def abort(self) -> None:
             calls.append(("abort",))
 
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
     transport = NcclTransport("127.0.0.1", 0, 0, 3, 7.0)
     wait = transport.broadcast("bucket")
     wait()
     transport.close()
     assert calls == [
-        ("join", 0, 3, 7.0),
+        ("join", 0, 3, 70.0, "2"),
         ("connect", device.device()),
         ("broadcast", "bucket", 0),
         ("wait", 7.0),
         ("abort",),
     ]
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
 
 
 def test_the_plan_is_made_once_and_again_when_weights_move():

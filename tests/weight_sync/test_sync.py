@@ -104,7 +104,7 @@ def on_shared_gpus(pool, trainer, models, monkeypatch):
         really = getattr(owner, method)
 
         async def noted(*arguments):
-            calls.append(" ".join([method, *(str(a) for a in arguments if method in ("sleep", "wake"))]))
+            calls.append(" ".join([method, *(str(a) for a in arguments if method in ("sleep", "wake", "offload"))]))
             if method != "offload":
                 return await really(*arguments)
 
@@ -143,10 +143,11 @@ def test_engines_on_shared_gpus_sleep_while_the_trainer_works(pool, on_shared_gp
     synchronizer, calls = on_shared_gpus
     client, monitor = InferenceClient(pool), HealthMonitor(pool, timeout_s=20)
     woken = [
-        "offload",
+        "offload ('gradients', 'optimizer')",
         "pause",
         "wake ['weights']",
         "receive_weights",
+        "offload ('weights',)",
         "wake ['kv_cache']",
         "resume",
         "score",

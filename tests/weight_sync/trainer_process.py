@@ -11,14 +11,16 @@ from typing import Any
 BUCKET_BYTES = 1 << 17  # smaller than the largest tensor of the tiny models
 
 
-def serve(connection) -> None:
+def serve(connection, transport: str | None) -> None:
     """Answer (method, arguments) until the pipe closes; an error is sent back as it is."""
     import torch
     from safetensors.torch import load_file
 
+    from skyrl_megatron.device import set_local_device
     from tests.support.state_source import StateSource
 
     torch.set_num_threads(1)
+    where = "cpu" if transport is None else str(set_local_device(torch.cuda.device_count() - 1))
     sender, address = None, ("", 0)
     while True:
         try:
@@ -28,10 +30,10 @@ def serve(connection) -> None:
         try:
             if method == "load":
                 folder, fault = arguments
-                tensors = load_file(f"{folder}/model.safetensors")
+                tensors = load_file(f"{folder}/model.safetensors", device=where)
                 if sender is not None:
                     sender.close()
-                sender = FaultySender(StateSource(with_fault(tensors, fault)), bucket_bytes=BUCKET_BYTES)
+                sender = FaultySender(StateSource(with_fault(tensors, fault)), BUCKET_BYTES, transport)
                 sender.fault, answer = fault, None
             elif method == "metadata":
                 answer = list(sender.metadata())
@@ -64,7 +66,7 @@ def with_fault(tensors: dict, fault: str | None) -> dict:
     return tensors
 
 
-def FaultySender(source, bucket_bytes):
+def FaultySender(source, bucket_bytes, transport=None):
     """A sender whose ``fault`` can be set."""
     from skyrl_megatron.weight_sync.sender import WeightSender
 
@@ -100,21 +102,25 @@ def FaultySender(source, bucket_bytes):
             finally:
                 transport.broadcast = broadcast
 
-    return Sender(source, bucket_bytes=bucket_bytes)
+    return Sender(source, bucket_bytes=bucket_bytes, transport=transport)
 
 
 class TrainerProcess:
-    """A ``TrainerRank`` (``workers/sync_calls.py``) in a process. :meth:`load` chooses what it sends."""
+    """A ``TrainerRank`` (``workers/sync_calls.py``) in a process. :meth:`load` chooses what it sends.
 
-    def __init__(self) -> None:
+    ``transport``: of GPUs, where it then has its weights, on the last one.
+    """
+
+    def __init__(self, transport: str | None = None) -> None:
         self.folder: Any = None
+        self.transport = transport
         self.start()
 
     def start(self) -> None:
         """The process; a new one, if there was one before."""
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs,), daemon=True)
+        self.process = context.Process(target=serve, args=(theirs, self.transport), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -145,7 +151,7 @@ class TrainerProcess:
 
         return await asyncio.to_thread(reference_logprobs, self.folder, token_ids)
 
-    async def offload(self):
+    async def offload(self, parts):
         raise AssertionError("nobody shares a GPU")
 
     def _ask(self, method, *arguments):

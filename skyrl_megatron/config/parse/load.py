@@ -7,23 +7,25 @@ Rules
   dotted key into it (``transformer_config_kwargs.recompute_granularity=selective``) sets one entry and keeps the
   others. So any default can be undone: ``transformer_config_kwargs={}``.
 - ``${other.key}`` takes the value of another key, ``${oc.env:NAME}`` that of an environment variable (OmegaConf).
+- A value that takes the place of another one given in the same command line or file is told; over a file it is not.
 - An unknown key is an error. All errors are reported together.
 """
 
 from __future__ import annotations
 
 import copy
-import difflib
 import typing
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from skyrl_megatron.config.fields import Section, default_of, field_types, leaves, members_of, sections_of
+from skyrl_megatron.config.fields import Section, default_of, field_types, members_of, sections_of
 from skyrl_megatron.config.parse import legacy
+from skyrl_megatron.config.parse.nearest import nearest_keys
 from skyrl_megatron.config.parse.sources import Assignment, read_arguments, read_mapping
 from skyrl_megatron.config.parse.values import Mismatch, convert
-from skyrl_megatron.errors import ConfigError, Problem
+from skyrl_megatron.errors import ConfigError, Problem, SkyRLMegatronWarning
 
 Tree = dict[str, Any]  # field name → Assignment, or a Tree for a section
 
@@ -40,13 +42,18 @@ def from_mapping[C: Section](cls: type[C], mapping: Mapping[str, Any]) -> C:
 def parse[C: Section](cls: type[C], args: Sequence[str] | Mapping[str, Any]) -> tuple[C, list[Problem]]:
     """Return a configuration and everything wrong with ``args``. Fields with an unusable value have their default."""
     problems: list[Problem] = []
+    resolved = False
     if isinstance(args, Mapping):
-        assignments = read_mapping(_plain(args)[0], "mapping", text=True)
+        plain, resolved = _plain(args)
+        assignments = read_mapping(plain, "mapping", text=True)
     else:
         assignments, problems = read_arguments(args)
     builder = _Builder(cls, {**legacy.DEPRECATED, **legacy.DROPPED, **legacy.ALIASES})
-    cfg, found = builder.build(assignments)
+    cfg, found = builder.build(assignments, interpolate=not resolved)
     legacy.warn_deprecated({old: new for old, new in builder.renamed.items() if old not in legacy.ALIASES})
+    if builder.repeated:
+        told = "\n".join(f"  {line}" for line in builder.repeated)
+        warnings.warn(f"given twice; the later one counts:\n{told}", SkyRLMegatronWarning, stacklevel=3)
     return cfg, [*problems, *found]
 
 
@@ -69,6 +76,8 @@ class _Builder[C: Section]:
     renames: Mapping[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     renamed: dict[str, str] = field(default_factory=dict)
+    given: dict[tuple[str, str], Assignment] = field(default_factory=dict)
+    repeated: list[str] = field(default_factory=list)
     tree: Tree = field(default_factory=dict)
 
     def build(self, assignments: Sequence[Assignment], interpolate: bool = True) -> tuple[C, list[Problem]]:
@@ -113,6 +122,7 @@ class _Builder[C: Section]:
     def _place_leaf(self, item: Assignment, cls: type, tree: Tree, name: str, inside: list[str]) -> None:
         """Assign a setting, or (``inside``) one entry of a dict option."""
         before = tree.get(name)
+        self._compare(item)
         if inside:
             self._place_entry(item, cls, tree, name, inside)
         elif before is not None and before.source == item.source and before.spelled != item.spelled:
@@ -120,6 +130,13 @@ class _Builder[C: Section]:
             self.problems.append(Problem(item.key, item.value, twice))
         else:
             tree[name] = item
+
+    def _compare(self, item: Assignment) -> None:
+        """Note a value that takes the place of another one from the same command line or file."""
+        before = self.given.get((item.source, item.key))
+        self.given[item.source, item.key] = item
+        if before is not None and before.spelled == item.spelled and before.value != item.value:
+            self.repeated.append(f"{item.spelled}={before.value}, then {item.spelled}={item.value}")
 
     def _place_entry(self, item: Assignment, cls: type, tree: Tree, name: str, inside: list[str]) -> None:
         """Change one entry of the mapping given before, else of the default."""
@@ -139,7 +156,7 @@ class _Builder[C: Section]:
         tree[name] = Assignment(option_key, option, None, item.source, spelled)
 
     def _reject(self, item: Assignment, cls: type, key: str) -> None:
-        near = _nearest(self.cls, cls, key, item.key)
+        near = nearest_keys(self.cls, cls, key, item.key)
         hint = f"; closest: {', '.join(near)}" if near else ""
         self.problems.append(Problem(item.spelled, item.value, f"unknown key{hint}"))
 
@@ -235,13 +252,3 @@ def _merged(cls: type[Section], base: Section | None, tree: Tree) -> dict[str, A
         else:
             values[name] = item.value if isinstance(item, Assignment) else default
     return values
-
-
-def _nearest(root: type, cls: type, key: str, whole: str) -> list[str]:
-    """Return up to three valid keys like ``whole``, wrong from ``key`` on: siblings, the same last name, any."""
-    prefix, _, name = key.rpartition(".")
-    every = [leaf for leaf, _, _ in leaves(root)]
-    siblings = [f"{prefix}.{near}" if prefix else near for near in difflib.get_close_matches(name, field_types(cls))]
-    same = [leaf for leaf in every if leaf.rpartition(".")[2] == name]
-    alike = difflib.get_close_matches(whole, every, n=3, cutoff=0.85)
-    return list(dict.fromkeys([*alike[:1], *siblings, *same, *alike]))[:3]

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from skyrl_megatron.errors import Problem
+
+OPTIONS = ("--check", "--config", "--help", "--recipe")
+"""Options of the commands, for whoever mistypes one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,19 @@ def read_arguments(args: Sequence[str]) -> tuple[list[Assignment], list[Problem]
     return found, problems
 
 
+def names_key(assignments: Sequence[Assignment], key: str) -> bool:
+    """Return whether one of ``assignments`` gives ``key`` a value, by itself or inside a mapping for a section."""
+    return any(
+        item.key == key
+        or (key.startswith(f"{item.key}.") and isinstance(item.value, Mapping) and names_key(_entries(item), key))
+        for item in assignments
+    )
+
+
+def _entries(item: Assignment) -> list[Assignment]:
+    return [item.below(str(name), value) for name, value in item.value.items()]
+
+
 def read_yaml(path: str) -> tuple[list[Assignment], list[Problem]]:
     """Read a YAML file, or say why it cannot be read, with the line."""
     import yaml
@@ -114,8 +132,13 @@ def _refusal(arg: str, has_value: bool) -> str | None:
             "or subclass the configuration class to add your own"
         )
     if arg.startswith("-"):
-        return "unknown option; settings are written key=value"
-    return None if has_value else "settings are written key=value"
+        near = difflib.get_close_matches(arg.partition("=")[0], OPTIONS, n=1)
+        return f"unknown option{f'; did you mean {near[0]}?' if near else ''} Settings are written key=value"
+    if has_value:
+        return None
+    if re.fullmatch(r"\d+x\d+", arg):
+        return f"settings are written key=value; a machine is written --check={arg}"
+    return "settings are written key=value"
 
 
 def _yaml_value(text: str) -> Any:

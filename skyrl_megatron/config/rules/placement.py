@@ -1,4 +1,4 @@
-"""Rules of layouts and devices: parallel degrees of each role, GPUs asked for, Megatron options that contradict."""
+"""Rules of layouts and devices: parallel degrees of each role, GPUs asked for, who shares them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from skyrl_megatron.config.fields import default_of
 from skyrl_megatron.config.hf_model import model_dimensions
 from skyrl_megatron.config.rules.layout import ParallelConfig, layout_problems
+from skyrl_megatron.config.rules.megatron import megatron_problems
 from skyrl_megatron.config.rules.role_layout import active_roles, engine_ranks, role_layout, role_world_size
-from skyrl_megatron.config.schema.megatron import MegatronConfig
 from skyrl_megatron.errors import Problem
 
 if TYPE_CHECKING:
@@ -36,12 +36,13 @@ def placement_problems(
         own = (role_layout(cfg, role), getattr(cfg.trainer, role).megatron_config, configs.get(role))
         if role == "policy" or own != policy:  # the same problem is named once
             yield from _layout(own[0], own[2] or {}, section)
-            yield from _megatron(cfg, role, section, hardware)
+            yield from megatron_problems(cfg, role, section, hardware)
         yield from _no_adapter(cfg, role)
         yield from _fsdp(getattr(cfg.trainer, role).fsdp_config, f"trainer.{role}.fsdp_config.")
     yield from _colocation(cfg)
     if not hardware.is_cpu:
         yield from _gpus(cfg, hardware)
+        yield from _engine_nodes(cfg, hardware)
 
 
 def _layout(parallel: ParallelConfig, hf: Mapping[str, Any], section: str) -> Iterator[Problem]:
@@ -49,62 +50,6 @@ def _layout(parallel: ParallelConfig, hf: Mapping[str, Any], section: str) -> It
     if parallel.etp > 1 and hf.get("model_type") == "gpt_oss":
         fix = "experts with biases cannot be cut: set it to 1"
         yield Problem(f"{section}expert_tensor_parallel_size", parallel.etp, fix)
-
-
-def _megatron(cfg: SkyRLTrainConfig, role: str, section: str, hardware: Hardware) -> Iterator[Problem]:
-    megatron: MegatronConfig = getattr(cfg.trainer, role).megatron_config
-    if megatron.context_parallel_size > 1 and not cfg.trainer.use_sample_packing:
-        fix = "needs trainer.use_sample_packing=true"
-        yield Problem(f"{section}context_parallel_size", megatron.context_parallel_size, fix)
-    yield from _experts(cfg, megatron, section, hardware)
-    yield from _recompute(megatron, section)
-    ddp = megatron.ddp_config
-    if ddp.overlap_param_gather and not ddp.overlap_grad_reduce:
-        yield Problem(f"{section}ddp_config.overlap_param_gather", True, "needs overlap_grad_reduce=true")
-    for name in ("overlap_grad_reduce", "overlap_param_gather"):
-        if hardware.is_cpu and getattr(ddp, name):
-            yield Problem(f"{section}ddp_config.{name}", True, "needs GPUs: leave it out")
-    if megatron.transformer_config_kwargs.get("fp8_param"):
-        fix = "needs fp8 parameter gathering, which this trainer does not have: leave it out"
-        yield Problem(f"{section}transformer_config_kwargs.fp8_param", True, fix)
-    world = role_world_size(cfg.trainer.placement, role)
-    outside = [rank for rank in megatron.torch_profiler_config.ranks if not 0 <= rank < world]
-    if outside:
-        fix = f"the {role} has ranks 0 to {world - 1}"
-        yield Problem(f"{section}torch_profiler_config.ranks", outside, fix)
-
-
-def _experts(cfg: SkyRLTrainConfig, megatron: MegatronConfig, section: str, hardware: Hardware) -> Iterator[Problem]:
-    """Check options of mixture-of-experts layers."""
-    if megatron.moe_enable_routing_replay:
-        if not cfg.generator.inference_engine.enable_return_routed_experts:
-            fix = "needs the engine's routes: set generator.inference_engine.enable_return_routed_experts=true"
-            yield Problem(f"{section}moe_enable_routing_replay", True, fix)
-        if megatron.transformer_config_kwargs.get("moe_router_fusion"):
-            fix = "the fused router cannot replay routes: set moe_enable_routing_replay=false, or leave this out"
-            yield Problem(f"{section}transformer_config_kwargs.moe_router_fusion", True, fix)
-    if megatron.moe_aux_loss_coeff and megatron.moe_router_load_balancing_type in ("none", "sinkhorn"):
-        kind = megatron.moe_router_load_balancing_type
-        fix = f"has no effect with moe_router_load_balancing_type={kind}: set aux_loss, or 0 here"
-        yield Problem(f"{section}moe_aux_loss_coeff", megatron.moe_aux_loss_coeff, fix)
-    if megatron.moe_token_dispatcher_type == "flex" and hardware.is_cpu:
-        yield Problem(f"{section}moe_token_dispatcher_type", "flex", "needs GPUs: use alltoall or allgather")
-
-
-def _recompute(megatron: MegatronConfig, section: str) -> Iterator[Problem]:
-    """Check that ``recompute_method`` and ``_num_layers`` go with full recomputation only (transformer_config.py)."""
-    kwargs = megatron.transformer_config_kwargs
-    granularity = kwargs.get("recompute_granularity")
-    for name in ("recompute_method", "recompute_num_layers"):
-        if granularity == "selective" and kwargs.get(name) is not None:
-            fix = "goes with recompute_granularity=full: leave it out"
-            yield Problem(f"{section}transformer_config_kwargs.{name}", kwargs[name], fix)
-        if granularity == "full" and kwargs.get(name) is None:
-            fix = "recompute_granularity=full needs it: uniform (or block) and a number of layers"
-            yield Problem(f"{section}transformer_config_kwargs.{name}", None, fix)
-    if granularity not in (None, "full", "selective"):
-        key = f"{section}transformer_config_kwargs.recompute_granularity"
-        yield Problem(key, granularity, "must be full, selective or null")
 
 
 def _no_adapter(cfg: SkyRLTrainConfig, role: str) -> Iterator[Problem]:
@@ -141,12 +86,18 @@ def _colocation(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
                 "(colocate_all=true): make both equal"
             )
             yield Problem("generator.inference_engine.num_engines", engine.num_engines, fix)
-        elif placement.policy_num_gpus_per_node % engine_ranks(cfg):
+        elif _straddle(engine_ranks(cfg), placement.policy_num_gpus_per_node, engine.distributed_executor_backend):
             fix = (
-                f"an engine takes tp · pp · dp = {engine_ranks(cfg)} GPUs of one node (colocate_all=true): must "
-                f"divide policy_num_gpus_per_node={placement.policy_num_gpus_per_node}"
+                f"an engine takes tp · pp · dp = {engine_ranks(cfg)} GPUs of one node, or several whole nodes "
+                f"(colocate_all=true): must divide policy_num_gpus_per_node={placement.policy_num_gpus_per_node}, or "
+                "be a multiple of it with distributed_executor_backend=ray"
             )
             yield Problem("generator.inference_engine.tensor_parallel_size", engine.tensor_parallel_size, fix)
+
+
+def _straddle(ranks: int, per_node: int, executor: str) -> bool:
+    """Return whether engines on a node's GPUs would end within the next one, or cannot lie on several."""
+    return bool(per_node % ranks and ranks % per_node) or (ranks > per_node and executor != "ray")
 
 
 def gpus_asked(cfg: SkyRLTrainConfig) -> dict[str, int]:
@@ -180,3 +131,20 @@ def _gpus(cfg: SkyRLTrainConfig, hardware: Hardware) -> Iterator[Problem]:
             "fewer, share them (trainer.placement.colocate_all=true), or join a larger Ray cluster (RAY_ADDRESS)"
         )
         yield Problem("trainer.placement.policy_num_gpus_per_node", placement.policy_num_gpus_per_node, fix)
+
+
+def _engine_nodes(cfg: SkyRLTrainConfig, hardware: Hardware) -> Iterator[Problem]:
+    """Check engines of more GPUs than a node has: only Ray starts workers on another node, and no further dp rank."""
+    engine, ranks, per_node = cfg.generator.inference_engine, engine_ranks(cfg), hardware.gpus_per_node
+    if not engine.run_engines_locally:
+        return
+    executor = engine.distributed_executor_backend
+    if executor == "uni" and ranks > 1:
+        fix = f"holds one rank, and an engine has tp · pp · dp = {ranks}: set it to mp, or ray for engines over nodes"
+        yield Problem("generator.inference_engine.distributed_executor_backend", executor, fix)
+    elif ranks > per_node and executor != "ray":
+        fix = f"an engine of tp · pp · dp = {ranks} GPUs lies on several nodes of {per_node}: set it to ray"
+        yield Problem("generator.inference_engine.distributed_executor_backend", executor, fix)
+    if ranks > per_node and engine.data_parallel_size > 1:
+        fix = f"the engine lies on several nodes of {per_node} GPUs: set it to 1 and take more num_engines instead"
+        yield Problem("generator.inference_engine.data_parallel_size", engine.data_parallel_size, fix)

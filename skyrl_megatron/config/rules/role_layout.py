@@ -32,14 +32,26 @@ def parallel_config(megatron: MegatronConfig, world_size: int) -> ParallelConfig
 
 
 def active_roles(cfg: SkyRLTrainConfig) -> tuple[str, ...]:
-    """Return the roles that a run starts: ``policy``, ``ref`` if a KL term needs it, ``critic`` if it has a model."""
-    algorithm = cfg.trainer.algorithm
+    """Return the roles that a run starts: ``policy``, ``ref`` if a KL term needs one of its own, ``critic`` if it has
+    a model."""
     roles = ["policy"]
-    if algorithm.use_kl_loss or algorithm.use_kl_in_reward:
+    if needs_reference(cfg) and not policy_is_reference(cfg):
         roles.append("ref")
     if cfg.trainer.critic.model.path is not None:
         roles.append("critic")
     return tuple(roles)
+
+
+def needs_reference(cfg: SkyRLTrainConfig) -> bool:
+    """Return whether a KL term compares the policy with a reference."""
+    algorithm = cfg.trainer.algorithm
+    return algorithm.use_kl_loss or algorithm.use_kl_in_reward
+
+
+def policy_is_reference(cfg: SkyRLTrainConfig) -> bool:
+    """Return whether the policy with its adapters switched off is the reference: no second copy of the weights."""
+    policy, ref = cfg.trainer.policy.model, cfg.trainer.ref.model
+    return policy.lora.rank > 0 and ref.path in (None, policy.path)
 
 
 def role_world_size(placement: PlacementConfig, role: str) -> int:
@@ -53,6 +65,12 @@ def role_layout(cfg: SkyRLTrainConfig, role: str) -> ParallelConfig:
     """Return the layout of a role's model."""
     megatron: MegatronConfig = getattr(cfg.trainer, role).megatron_config
     return parallel_config(megatron, role_world_size(cfg.trainer.placement, role))
+
+
+def shares_policy_gpus(cfg: SkyRLTrainConfig, role: str) -> bool:
+    """Return whether a role's ranks lie on the policy's GPUs, and take turns with it."""
+    placement = cfg.trainer.placement
+    return placement.colocate_all or (role == "ref" and placement.colocate_policy_ref)
 
 
 def engine_ranks(cfg: SkyRLTrainConfig) -> int:

@@ -107,6 +107,7 @@ def _external(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
 
 
 def _lora(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
+    """Check how adapters get to the engines."""
     lora, merge = cfg.trainer.policy.model.lora, cfg.trainer.policy.megatron_config.lora_config.merge_lora
     if lora.sync_mode == "memory" and merge:
         fix = "sends the adapter alone: set trainer.policy.megatron_config.lora_config.merge_lora=false"
@@ -114,3 +115,8 @@ def _lora(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     elif lora.sync_mode == "merged" and not merge:
         fix = "sends merged weights: set trainer.policy.megatron_config.lora_config.merge_lora=true"
         yield Problem("trainer.policy.model.lora.sync_mode", "merged", fix)
+    elif lora.rank and lora.sync_mode == "memory":
+        fix = (
+            "adapters that travel alone are not available in this version: set merged, and lora_config.merge_lora=true"
+        )
+        yield Problem("trainer.policy.model.lora.sync_mode", "memory", fix)

@@ -108,8 +108,11 @@ def _correction(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     algorithm = cfg.trainer.algorithm
     correction, loss = algorithm.off_policy_correction, algorithm.policy_loss_type
     if algorithm.use_tis:  # with a cap it has become off_policy_correction already
-        fix = "needs a cap above 0; better: off_policy_correction.tis_ratio_type=token"
-        yield Problem(f"{_A}tis_imp_ratio_cap", algorithm.tis_imp_ratio_cap, fix)
+        fix = (
+            f"needs tis_imp_ratio_cap above 0, not {algorithm.tis_imp_ratio_cap:g}; better: "
+            "off_policy_correction.tis_ratio_type=token"
+        )
+        yield Problem(f"{_A}use_tis", True, fix)
     if correction_enabled(correction) and loss in ("clip_cov", "kl_cov"):
         fix = f"has no off-policy correction: use another loss or switch {_A}off_policy_correction.* off"
         yield Problem(f"{_A}policy_loss_type", loss, fix)

@@ -11,14 +11,8 @@ from skyrl_megatron.errors import ConfigError, Problem
 
 NOT_AVAILABLE: Mapping[str, str] = {
     "trainer.critic.model.path": "critics",
-    "trainer.critic_mini_batch_size": "critics",
     "trainer.algorithm.value_head_prefix": "critics",
-    "trainer.policy.model.lora.rank": "LoRA adapters",
-    "trainer.policy.model.lora.alpha": "LoRA adapters",
-    "trainer.policy.model.lora.dropout": "LoRA adapters",
-    "trainer.policy.model.lora.target_modules": "LoRA adapters",
-    "trainer.policy.model.lora.exclude_modules": "LoRA adapters",
-    "trainer.policy.megatron_config.lora_config.lora_type": "LoRA adapters",
+    "trainer.policy.model.lora.train_unembed": "adapters of the output layer",
     "trainer.policy.megatron_config.moe_enable_routing_replay": "routing replay",
     "generator.inference_engine.enable_return_routed_experts": "routing replay",
     "trainer.fully_async.max_staleness_steps": "fully asynchronous training",
@@ -41,7 +35,7 @@ def require_available(cfg: SkyRLTrainConfig) -> None:
             problems.append(Problem(key, value, f"{feature}: not available in this version; leave it at its default"))
     key = "trainer.policy.model.path"
     path = get_path(cfg, key)
-    family = ((read_hf_config(path, key) if path else None) or {}).get("model_type")
+    family = ((read_hf_config(cfg) if path else None) or {}).get("model_type")
     if family in NOT_PUBLISHED:
         problems.append(Problem(key, path, f"weights of {family} cannot be given to engines in this version"))
     if problems:

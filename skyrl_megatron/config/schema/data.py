@@ -13,6 +13,7 @@ class DataConfig(BaseConfig):
     """Datasets of prompts."""
 
     train_data: list[str] = field(default_factory=lambda: [os.path.expanduser("~/data/gsm8k/train.parquet")])
-    """Training prompts: paths of parquet, json or jsonl files, or names of Hugging Face datasets (`name:split`)."""
+    """Training prompts: paths of parquet, json or jsonl files, or data sets of the Hugging Face hub, written
+    `org/name[@revision][:subset][:split]` (one part after the name is the split; default `train`)."""
     val_data: list[str] = field(default_factory=lambda: [os.path.expanduser("~/data/gsm8k/validation.parquet")])
     """Evaluation prompts, in the same forms. An empty list turns evaluation off."""

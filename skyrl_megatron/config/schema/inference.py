@@ -68,7 +68,8 @@ class InferenceEngineConfig(BaseConfig):
     served_model_name: str | None = None
     """Model name that requests to the endpoint give. None: the model's path."""
     distributed_executor_backend: Annotated[str, OneOf("ray", "mp", "uni")] = "ray"
-    """How an engine starts its ranks: Ray actors, processes of one node, or inside the engine's own process."""
+    """How an engine starts its ranks: `ray`, processes where it lies on one node and Ray actors where it lies on
+    several; `mp`, processes; `uni`, its one rank inside its own process. On CPU: mp."""
     engine_init_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of vLLM's engine, applied last."""
     override_existing_update_group: Annotated[str, OneOf("auto", "enable", "disable")] = "auto"

@@ -62,6 +62,11 @@ class MegatronLoraConfig(BaseConfig):
     """`lora`: one adapter per fused layer (q, k and v together). `canonical_lora`: one per Hugging Face projection."""
     merge_lora: bool = True
     """Send base weights with the adapter added to the engines, instead of the adapter alone."""
+    experts_shared_outer_loras: bool = False
+    """Share the outer factor of expert adapters (the first of gate and up, the second of down) among all experts of a
+    layer."""
+    normalize_moe_lora: bool = False
+    """Give adapters of experts the rank divided by the number of experts that a token goes to."""
 
 
 @dataclass
@@ -83,7 +88,7 @@ class MegatronConfig(BaseConfig):
     expert_tensor_parallel_size: Count | None = None
     """etp: ranks that share each expert's matrices. None: 1."""
     moe_token_dispatcher_type: Annotated[str, OneOf("alltoall", "allgather", "flex")] = "alltoall"
-    """How tokens reach their experts. `flex` needs DeepEP and CUDA."""
+    """How tokens reach their experts. `flex` needs DeepEP and CUDA; `allgather` cannot take packed micro-batches."""
     moe_router_load_balancing_type: Annotated[
         str, OneOf("none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn")
     ] = "none"
@@ -107,7 +112,8 @@ class MegatronConfig(BaseConfig):
     transformer_config_kwargs: dict[str, Any] = field(
         default_factory=lambda: copy.deepcopy(DEFAULT_TRANSFORMER_CONFIG_KWARGS)
     )
-    """Fields of Megatron's `TransformerConfig`, applied last."""
+    """Fields of Megatron's `TransformerConfig`, applied last. `transformer_impl: local` asks for our own layers on a
+    GPU, where a run otherwise needs Transformer Engine."""
     empty_cuda_cache: bool | None = None
     """Return cached GPU memory after each training step. None: only where training and engines share GPUs."""
     model_config_kwargs: dict[str, Any] = field(default_factory=dict)

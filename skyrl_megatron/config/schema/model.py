@@ -26,10 +26,20 @@ class SkyRLLoraConfig(BaseConfig):
     exclude_modules: str | None = None
     """Names, separated by commas, taken out of `target_modules`."""
     init_method: Annotated[str, OneOf("kaiming", "xavier", "normal", "zero")] = "kaiming"
-    """How the first adapter matrix starts. The second starts at zero, so that training begins from the base model."""
+    """How the first adapter matrix starts. The second starts at zero, so that training begins from the base model;
+    with `zero` it is the first that is zero."""
     sync_mode: Annotated[str | None, OneOf("memory", "merged")] = None
     """What travels to the engines: `memory` sends the adapter alone, `merged` the base weights with the adapter added.
     None: `merged` if `megatron_config.lora_config.merge_lora`, else `memory`."""
+    train_attn: bool = True
+    """Whether layers of attention get adapters."""
+    train_mlp: bool = True
+    """Whether dense layers, experts and shared experts get adapters."""
+    train_unembed: bool = False
+    """Whether `all-linear` includes the output layer. Needs `trainer.fused_lm_head_logprob=false` and
+    `sync_mode=merged`."""
+    use_rslora: bool = False
+    """Scale by `alpha / √rank` (arXiv:2312.03732) instead of `alpha / rank`."""
 
 
 @dataclass
@@ -37,6 +47,10 @@ class ModelConfig(BaseConfig):
     """A Hugging Face model."""
 
     path: str | None = None
-    """Folder with `config.json` and safetensors, or the name of a model on the Hugging Face hub."""
+    """Folder with `config.json` and safetensors, or the name of a model on the Hugging Face hub (`org/name`); a folder
+    of that name wins."""
     lora: SkyRLLoraConfig = field(default_factory=SkyRLLoraConfig)
     """Train an adapter instead of the weights."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub model (`trainer.hub_commits` says which commit it is). None: the default branch;
+    for the reference what the policy has, if it is the same model."""

@@ -70,7 +70,8 @@ class TrainerConfig(BaseConfig):
     export_path: str = field(default_factory=lambda: os.path.expanduser("~/exports/"))
     """Folder of Hugging Face exports and dumps."""
     bf16: bool = True
-    """Parameters and activations in bfloat16, with fp32 master weights; false: all in fp32. On CPU: false."""
+    """Parameters and activations in bfloat16, with fp32 master weights; false: all in fp32. On CPU: false, also when
+    set."""
     epochs: Count = 1
     """Passes over the training prompts."""
     update_epochs_per_batch: Count = 1
@@ -98,15 +99,16 @@ class TrainerConfig(BaseConfig):
     max_prompt_length: Count = 512
     """Tokens; longer prompts are dropped and counted."""
     flash_attn: bool = True
-    """Fused attention kernels. On CPU: false."""
+    """Fused attention kernels, the best installed; false: unfused, not with context parallelism. On CPU: false."""
     disable_fast_tokenizer: bool = False
-    """Use the slow tokenizer of transformers."""
+    """No effect: transformers has one kind of tokenizer since version 5."""
     project_name: str = "skyrl"
     """Project, for trackers and the log folder."""
     run_name: str = "test_run"
     """Run, for trackers and the log folder."""
     logger: Annotated[str, OneOf("wandb", "mlflow", "swanlab", "tensorboard", "console")] = "wandb"
-    """Tracker beside `metrics.jsonl`, TensorBoard and console, which every run writes."""
+    """Tracker beside `metrics.jsonl`, TensorBoard and console, which every run writes. wandb, mlflow and swanlab are
+    extras of the package; wandb without `WANDB_API_KEY` is left out."""
     dump_data_batch: bool = False
     """Write the tensors of each training batch to `export_path`."""
     dump_eval_results: bool = True
@@ -131,4 +133,7 @@ class TrainerConfig(BaseConfig):
     """Seconds that a phase (generate, train, sync, …) may take before the run fails, naming rank and phase."""
     plugins: list[str] = field(default_factory=list)
     """Modules that every process of the run imports: they register losses, estimators, environments, generators,
-    engines, transports or model families (CONTRIBUTING.md)."""
+    engines, transports or model families (docs/guides/plugins.md)."""
+    hub_commits: dict[str, str] = field(default_factory=dict)
+    """Commit of each repository of the Hugging Face hub that the run uses: `org/name@revision`, for data sets
+    `datasets/org/name@revision`. Filled in when a run starts; one that is resumed keeps those of its checkpoint."""

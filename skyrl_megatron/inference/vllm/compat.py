@@ -80,6 +80,16 @@ def ray_stat_loggers() -> list[Any]:
     return [RayPrometheusStatLogger]
 
 
+async def on_every_worker(llm: AsyncLLM, method: str) -> list[Any]:
+    """Return what ``method`` returns on each worker of an engine: of dp rank 0, of dp rank 1, …
+
+    ``AsyncLLM.collective_rpc`` runs it on all of them and returns what those of dp rank 0 said
+    (vllm/v1/engine/core_client.py, ``call_utility_async``).
+    """
+    ranks = await llm.engine_core.call_utility_all_async("collective_rpc", method, None, (), None)
+    return [answer for workers in ranks for answer in workers]
+
+
 # ------------------------------------------------------------------ pausing
 async def pause(llm: AsyncLLM, mode: PauseMode) -> None:
     """Pause as ``AsyncLLM.pause_generation`` does, without clearing caches, and without its 20 ms of sleep, which only
@@ -110,9 +120,20 @@ class WorkerExtension(WeightExtension):
     def skyrl_ping(self) -> None:
         """Answer."""
 
+    use_v2_model_runner: bool
+    model_runner: Any
+
     def skyrl_logprobs_at_temperature(self) -> None:
-        """Return log-probs of softmax(logits / temperature), whatever truncates the distribution."""
-        Sampler.forward = _with_temperature_logprobs(Sampler.forward)
+        """Return log-probs of softmax(logits / temperature), whatever truncates the distribution.
+
+        vLLM has two model runners with a sampler each: the first on CPU, the second on CUDA (vllm/config/vllm.py,
+        ``use_v2_model_runner``).
+        """
+        if self.use_v2_model_runner:
+            if self.model_runner.sampler is not None:  # on the last pipeline stage
+                take_logprobs_at_temperature(self.model_runner.sampler)
+        else:
+            Sampler.forward = _with_temperature_logprobs(Sampler.forward)
 
     def skyrl_compile_nothing(self) -> None:
         """Turn compilation off altogether. ``enforce_eager`` is about the model; a few functions of the sampler are
@@ -139,6 +160,35 @@ def _with_temperature_logprobs(forward: Callable[..., Any]) -> Callable[..., Any
 
     forward_at_temperature.at_temperature = True  # type: ignore[attr-defined]
     return forward_at_temperature
+
+
+def take_logprobs_at_temperature(sampler: Any) -> None:
+    """Let a sampler of Model Runner V2 take log-probs of logits / temperature, before any truncation.
+
+    It takes them of the raw logits, or of those that its method ``sample`` returns: those are replaced. Raises
+    RuntimeError for a sampler that a model brings itself and that works another way.
+    """
+    from vllm.v1.worker.gpu.sample.sampler import Sampler as RunnerSampler
+
+    kind = type(sampler)
+    if not isinstance(sampler, RunnerSampler) or kind.sample is not RunnerSampler.sample:
+        raise RuntimeError(
+            f"{kind.__module__}.{kind.__name__} samples in its own way: log-probs cannot be taken there"
+        )
+    plain = sampler.sample
+
+    def sample(
+        logits: torch.Tensor, expanded: torch.Tensor, mapping: torch.Tensor, rows: Any, *rest: Any, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        wanted = options.pop("return_logprobs", False)
+        sampled, processed = plain(logits, expanded, mapping, rows, *rest, **options)
+        if not wanted:
+            return sampled, processed
+        scaled = torch.empty_like(logits, dtype=torch.float32).copy_(logits)
+        sampler.sampling_states.apply_temperature(scaled, expanded, rows)
+        return sampled, scaled
+
+    sampler.sample, sampler.logprobs_mode = sample, "processed_logprobs"
 
 
 # ------------------------------------------------------------------ CPU work-arounds

@@ -59,8 +59,9 @@ class VLLMEngine(InferenceEngine):
     async def start(self) -> None:
         """Start vLLM's processes and load the model. Raises EngineError naming what is missing, or with the last error
         lines of the processes."""
-        settings = self.settings
-        hf = hf_config(settings.model)
+        settings = self.settings = await asyncio.to_thread(self.settings.on_this_node)
+        folder = await asyncio.to_thread(lambda: settings.folder)  # a hub model may have to be fetched
+        hf = hf_config(folder)
         _require_memory(settings)
         if not device.has_cuda():
             processes.start_server()  # it imports vLLM while this process does
@@ -222,7 +223,7 @@ class VLLMEngine(InferenceEngine):
         with self._alive():
             if self._openai is None:
                 name = self.settings.served_model_name or self.settings.model
-                self._openai = await compat.openai_app(self._llm, self.settings.model, name)
+                self._openai = await compat.openai_app(self._llm, str(self.settings.folder), name)
             async for piece in call_app(self._openai, path, body):
                 yield piece
 
@@ -246,6 +247,7 @@ class VLLMEngine(InferenceEngine):
 
     async def receive_weights(self, metadata: WeightMetadata) -> list[list[list[int]]]:
         """Receive and load; metadata equal to those of the update before are not sent to the workers again."""
+        from skyrl_megatron.inference.vllm import compat
         from skyrl_megatron.weight_sync.vllm_backend import WeightTransferUpdateRequest
 
         plain = plain_metadata(metadata)
@@ -255,7 +257,9 @@ class VLLMEngine(InferenceEngine):
             await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
             self._metadata = plain
         with self._alive():
-            checksums: list[list[list[int]]] = await self._llm.collective_rpc("skyrl_checksums")
+            checksums: list[list[list[int]]] = await compat.on_every_worker(self._llm, "skyrl_checksums")
+        if len(checksums) != self.settings.workers:
+            raise WeightSyncError(f"receive: checksums of {len(checksums)} of {self.settings.workers} workers")
         return checksums
 
     async def finish_update(self, version: str) -> None:

@@ -11,28 +11,28 @@ from skyrl_megatron.config.hf_model import element_bytes, kv_bytes_per_token
 from skyrl_megatron.errors import EngineError
 
 
-def hf_config(model: str) -> dict[str, Any]:
+def hf_config(folder: Path) -> dict[str, Any]:
     """Return ``config.json`` of a HF folder. Raises EngineError."""
     try:
-        return json_file.read_hf_config(Path(model))
+        return json_file.read_hf_config(folder)
     except BridgeError as error:
-        raise EngineError(f"{model}: no readable config.json ({error}); give a HF folder as the model") from error
+        raise EngineError(f"{folder}: no readable config.json ({error}); give a HF folder as the model") from error
 
 
-def cpu_kv_cache_bytes(model: str, dtype: str, max_model_len: int, max_num_seqs: int) -> int:
+def cpu_kv_cache_bytes(folder: Path, dtype: str, max_model_len: int, max_num_seqs: int) -> int:
     """Return room for ``max_num_seqs`` sequences of full length, in whole MiB.
 
     At most a quarter of the memory available now, and at least two such sequences.
     """
     import psutil
 
-    a_sequence = kv_bytes_per_token(hf_config(model), dtype) * (-(-max_model_len // 128) + 1) * 128
+    a_sequence = kv_bytes_per_token(hf_config(folder), dtype) * (-(-max_model_len // 128) + 1) * 128
     wanted: int = min(a_sequence * max_num_seqs, psutil.virtual_memory().available // 4)
     return -(-max(wanted, 2 * a_sequence) // (1 << 20)) << 20
 
 
-def cpu_weight_bytes(model: str, dtype: str) -> int:
+def cpu_weight_bytes(folder: Path, dtype: str) -> int:
     """Return the memory of the weights on CPU: as they are on disk, or more where ``dtype`` is wider."""
-    hf = hf_config(model)
-    on_disk = sum(path.stat().st_size for path in Path(model).glob("*.safetensors"))
+    hf = hf_config(folder)
+    on_disk = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     return int(on_disk * max(element_bytes(dtype, hf) / element_bytes("auto", hf), 1))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from skyrl_megatron import device
+from skyrl_megatron import device, hub
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.hf_model import rope_parameters
 from skyrl_megatron.inference.sampling import truncations, warn_of_truncation
@@ -28,7 +28,7 @@ _FROM_CONFIG = (
     "distributed_executor_backend",
 )
 """Fields with one name in ``generator.inference_engine``, in :class:`EngineSettings` and in vLLM."""
-_SAME_IN_VLLM = ("model", "dtype", "max_model_len", "seed", "trust_remote_code")
+_SAME_IN_VLLM = ("dtype", "max_model_len", "seed", "trust_remote_code")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,8 @@ class EngineSettings:
     """The arguments of one engine."""
 
     model: str
-    """HF folder."""
+    """HF folder, or a model of the Hugging Face hub (``org/name``), with its commit in ``hub_commit``."""
+    hub_commit: str | None = None
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
@@ -48,13 +49,14 @@ class EngineSettings:
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
     kv_cache_bytes: int | None = None
-    """Memory of the KV cache of one worker. Must be set on CPU, where vLLM's default takes 92 % of the machine."""
+    """Memory of the KV cache of one worker. On CPU, where vLLM's default takes 92 % of the machine,
+    :meth:`on_this_node` sets it."""
     gpu_memory_utilization: float = 0.8
     enforce_eager: bool = True
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     distributed_executor_backend: str | None = None
-    """``ray``, ``mp`` or ``uni``; always ``mp`` on CPU. None: vLLM's choice."""
+    """``ray`` (engines over nodes), ``mp`` or ``uni``; always ``mp`` on CPU. None: vLLM's choice."""
     seed: int = 0
     served_model_name: str | None = None
     """Model name in OpenAI requests. None: ``model``."""
@@ -74,6 +76,13 @@ class EngineSettings:
     """Fields of vLLM's engine arguments, applied last."""
 
     @property
+    def folder(self) -> Path:
+        """The model's folder on the node that asks. Raises HubError for a hub model that cannot be fetched there."""
+        if self.hub_commit is None:
+            return Path(self.model)
+        return hub.fetch(hub.Repo("model", self.model), self.hub_commit, hub.WHOLE)
+
+    @property
     def workers(self) -> int:
         """Processes that hold weights."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
@@ -81,13 +90,26 @@ class EngineSettings:
     @property
     def cpu_bytes(self) -> int:
         """Memory that the engine takes on CPU: weights, KV cache, processes. Raises EngineError as hf_config does."""
-        weights = cpu_weight_bytes(self.model, self.dtype) * self.data_parallel_size
+        weights = cpu_weight_bytes(self.folder, self.dtype) * self.data_parallel_size
         return weights + self.workers * ((self.kv_cache_bytes or 0) + PROCESS_BYTES) + PROCESS_BYTES
+
+    def on_this_node(self) -> EngineSettings:
+        """Return the settings with what depends on the machine that the engine runs on; the driver's may be another.
+
+        Raises EngineError as hf_config does.
+        """
+        if device.has_cuda():
+            return self
+        kv_cache_bytes = self.kv_cache_bytes
+        if kv_cache_bytes is None and self.max_model_len is not None:
+            kv_cache_bytes = cpu_kv_cache_bytes(self.folder, self.dtype, self.max_model_len, self.max_num_seqs)
+        return replace(self, kv_cache_bytes=kv_cache_bytes, sleep_mode=False)
 
     def arguments(self) -> dict[str, Any]:
         """Return vLLM's engine arguments, but for those that depend on the platform."""
         arguments: dict[str, Any] = {name: getattr(self, name) for name in (*_FROM_CONFIG, *_SAME_IN_VLLM)}
         arguments |= {
+            "model": str(self.folder),
             "served_model_name": self.served_model_name or self.model,
             "enable_expert_parallel": self.expert_parallel_size > 1,
             "enable_sleep_mode": self.sleep_mode,
@@ -99,7 +121,7 @@ class EngineSettings:
         else:
             arguments["gpu_memory_utilization"] = self.gpu_memory_utilization
         if self.rope:
-            arguments["hf_overrides"] = {"rope_parameters": rope_parameters(hf_config(self.model)) | dict(self.rope)}
+            arguments["hf_overrides"] = {"rope_parameters": rope_parameters(hf_config(self.folder)) | dict(self.rope)}
         return arguments | dict(self.extra)
 
 
@@ -111,21 +133,19 @@ def engine_settings(cfg: SkyRLTrainConfig, **changes: Any) -> EngineSettings:
     """
     generator, engine = cfg.generator, cfg.generator.inference_engine
     warn_of_truncation(cfg)
-    model = str(cfg.trainer.policy.model.path)
+    repo = hub.model_repo(cfg, "policy")
     extra = dict(engine.engine_init_kwargs)
     evaluation = generator.eval_sampling_params
     responses = max(generator.sampling_params.max_generate_length, evaluation.max_generate_length if evaluation else 0)
     longest = extra.get("max_model_len") or (generator.max_input_length or cfg.trainer.max_prompt_length) + responses
-    on_cpu = not device.has_cuda()
     kv_cache_bytes = extra.pop("kv_cache_memory_bytes", None)
-    if kv_cache_bytes is None and on_cpu:
-        kv_cache_bytes = cpu_kv_cache_bytes(model, engine.model_dtype, longest, engine.max_num_seqs)
     rope = dict(generator.rope_scaling or {})
     if generator.rope_theta is not None:
         rope["rope_theta"] = generator.rope_theta
     settings: dict[str, Any] = {name: getattr(engine, name) for name in _FROM_CONFIG}
     settings |= {
-        "model": model,
+        "model": str(cfg.trainer.policy.model.path),
+        "hub_commit": cfg.trainer.hub_commits.get(repo.key) or hub.resolve(repo) if repo else None,
         "expert_parallel_size": engine.expert_parallel_size,
         "dtype": engine.model_dtype,
         "max_model_len": longest,
@@ -133,7 +153,7 @@ def engine_settings(cfg: SkyRLTrainConfig, **changes: Any) -> EngineSettings:
         "gpu_memory_utilization": engine.gpu_memory_utilization,
         "seed": cfg.trainer.seed,
         "served_model_name": engine.served_model_name,
-        "sleep_mode": cfg.trainer.placement.colocate_all and not on_cpu,
+        "sleep_mode": cfg.trainer.placement.colocate_all,
         "ray_prometheus_stats": engine.enable_ray_prometheus_stats,
         "trust_remote_code": cfg.trainer.trust_remote_code,
         "rope": rope,

@@ -45,7 +45,8 @@ class Resumed:
 
 
 class Checkpointer:
-    """Saves and resumes ``roles`` together, under ``root``; ``keep``: how many checkpoints stay, -1: all.
+    """Saves and resumes ``roles`` together, under ``root``; ``keep``: how many checkpoints stay, -1: all;
+    ``hub_commits``: what the run read from the Hugging Face hub (``trainer.hub_commits``).
 
     ``asynchronous``: :meth:`save` returns once all ranks have copied their state; the rest happens behind the
     training. ``timeout_s``: for how long a save waits for the ranks' files.
@@ -57,10 +58,11 @@ class Checkpointer:
         roles: Mapping[str, RoleRanks],
         *,
         keep: int = -1,
+        hub_commits: Mapping[str, str] | None = None,
         asynchronous: bool = False,
         timeout_s: float = 1800.0,
     ) -> None:
-        self.store = CheckpointStore(root, keep=keep)
+        self.store = CheckpointStore(root, keep=keep, hub_commits=hub_commits)
         self.roles = dict(roles)
         self.saved_step: int | None = None
         """The step last saved or resumed."""

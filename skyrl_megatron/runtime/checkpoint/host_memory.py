@@ -1,17 +1,14 @@
-"""Host memory for a copy of a rank's state, kept from one save to the next."""
+"""Host memory for reading a checkpoint, kept from one chunk to the next, and the bytes of tensors that are written."""
 
 from __future__ import annotations
 
-import mmap
-
 import torch
 
-from skyrl_megatron import device
+from skyrl_megatron.runtime.host_memory import host_bytes
 
 
 class HostBuffer:
-    """A buffer that grows to the largest copy asked for. Pinned on a GPU machine, so that copies run at link speed;
-    else in large pages, which a first touch fills fast."""
+    """A buffer that grows to the largest piece asked for."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
@@ -20,22 +17,12 @@ class HostBuffer:
         """Return ``count`` bytes, uint8; what they held before is lost."""
         if self._bytes.numel() < count:
             self._bytes = torch.empty(0, dtype=torch.uint8)  # free the old one before taking the new one
-            self._bytes = _pinned(count) if device.has_cuda() else _large_pages(count)
+            self._bytes = host_bytes(count)
         return self._bytes[:count]
 
     def release(self) -> None:
         """Give the memory back."""
         self._bytes = torch.empty(0, dtype=torch.uint8)
-
-
-def _pinned(count: int) -> torch.Tensor:
-    return torch.empty(count, dtype=torch.uint8, pin_memory=True)
-
-
-def _large_pages(count: int) -> torch.Tensor:
-    memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

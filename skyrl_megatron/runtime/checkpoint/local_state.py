@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from skyrl_megatron.errors import CheckpointError
 from skyrl_megatron.runtime.checkpoint.boxes import Index, boxes
 from skyrl_megatron.runtime.checkpoint.optimizer_state import OwnedRange, owned_ranges, sharded_parameters
+from skyrl_megatron.runtime.model.local_weights import ADAPTERS
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
@@ -82,10 +83,12 @@ def unwrapped(chunk: Any) -> Any:
 
 
 def local_pieces(chunks: Iterable[Any], groups: ProcessGroups) -> list[tuple[torch.Tensor, list[Piece]]]:
-    """Return every tensor of this rank's model chunks with its pieces. ``_extra_state`` of layers is left out."""
+    """Return every tensor of this rank's model chunks with its pieces; where adapters are trained, those of adapters
+    alone: their base stays as its folder has it. ``_extra_state`` of layers is left out."""
     found: list[tuple[torch.Tensor, list[Piece]]] = []
     for chunk in chunks:
-        state = unwrapped(chunk).sharded_state_dict(metadata=CONTENT | {"dp_cp_group": groups.dp_cp})
+        model = unwrapped(chunk)
+        state = getattr(model, ADAPTERS, model).sharded_state_dict(metadata=CONTENT | {"dp_cp_group": groups.dp_cp})
         for entry in nested_values(state):
             if isinstance(entry, ShardedObject):
                 if not entry.key.endswith("_extra_state"):

@@ -76,6 +76,10 @@ class Manifest:
     layouts: dict[str, dict[str, int]]
     """Role (``policy``, ``critic``) → degrees of the layout that wrote it, with ``world_size``."""
     versions: dict[str, str] = field(default_factory=dict)
+    hub_commits: dict[str, str] = field(default_factory=dict)
+    """Repository of the Hugging Face hub → commit that the run read (``trainer.hub_commits``)."""
+    bases: dict[str, str] = field(default_factory=dict)
+    """Role → fingerprint of the weights that its saved adapters are added to (``runtime/lora/base.py``)."""
 
     def to_bytes(self) -> bytes:
         """Return the file's content."""
@@ -84,6 +88,8 @@ class Manifest:
             "step": self.step,
             "layouts": self.layouts,
             "versions": self.versions,
+            "hub_commits": self.hub_commits,
+            "bases": self.bases,
             "block_bytes": BLOCK_BYTES,
             "files": {name: asdict(entry) for name, entry in sorted(self.files.items())},
         }
@@ -106,7 +112,14 @@ class Manifest:
         for name in files:
             if name.startswith("/") or ".." in name.split("/"):
                 raise CheckpointError(f"{path} names {name}, outside of the checkpoint: refused")
-        return cls(body["step"], files, body["layouts"], body["versions"])
+        return cls(
+            body["step"],
+            files,
+            body["layouts"],
+            body["versions"],
+            hub_commits=body.get("hub_commits", {}),
+            bases=body.get("bases", {}),
+        )
 
     def roles(self) -> list[str]:
         """Return roles in the checkpoint."""

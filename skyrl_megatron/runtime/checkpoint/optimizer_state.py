@@ -66,14 +66,16 @@ def sharded_parameters(optimizer: MegatronOptimizer | None) -> set[int]:
 
 def _distributed(part: Any) -> Iterator[OwnedRange]:
     """Yield ranges of megatron/core/optimizer/distrib_optimizer.py, in its order."""
-    copies = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8  # states come unscaled to fp32, in new memory
+    precision_aware = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+    copies = precision_aware and not _is_hybrid(part)  # states come unscaled to fp32, in new memory
     for by_dtype in part.gbuf_ranges:
         for buckets in by_dtype.values():
             for bucket in buckets:
                 for parameter, ranges in bucket["param_map"].items():
                     place = ranges["param"]
                     tensors = part._get_main_param_and_optimizer_states(parameter)
-                    tensors.pop("step", None)
+                    for repeated in ("step", "master_param"):  # HybridDeviceOptimizer's is the same again
+                        tensors.pop(repeated, None)
                     flat = {name: tensor.detach().view(-1) for name, tensor in tensors.items()}
                     put_back = _setter(part, parameter) if copies else None
                     yield OwnedRange(parameter, place.start, place.end, flat, True, put_back)
@@ -111,28 +113,55 @@ def _make_state(part: Any) -> None:
     state = part.optimizer.state
     if all(state[p] for group in part.optimizer.param_groups for p in group["params"]):
         return
-    part.init_state_fn(part.optimizer, part.config)
-    if _counts_per_parameter(part):
-        for group in part.optimizer.param_groups:
-            for p in group["params"]:
-                state[p].setdefault("step", torch.tensor(0.0, dtype=torch.float32))
+    if _is_hybrid(
+        part
+    ):  # has no init_state_fn (optimizer/__init__.py); its state mirrors that of the optimizers inside
+        for inner in part.optimizer.sub_optimizers:
+            _make_moments(inner)
+        part.optimizer._sync_sub_optimizers_state_to_hdo()
+    else:
+        part.init_state_fn(part.optimizer, part.config)
+    for inner in _stepping(part):
+        if _counts_per_parameter(inner):
+            for p in _parameters(inner):
+                inner.state[p].setdefault("step", torch.tensor(0.0, dtype=torch.float32))
 
 
-def _counts_per_parameter(part: Any) -> bool:
+def _make_moments(inner: torch.optim.Optimizer) -> None:
+    for p in _parameters(inner):
+        if not inner.state[p]:
+            inner.state[p] |= {name: torch.zeros_like(p.data) for name in ("exp_avg", "exp_avg_sq")}
+
+
+def _parameters(inner: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in inner.param_groups:
+        yield from group["params"]
+
+
+def _is_hybrid(part: Any) -> bool:
+    """Tell whether it is Megatron's HybridDeviceOptimizer (``optimizer_cpu_offload``)."""
+    return hasattr(part.optimizer, "sub_optimizers")
+
+
+def _stepping(part: Any) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that count steps: those inside a hybrid one, whose own groups count none."""
+    return list(part.optimizer.sub_optimizers) if _is_hybrid(part) else [part.optimizer]
+
+
+def _counts_per_parameter(inner: torch.optim.Optimizer) -> bool:
     """torch's Adam keeps a step per parameter; Transformer Engine's and Apex's keep one per group."""
-    return isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)
+    return isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
 
 
 def step_count(optimizer: MegatronOptimizer | None) -> int | None:
     """Optimizer steps taken; None when this rank holds no part of the optimizer. Raises CheckpointError when the
     counts of its parameters differ."""
     counts: set[int] = set()
-    for part in parts(optimizer):
-        for group in part.optimizer.param_groups:
-            if _counts_per_parameter(part):
-                counts.update(int(part.optimizer.state[p]["step"]) for p in group["params"])
-            elif group["params"]:
-                counts.add(int(group.get("step", 0)))
+    for inner in (inner for part in parts(optimizer) for inner in _stepping(part)):
+        if _counts_per_parameter(inner):
+            counts.update(int(inner.state[p]["step"]) for p in _parameters(inner))
+        else:
+            counts.update(int(group.get("step", 0)) for group in inner.param_groups if group["params"])
     if len(counts) > 1:
         raise CheckpointError(f"the optimizer's parameters have taken different numbers of steps: {sorted(counts)}")
     return counts.pop() if counts else None
@@ -141,18 +170,21 @@ def step_count(optimizer: MegatronOptimizer | None) -> int | None:
 def set_step_count(optimizer: MegatronOptimizer | None, count: int) -> None:
     """Set the count everywhere. torch's Adam gets a tensor of its own per parameter: one shared tensor would be
     counted up once per parameter, and every bias correction after it would be wrong."""
-    for part in parts(optimizer):
-        for group in part.optimizer.param_groups:
-            if _counts_per_parameter(part):
-                for p in group["params"]:
-                    part.optimizer.state[p]["step"] = torch.tensor(float(count), dtype=torch.float32)
-            else:
+    for inner in (inner for part in parts(optimizer) for inner in _stepping(part)):
+        if _counts_per_parameter(inner):
+            for p in _parameters(inner):
+                inner.state[p]["step"] = torch.tensor(float(count), dtype=torch.float32)
+        else:
+            for group in inner.param_groups:
                 group["step"] = count
 
 
+@torch.no_grad()
 def finish_load(optimizer: MegatronOptimizer | None) -> None:
-    """Let an optimizer with states on the host take over what was loaded (mcore's HybridDeviceOptimizer)."""
+    """Let a hybrid optimizer's copies on the host follow the masters that were loaded. Where it is precision-aware,
+    the copies are the masters and were filled themselves."""
     for part in parts(optimizer):
-        sync = getattr(part.optimizer, "_sync_hdo_state_to_sub_optimizers", None)
-        if sync is not None:
-            sync()
+        if _is_hybrid(part):
+            for main, inner in part.optimizer.param_to_inner_param.items():
+                if inner is not main and inner.dtype == main.dtype:
+                    inner.copy_(main)

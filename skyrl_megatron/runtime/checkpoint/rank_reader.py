@@ -53,7 +53,9 @@ def read_rank(folder: str, role: str, state: RankState, *, seed: int) -> int:
 
     def prepare() -> tuple[set[str], set[str]]:
         nonlocal reader, blocks, ranges
-        reader = RoleReader(storage, storage.root, read_manifest(storage, storage.root), role)
+        manifest = read_manifest(storage, storage.root)
+        _refuse_other_base(folder, manifest.bases.get(role), state.base)
+        reader = RoleReader(storage, storage.root, manifest, role)
         reader.common_state()
         ranges = list(owned_ranges(state.optimizer))
         blocks = list(blocks_to_load(state.model_chunks, ranges, state.groups))
@@ -71,6 +73,19 @@ def read_rank(folder: str, role: str, state: RankState, *, seed: int) -> int:
         return _restore_counters(storage, storage.root, role, state, seed)
 
     return agree(fill)[0]
+
+
+def _refuse_other_base(folder: str, saved: str | None, ours: str | None) -> None:
+    """Raise CheckpointError where adapters would be added to other weights, or are none."""
+    if saved == ours:
+        return
+    if saved is None:
+        reason = "holds weights, not adapters: set trainer.policy.model.lora.rank=0"
+    elif ours is None:
+        reason = "holds adapters: set trainer.policy.model.lora.rank to theirs"
+    else:
+        reason = "holds adapters of another base model: set trainer.policy.model.path to the one they were trained on"
+    raise CheckpointError(f"{folder} {reason}, or trainer.resume_mode=none to start anew")
 
 
 def _refuse_unread(wanted: set[str], stored: set[str], folder: str, state: RankState) -> None:

@@ -20,17 +20,20 @@ from skyrl_megatron.errors import CheckpointError
 from skyrl_megatron.runtime.checkpoint import fault_points, rng
 from skyrl_megatron.runtime.checkpoint.background import Background
 from skyrl_megatron.runtime.checkpoint.hashed_file import HashedFile
-from skyrl_megatron.runtime.checkpoint.host_memory import HostBuffer, as_bytes
+from skyrl_megatron.runtime.checkpoint.host_memory import as_bytes
 from skyrl_megatron.runtime.checkpoint.local_state import CONTENT, Block, blocks_to_save
 from skyrl_megatron.runtime.checkpoint.manifest import PARTS, hash_bytes
 from skyrl_megatron.runtime.checkpoint.optimizer_state import step_count
 from skyrl_megatron.runtime.checkpoint.storage import Storage, open_storage
+from skyrl_megatron.runtime.host_memory import HostMemory
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     from skyrl_megatron.runtime.parallel_state import ProcessGroups
+
+ALIGNMENT = 64  # bytes: where any dtype may be viewed
 
 
 @dataclass(slots=True)
@@ -42,6 +45,8 @@ class RankState:
     groups: ProcessGroups
     optimizer: MegatronOptimizer | None = None
     lr_schedule: OptimizerParamScheduler | None = None
+    base: str | None = None
+    """Fingerprint of the weights that adapters are added to; None where the weights themselves are saved."""
 
     @property
     def rank(self) -> int:
@@ -59,7 +64,7 @@ class RankWriter:
     """Writes this rank's share, in the foreground or from a copy in the background. One save at a time."""
 
     def __init__(self) -> None:
-        self._buffer = HostBuffer()
+        self._memory = HostMemory()
         self._background = Background("a background write")
         self.stall_s = 0.0
         """Seconds that the last save kept the caller."""
@@ -72,7 +77,7 @@ class RankWriter:
         """
         self._background.check_idle()
         began = time.perf_counter()
-        note = {"rank": state.rank, "step": step, "layout": state.layout()}
+        note = {"rank": state.rank, "step": step, "layout": state.layout(), "base": state.base}
         blocks = list(blocks_to_save(state.model_chunks, state.optimizer, state.groups))
         note["optimizer_step"] = step_count(state.optimizer)
         note["lr_schedule"] = state.lr_schedule.state_dict() if state.lr_schedule is not None else None
@@ -93,15 +98,13 @@ class RankWriter:
 
         The copy is valid until the next one is made.
         """
-        sizes = [block.data.numel() * block.data.element_size() for block in blocks]
-        padded = [-(-size // 64) * 64 for size in sizes]
-        memory = self._buffer.reserve(max(1, sum(padded)))
-        copies, begin = [], 0
-        for block, size, room in zip(blocks, sizes, padded, strict=True):
-            data = memory[begin : begin + size].view(block.data.dtype)
+        self._memory.rewind()
+        copies = []
+        for block in blocks:
+            size = block.data.numel() * block.data.element_size()
+            data = self._memory.take(-(-size // ALIGNMENT) * ALIGNMENT)[:size].view(block.data.dtype)
             data.copy_(block.data, non_blocking=True)
             copies.append(replace(block, data=data))
-            begin += room
         device.synchronize()
         return copies
 

@@ -66,13 +66,13 @@ class CheckpointStore:
 
     Reading needs no lock. The first :meth:`begin` takes the lock of a folder until :meth:`close`. An object store has
     neither locks nor renames: there, one writer is the caller's promise, and saving a step anew removes its old
-    checkpoint first. ``keep``: how many checkpoints stay; -1: all.
+    checkpoint first. ``keep``: how many checkpoints stay; -1: all. ``hub_commits``: noted in every manifest.
     """
 
-    def __init__(self, root: str | Path, *, keep: int = -1) -> None:
+    def __init__(self, root: str | Path, *, keep: int = -1, hub_commits: Mapping[str, str] | None = None) -> None:
         self.storage = open_storage(root)
         self.root = self.storage.root
-        self.keep = keep
+        self.keep, self.hub_commits = keep, dict(hub_commits or {})
         self._lock: FolderLock | None = None
 
     # ------------------------------------------------------------------------------------------ writing
@@ -165,13 +165,15 @@ class CheckpointStore:
     def _complete(
         self, step: int, folder: str, roles: Mapping[str, int], extras: Mapping[str, bytes], timeout_s: float
     ) -> Manifest:
-        manifest = Manifest(step, {}, {}, versions())
+        manifest = Manifest(step, {}, {}, versions(), self.hub_commits)
         for name, content in extras.items():
             self.storage.write(f"{folder}/{name}", content)
             manifest.files[name] = hash_bytes(content)
         for role, world_size in roles.items():
             notes = wait_for_notes(self.storage, folder, role, world_size, timeout_s)
             manifest.layouts[role] = notes[0]["layout"]
+            if base := notes[0].get("base"):
+                manifest.bases[role] = base
             manifest.files |= complete_role(self.storage, folder, role, notes)
         return manifest
 

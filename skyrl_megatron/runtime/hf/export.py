@@ -21,9 +21,9 @@ from bridges.hf_write import HfWriter
 from bridges.rows import Shape
 from bridges.shard import unshard
 from bridges.source import Source, open_hf
-from bridges.staging import byte_blocks, staged, write_all
+from bridges.staging import byte_blocks, staged, write_all, write_file
 from skyrl_megatron.errors import CheckpointError
-from skyrl_megatron.runtime.agreement import raise_on_all_ranks
+from skyrl_megatron.runtime.agreement import from_rank_0, raise_on_all_ranks
 from skyrl_megatron.runtime.model.build import ModelChunks
 from skyrl_megatron.runtime.model.local_weights import LocalWeight, local_weights
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
@@ -85,12 +85,15 @@ def save_hf(
     template: str | Path | None = None,
     dtype: torch.dtype | None = None,
     max_shard_size: int = 5 * 10**9,
+    of: Callable[[Tensor], Tensor] = lambda parameter: parameter.data,
+    card: str | None = None,
 ) -> None:
     """Write ``model`` as a HF folder that any HF tool opens; every rank calls it and writes the tensors it owns.
 
     ``out`` must be on a file system that all ranks share; it appears whole or not at all. ``template``: the folder
     that tokenizer, generation config and multi-token-prediction layers are taken from, default the one the model was
-    built from. ``dtype``: of the weights, default the model's. Raises CheckpointError on every rank, with nothing left
+    built from. ``dtype``: of the weights, default the model's. ``of``: what is written of each parameter, such as
+    ``Adapters.merged``. ``card``: text of ``README.md``. Raises CheckpointError on every rank, with nothing left
     behind, when ``out`` exists or cannot be written.
     """
     out, template = Path(out), Path(template) if template else model.hf.path
@@ -107,13 +110,15 @@ def save_hf(
             except (BridgeError, OSError) as error:
                 problem = str(error)
         raise_on_all_ranks(_error(problem))
-        places = _from_rank_0((writer.folder, writer.places) if writer else None)
-        raise_on_all_ranks(_error(_write_pieces(stream_hf(model, groups), *places)))
+        places = from_rank_0((writer.folder, writer.places) if writer else None)
+        raise_on_all_ranks(_error(write_pieces(stream_hf(model, groups, of=of), *places)))
         if writer is not None:
             try:
                 for name, source in passthrough.items():
                     writer.write(name, source.read(name))
                 copy_assets(template or out, writer.folder, _config(model, dtype))
+                if card:
+                    write_file(writer.folder / "README.md", card.encode())
                 writer.finish()
                 stack.close()
             except (BridgeError, OSError) as error:
@@ -125,7 +130,7 @@ def _error(problem: str | None) -> CheckpointError | None:
     return CheckpointError(problem) if problem else None
 
 
-def _write_pieces(pieces: Iterator[HfPiece], folder: Path, places: Mapping[str, TensorInfo]) -> str | None:
+def write_pieces(pieces: Iterator[HfPiece], folder: Path, places: Mapping[str, TensorInfo]) -> str | None:
     """Write this rank's pieces into files that exist already. Return a problem only at the end: gathers go on."""
     descriptors: dict[str, int] = {}
     problem = None
@@ -181,9 +186,3 @@ def _config(model: ModelChunks, dtype: torch.dtype | None) -> dict[str, Any]:
         config["architectures"] = [family.architecture.replace("ForCausalLM", "ForTokenClassification")]
         config |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
     return config
-
-
-def _from_rank_0(value: Any) -> Any:
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]

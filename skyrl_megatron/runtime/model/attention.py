@@ -218,10 +218,17 @@ class PackedAttention(torch.nn.Module):
         return F.dropout(weights, dropout) @ value
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams) -> Tensor:
-        """Run flash attention over variable lengths in one kernel (CUDA, half precision, no context parallelism)."""
+        """Run flash attention over variable lengths in one kernel (CUDA, half precision, no context parallelism).
+
+        The kernel takes heads of one size: multi-latent attention's narrower values are padded with zeros, which
+        come out as zeros and are cut off.
+        """
         from torch.nn.attention.varlen import varlen_attn
 
         longest = int(params.max_seqlen_q or 0)
+        width, missing = value.shape[-1], query.shape[-1] - value.shape[-1]
+        if missing:
+            value = F.pad(value, (0, missing))
         out = varlen_attn(
             query.contiguous(),
             key.contiguous(),
@@ -235,7 +242,7 @@ class PackedAttention(torch.nn.Module):
             enable_gqa=key.shape[1] != query.shape[1],
         )
         assert isinstance(out, Tensor)
-        return out.flatten(1)
+        return out[..., :width].flatten(1)
 
     def _window_mask(self, query: Tensor) -> Tensor | None:
         """Return the sliding window of padded inputs [S, b, …] as [S, S] bool; None without one."""

@@ -22,14 +22,18 @@ from skyrl_megatron import device as devices
 from skyrl_megatron.config.rules.layout import PREFIX, ParallelConfig, layout_problems, stage_layers
 from skyrl_megatron.errors import ConfigError
 from skyrl_megatron.runtime.hf.model import HfModel, read_hf_model
+from skyrl_megatron.runtime.model.layer_choice import TRANSFORMER_ENGINE, describe, use_transformer_engine
 from skyrl_megatron.runtime.model.layer_spec import block_spec
 from skyrl_megatron.runtime.model.rotary import PackedRotary
 from skyrl_megatron.runtime.model.router import TokenWeightedRouter
-from skyrl_megatron.runtime.model.transformer_config import has_transformer_engine, transformer_config
+from skyrl_megatron.runtime.model.transformer_config import transformer_config
 from skyrl_megatron.runtime.model.value_head import ValueHead
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
 Head = Literal["lm", "value"]
+_BACKENDS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+_CHOSEN_BACKENDS = {name: value for name, value in os.environ.items() if name.startswith(_BACKENDS)}
+"""The user's own choice of attention kernels, from before any model was built."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,11 @@ class ModelChunks:
         """The vocabulary padded to a multiple of tp; logits have a tp-th of it as columns."""
         return padded_rows(self.hf.vocab_size, self.parallel.tp)
 
+    @property
+    def layer_kind(self) -> str:
+        """Whose layers these are, and why not Transformer Engine's if they are not."""
+        return describe(self.hf, self.config.transformer_impl == TRANSFORMER_ENGINE)
+
     def layers(self, pp_rank: int, chunk: int) -> range:
         """Return the global numbers (from 0) of the layers in a chunk of a stage."""
         return stage_layers(self.parallel, self.config.num_layers, pp_rank, chunk)
@@ -75,10 +84,10 @@ def build_model(
     ``dtype``: of the parameters, default ``device.default_dtype()``. ``head``: logits, or a critic's values.
     ``transformer_config_kwargs``: fields of Megatron's ``TransformerConfig``, applied last. ``model_config_kwargs``:
     changes to ``config.json``. ``device``: of the parameters; ``torch.device("meta")`` allocates nothing.
-    Layers are Transformer Engine's where it is installed and there is a GPU, else those of ``layer_spec.py``.
+    Layers are Transformer Engine's on a GPU, if they can express the model, else those of ``layer_spec.py``.
 
-    Raises ModelLoadError for a bad folder or unsupported model, ConfigError for a layout that does not fit the model
-    or a field that Megatron does not know.
+    Raises ModelLoadError for a bad folder or unsupported model, ConfigError for a layout that does not fit the model,
+    a field that Megatron does not know, or layers that cannot be had (``layer_choice.py``).
     """
     model = (
         source
@@ -90,7 +99,8 @@ def build_model(
     if problems:
         raise ConfigError(problems)
     on_meta = device is not None and device.type == "meta"
-    use_te = has_transformer_engine() and not on_meta and not _needs_our_layers(model)
+    asked = (transformer_config_kwargs or {}).get("transformer_impl")
+    use_te = use_transformer_engine(model, asked, on_meta=on_meta, prefix=prefix)
     config = transformer_config(
         model,
         parallel,
@@ -100,8 +110,8 @@ def build_model(
         on_meta=on_meta,
         prefix=prefix,
     )
-    _forget_attention_backend()
-    with torch.device("meta") if on_meta else contextlib.nullcontext(), _quiet_deprecation():
+    place = torch.device("meta") if on_meta else contextlib.nullcontext()
+    with place, _quiet_deprecation(), _attention_environment():
         chunks = [_chunk(model, config, groups, stage, head, use_te) for stage in range(parallel.vpp)]
     if not on_meta:
         target = device or devices.device()
@@ -139,14 +149,6 @@ def _chunk(
     return chunk
 
 
-def _needs_our_layers(model: HfModel) -> bool:
-    """Tell whether the model has what Megatron's Transformer Engine layers lack: norms of q and k over all heads,
-    another epsilon inside MLA, experts with biases."""
-    megatron = model.megatron
-    other_epsilon = megatron.mla_norm_epsilon not in (None, megatron.transformer["layernorm_epsilon"])
-    return megatron.full_width_qk_norm or other_epsilon or bool(megatron.transformer.get("add_bias_linear"))
-
-
 def _te_block_spec(config: TransformerConfig, groups: ProcessGroups, stage: int | None) -> TransformerBlockSubmodules:
     """Return Transformer Engine's layers with our router in the expert layers."""
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage, pp_rank=groups.pp.rank())
@@ -157,11 +159,15 @@ def _te_block_spec(config: TransformerConfig, groups: ProcessGroups, stage: int 
     return spec
 
 
-def _forget_attention_backend() -> None:
-    """Forget the backend of the last model: Megatron (models/common/language_module) keeps it in the environment and
-    refuses a model with another one in the same process, such as a critic beside a policy."""
-    for kind in ("FLASH", "FUSED", "UNFUSED"):
-        os.environ.pop(f"NVTE_{kind}_ATTN", None)
+@contextlib.contextmanager
+def _attention_environment() -> Iterator[None]:
+    """Let Megatron write ``attention_backend`` into the environment, where Transformer Engine reads it, and put back
+    what the user set there: Megatron (models/common/language_module) refuses any other value, be it the user's or that
+    of the last model in this process, such as a policy beside a critic."""
+    for name in [name for name in os.environ if name.startswith(_BACKENDS)]:
+        del os.environ[name]
+    yield
+    os.environ.update(_CHOSEN_BACKENDS)
 
 
 @contextlib.contextmanager

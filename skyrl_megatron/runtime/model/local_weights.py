@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,8 @@ from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
 _STACKED = "mlp.experts.linear_fc"
 _OUTPUT = "output_layer.weight"
+ADAPTERS = "adapters"
+"""The module of a chunk that holds its low-rank adapters, which no family's table knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +45,8 @@ def local_weights(
     The last stage's copy of tied embeddings comes with the embedding's entry and its own name. A critic's value head
     has no row in any table and is left out. Raises KeyError for a parameter that the table does not know.
     """
-    first_expert = _first_expert(model, groups)
-    entries = model.hf.plan.by_name
+    offset = first_expert(model, groups)
+    entries = _entries(model)
     for index, chunk in enumerate(model.chunks):
         layer_offset = model.layers(groups.pp.rank(), index).start
         for name, tensor in _tensors(chunk, of):
@@ -55,22 +57,32 @@ def local_weights(
                 continue
             if _STACKED in name and not name[-1].isdigit():
                 for number, expert in enumerate(tensor):
-                    full = canonical(f"{name}{number}", layer_offset=layer_offset, expert_offset=first_expert)
+                    full = canonical(f"{name}{number}", layer_offset=layer_offset, expert_offset=offset)
                     yield LocalWeight(full, expert, entries[full])
                 continue
-            full = canonical(name, layer_offset=layer_offset, expert_offset=first_expert)
+            full = canonical(name, layer_offset=layer_offset, expert_offset=offset)
             yield LocalWeight(full, tensor, entries[full])
+
+
+def _entries(model: ModelChunks) -> Mapping[str, Entry]:
+    """Return the table's entries by name, split as the model's layers split them."""
+    entries = model.hf.plan.by_name
+    if model.config.transformer_impl != "transformer_engine":
+        return entries
+    return {name: entry.whole() if entry.split.whole_under_te else entry for name, entry in entries.items()}
 
 
 def _tensors(chunk: torch.nn.Module, of: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters, and the buffers that are weights: others are derived."""
     for name, parameter in chunk.named_parameters():
-        yield name, of(parameter)
+        if not name.startswith(f"{ADAPTERS}."):
+            yield name, of(parameter)
     for name, buffer in chunk.named_buffers():
         if name.endswith(".expert_bias"):
             yield name, buffer
 
 
-def _first_expert(model: ModelChunks, groups: ProcessGroups) -> int:
+def first_expert(model: ModelChunks, groups: ProcessGroups) -> int:
+    """Return the number of the first expert that this rank holds of each layer."""
     experts = model.config.num_moe_experts or 0
     return groups.ep.rank() * (experts // groups.ep.size())

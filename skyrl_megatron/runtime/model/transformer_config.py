@@ -12,20 +12,13 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 from torch.nn import functional as F
 
-from skyrl_megatron import device
+from bridges.family import MegatronModelConfig
 from skyrl_megatron.config.rules.layout import PREFIX, ParallelConfig
 from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.runtime.hf.model import HfModel
 from skyrl_megatron.runtime.loss_scale import SUMMED_GRADIENTS
 
 _ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu}
-
-
-def has_transformer_engine() -> bool:
-    """Tell whether layers can be built from Transformer Engine's modules: it is installed and there is a GPU."""
-    from megatron.core.extensions.transformer_engine import HAVE_TE
-
-    return bool(HAVE_TE) and device.has_cuda()
 
 
 def transformer_config(
@@ -63,12 +56,17 @@ def transformer_config(
     if biased and parallel.etp > 1:
         fix = "experts with biases are not split: set it to 1 and raise expert_model_parallel_size instead"
         problems.append(Problem(f"{prefix}expert_tensor_parallel_size", parallel.etp, fix))
+    name, own = "moe_router_enable_expert_bias", model.megatron.transformer.get("moe_router_enable_expert_bias", False)
+    if bool(overrides.get(name, own)) != own:
+        fix = f"the model has {'a' if own else 'no'} bias for each expert: leave it out"
+        problems.append(Problem(f"{prefix}{name}", overrides[name], fix))
     if problems:
         raise ConfigError(problems)
     if isinstance(backend := overrides.get("attention_backend"), str):
         overrides["attention_backend"] = AttnBackend[backend]
     fields = {
         **_common_fields(dtype, use_te, on_meta),
+        "apply_rope_fusion": use_te and _has_fused_rotary(model.megatron),
         **model.megatron.transformer,
         "activation_func": _ACTIVATIONS[model.megatron.activation],
         **layout,
@@ -81,6 +79,15 @@ def transformer_config(
     for name, value in model.megatron.attributes.items():
         setattr(config, name, value)
     return config
+
+
+def _has_fused_rotary(megatron: MegatronModelConfig) -> bool:
+    """Tell whether there is a fused kernel that rotates as the model does. That of multi-latent attention knows YaRN
+    alone (transformer_config.py refuses another); Transformer Engine's for packed sequences leaves out YaRN's
+    ``mscale`` (models/common/embeddings/rope_utils.py)."""
+    if megatron.multi_latent_attention:
+        return bool(megatron.transformer["rope_type"] == "yarn")
+    return bool(megatron.model.get("position_embedding_type") != "yarn")
 
 
 def _layout_fields(parallel: ParallelConfig) -> dict[str, Any]:
@@ -117,14 +124,13 @@ def _common_fields(dtype: torch.dtype, use_te: bool, on_meta: bool) -> dict[str,
         "bias_activation_fusion": use_te,
         "bias_dropout_fusion": use_te,
         "masked_softmax_fusion": use_te,
-        "apply_rope_fusion": use_te,
         "persist_layer_norm": use_te,
         "moe_permute_fusion": use_te,
         "gradient_accumulation_fusion": False,
         **SUMMED_GRADIENTS,
         # Weights come from a checkpoint; on_meta, modules make them where torch.device("meta") says.
         "perform_initialization": False,
-        "use_cpu_initialization": on_meta,
+        "use_cpu_initialization": on_meta and not use_te,
         "init_model_with_meta_device": on_meta,
         "attention_backend": AttnBackend.auto,
     }

@@ -1,0 +1,221 @@
+"""PEFT's adapter folders: ``adapter_config.json`` and the factors of every adapted projection in safetensors.
+
+Experts come in two forms. One by one, as the base model is on disk (and as vLLM reads them):
+``….mlp.experts.7.gate_proj.lora_A.weight`` [r, in]. Or stacked, as PEFT keeps them on models whose experts are single
+parameters (``target_parameters``): ``….mlp.experts.base_layer.lora_A.weight`` [E·r, H] for gate and up together and
+``….mlp.experts.lora_A.weight`` [E·r, M] for down, expert by expert; ``lora_B`` [out, r·E] has experts innermost.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bridges.errors import BridgeError
+from bridges.hf_io import TensorInfo, map_file, read_header, view_of
+from bridges.json_file import read_json
+from bridges.plan import Plan
+from bridges.rules import Entry
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+_STACKED = re.compile(r"^(?P<experts>.*\.layers\.(?P<layer>\d+)\..*experts)(?P<inner>\.base_layer)?$")
+# What adapter_config.json may ask for that factors alone do not express → values under which it asks for nothing.
+_ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
+    "use_dora": (False, None),
+    "lora_bias": (False, None),
+    "bias": ("none", None),
+    "fan_in_fan_out": (False, None),
+    "modules_to_save": (None, []),
+    "trainable_token_indices": (None, []),
+    "alora_invocation_tokens": (None, []),
+    "alpha_pattern": (None, {}),
+    "rank_pattern": (None, {}),
+    "layer_replication": (None, []),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """What an adapter has in common over all projections."""
+
+    rank: int
+    alpha: float
+    rank_stabilised: bool
+    base: str | None
+    """Name or folder of the base model, as the adapter's maker knew it."""
+
+    @property
+    def scale(self) -> float:
+        """What the products of factors are multiplied by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilised else self.rank)
+
+
+class PeftFolder:
+    """The adapter in a folder, for the model that ``plan`` describes.
+
+    Raises :class:`BridgeError`: files missing or damaged, an adapter that is more than two factors a projection, or
+    one that fits another model, naming the projection.
+    """
+
+    def __init__(self, path: str | Path, plan: Plan) -> None:
+        self.path = Path(path).expanduser()
+        if not (self.path / CONFIG).is_file():
+            raise BridgeError(f"{self.path} has no {CONFIG}: give a folder that PEFT or a run of adapters wrote")
+        self.config = _read_config(self.path / CONFIG)
+        self._infos: dict[str, TensorInfo] = read_header(self.path, WEIGHTS)
+        self._map = map_file(self.path / WEIGHTS)
+        self._plan = plan
+        self._factors: dict[str, Callable[[], Tensor]] = {}
+        for name in self._infos:
+            self._add(name)
+        self._check()
+
+    @property
+    def modules(self) -> frozenset[str]:
+        """The adapted projections, as the base model names them on disk."""
+        return frozenset(name[:-2] for name in self._factors)
+
+    def factor(self, module: str, letter: str) -> Tensor:
+        """Return ``A`` [rank, in] or ``B`` [out, rank] of a projection. Raises KeyError where it has none."""
+        return self._factors[f"{module}.{letter}"]()
+
+    def _add(self, name: str) -> None:
+        module, _, rest = name.removeprefix(PREFIX).rpartition(".lora_")
+        letter = rest.removesuffix(".weight")
+        if letter not in ("A", "B") or not name.startswith(PREFIX):
+            raise BridgeError(f"{self.path / WEIGHTS}: {name} is no factor of a linear layer (….lora_A.weight)")
+        stacked = _STACKED.match(module)
+        if stacked is None or f"{module}.weight" in self._plan.hf:
+            self._factors[f"{module}.{letter}"] = lambda: self._read(name)
+        else:
+            self._unstack(name, module, letter, int(stacked["layer"]))
+
+    def _unstack(self, name: str, module: str, letter: str, layer: int) -> None:
+        """List the single experts' factors of a stacked one; which map it belongs to shows in the pair's sizes."""
+        rank = self.config.rank
+        entries = [e for e in self._plan.entries if e.layer == layer and e.expert is not None and len(e.shape) == 2]
+        count = len({entry.expert for entry in entries})
+        a, b = (self._infos.get(f"{PREFIX}{module}.lora_{each}.weight") for each in "AB")
+        sizes = a and b and (*a.shape, *b.shape)
+        fitting = [e for e in entries if sizes == (count * rank, e.shape[1], e.shape[0], count * rank)]
+        if not fitting:
+            shapes = " and ".join(str(list(info.shape)) for info in (a, b) if info)
+            raise BridgeError(f"{self.path / WEIGHTS}: factors of {module} are {shapes}, which fits no experts")
+        for entry in fitting:
+            for part in range(len(entry.hf)):
+                module = entry.hf[part].name.removesuffix(".weight")
+                self._factors[f"{module}.{letter}"] = self._slice(name, letter, entry, part, count)
+
+    def _slice(self, name: str, letter: str, entry: Entry, part: int, count: int) -> Callable[[], Tensor]:
+        def read() -> Tensor:
+            whole = self._read(name)
+            if letter == "A":
+                return whole.view(count, self.config.rank, -1)[entry.expert]
+            return whole.view(-1, self.config.rank, count)[..., entry.expert].chunk(len(entry.hf))[part]
+
+        return read
+
+    def _read(self, name: str) -> Tensor:
+        info = self._infos[name]
+        return view_of(self._map, info.start, info.dtype, info.shape)
+
+    def _check(self) -> None:
+        for module in sorted(self.modules):
+            base = self._plan.hf.get(f"{module}.weight")
+            if base is None:
+                raise BridgeError(f"{self.path}: {module} is no layer of the model: it is an adapter of another one")
+            for letter, side in (("A", 1), ("B", 0)):
+                if f"{module}.{letter}" not in self._factors:
+                    raise BridgeError(f"{self.path / WEIGHTS}: {module} has no lora_{letter}")
+                shape = self.factor(module, letter).shape
+                if (shape[side], shape[1 - side]) != (base[side], self.config.rank):
+                    raise BridgeError(
+                        f"{self.path}: lora_{letter} of {module} is {list(shape)}, the model's layer is {list(base)} "
+                        f"and the rank {self.config.rank}: it is an adapter of another model"
+                    )
+
+
+def _read_config(path: Path) -> AdapterConfig:
+    values = read_json(path)
+    if values.get("peft_type") != "LORA":
+        raise BridgeError(f"{path}: peft_type={values.get('peft_type')}; only LORA is read")
+    for key, idle in _ELSEWHERE.items():
+        if key in values and values[key] not in idle:
+            raise BridgeError(f"{path}: {key}={values[key]} asks for more than two factors of one rank; not supported")
+    try:
+        rank, alpha = int(values["r"]), float(values["lora_alpha"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise BridgeError(f"{path} has no whole r and lora_alpha; fetch the file again") from error
+    return AdapterConfig(rank, alpha, bool(values.get("use_rslora")), values.get("base_model_name_or_path"))
+
+
+def adapter_config(
+    *,
+    rank: int,
+    alpha: float,
+    rank_stabilised: bool,
+    dropout: float,
+    modules: list[str],
+    base: str | None,
+    revision: str | None = None,
+) -> bytes:
+    """Return ``adapter_config.json``; ``modules``: names or ends of names of the adapted projections; ``base``: the
+    model's folder, or its name on the Hugging Face hub, with its commit as ``revision``."""
+    values = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "revision": revision,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": dropout,
+        "use_rslora": rank_stabilised,
+        "bias": "none",
+        "target_modules": modules,
+        "inference_mode": True,
+    }
+    return (json.dumps(values, indent=2) + "\n").encode()
+
+
+def stack_experts(factors: Mapping[str, Tensor], plan: Plan) -> dict[str, Tensor]:
+    """Turn factors by ``module.A`` and ``module.B`` into PEFT's tensors with stacked experts, by their full names.
+
+    Where gate and up have an ``A`` each, their pair becomes one of twice the rank, with zeros in ``B``: the folder's
+    ``rank_pattern`` then names them. Raises :class:`BridgeError` where only some experts of a layer are adapted.
+    """
+    left = dict(factors)
+    stacked: dict[str, Tensor] = {}
+    layers = sorted({e.layer for e in plan.entries if e.is_expert and e.layer is not None})
+    for layer in layers:
+        for kind, inner in (("linear_fc1", ".base_layer"), ("linear_fc2", "")):
+            entries = [
+                e for e in plan.entries if e.layer == layer and e.is_expert and e.name.endswith(f".{kind}.weight")
+            ]
+            names = [[piece.name.removesuffix(".weight") for piece in entry.hf] for entry in entries]
+            present = [f"{name}.A" in left for modules in names for name in modules]
+            if not any(present):
+                continue
+            if not all(present):
+                raise BridgeError(f"layer {layer}: only some experts are adapted; write them one by one")
+            pairs = [_join([(left.pop(f"{m}.A"), left.pop(f"{m}.B")) for m in modules]) for modules in names]
+            prefix = names[0][0].partition(".experts.")[0] + ".experts" + inner
+            stacked[f"{PREFIX}{prefix}.lora_A.weight"] = torch.cat([a for a, _ in pairs])
+            stacked[f"{PREFIX}{prefix}.lora_B.weight"] = torch.stack([b for _, b in pairs], dim=-1).flatten(1)
+    plain = {f"{PREFIX}{name[:-2]}.lora_{name[-1]}.weight": tensor for name, tensor in left.items()}
+    return plain | stacked
+
+
+def _join(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return one pair of factors over the rows of all projections."""
+    if all(torch.equal(a, pairs[0][0]) for a, _ in pairs[1:]):
+        return pairs[0][0], torch.cat([b for _, b in pairs])
+    return torch.cat([a for a, _ in pairs]), torch.block_diag(*[b for _, b in pairs])

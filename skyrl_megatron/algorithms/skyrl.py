@@ -1,0 +1,69 @@
+"""The built-in functions by the names and with the parameters that scripts written for SkyRL call them by.
+
+They are those of the registries, under other names. One thing differs: a policy loss returns the loss of each token
+[B, T], not a sum; :func:`~skyrl_megatron.algorithms.masked.masked_token_mean` makes a number of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from skyrl_megatron.algorithms.advantages.gae import gae
+from skyrl_megatron.algorithms.advantages.grpo import grpo as compute_grpo_outcome_advantage
+from skyrl_megatron.algorithms.advantages.reinforce import reinforce_plus_plus
+from skyrl_megatron.algorithms.advantages.rloo import rloo as compute_rloo_outcome_advantage
+from skyrl_megatron.algorithms.losses.cispo import cispo as compute_policy_loss_cispo
+from skyrl_megatron.algorithms.losses.covariance import clip_cov as compute_policy_loss_clip_cov
+from skyrl_megatron.algorithms.losses.covariance import kl_cov as compute_policy_loss_kl_cov
+from skyrl_megatron.algorithms.losses.cross_entropy import cross_entropy as cross_entropy_loss
+from skyrl_megatron.algorithms.losses.gspo import gspo as gspo_policy_loss
+from skyrl_megatron.algorithms.losses.importance_sampling import importance_sampling as importance_sampling_loss
+from skyrl_megatron.algorithms.losses.ppo import dual_clip, regular
+from skyrl_megatron.algorithms.losses.sapo import sapo as sapo_policy_loss
+from skyrl_megatron.algorithms.metrics import ReducibleMetrics
+from skyrl_megatron.config.names import PolicyLossType
+
+__all__ = [
+    "compute_gae_advantage_return",
+    "compute_grpo_outcome_advantage",
+    "compute_policy_loss_cispo",
+    "compute_policy_loss_clip_cov",
+    "compute_policy_loss_kl_cov",
+    "compute_reinforce_plus_plus_outcome_advantage",
+    "compute_rloo_outcome_advantage",
+    "cross_entropy_loss",
+    "gspo_policy_loss",
+    "importance_sampling_loss",
+    "ppo_policy_loss",
+    "sapo_policy_loss",
+]
+
+
+def compute_gae_advantage_return(
+    token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lambd: float, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    """Return :func:`gae`'s advantages and returns [B, T]; here ``values`` stand before the mask."""
+    return gae(token_level_rewards, response_mask, values, gamma, lambd, **kwargs)
+
+
+def compute_reinforce_plus_plus_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, gamma: float, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    """Return :func:`reinforce_plus_plus`'s advantages and returns [B, T]."""
+    return reinforce_plus_plus(token_level_rewards, response_mask, gamma, **kwargs)
+
+
+def ppo_policy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    config: Any,
+    loss_mask: Tensor | None = None,
+    rollout_log_probs: Tensor | None = None,
+) -> tuple[Tensor, ReducibleMetrics]:
+    """Return the loss of each token [B, T]: that of ``dual_clip`` if ``config.policy_loss_type`` says so, else the
+    ``regular`` one."""
+    loss = dual_clip if config.policy_loss_type == PolicyLossType.DUAL_CLIP else regular
+    return loss(log_probs, old_log_probs, advantages, config, loss_mask, rollout_log_probs)

@@ -1,0 +1,129 @@
+"""Rules of Megatron's own options: those that contradict each other or the machine, and those that this trainer does
+not drive, each with the setting that works."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from skyrl_megatron.config.names import OPTIMIZER_DTYPES
+from skyrl_megatron.config.rules.role_layout import role_world_size
+from skyrl_megatron.errors import Problem
+
+if TYPE_CHECKING:
+    from skyrl_megatron.config.hardware import Hardware
+    from skyrl_megatron.config.schema.megatron import MegatronConfig
+    from skyrl_megatron.config.schema.root import SkyRLTrainConfig
+
+_BACKENDS = ("auto", "flash", "fused", "unfused")
+_VARYING = "micro-batches are packed and vary in length: leave it out"
+_OVERLAP = "takes Megatron's schedule of sub-layers, which policy-gradient losses do not run in: leave it out"
+NOT_DRIVEN = {
+    "fp8": "packed sequences are not padded to the sizes of FP8 products: leave it out, layers train in bf16",
+    "fp4": "packed sequences are not padded to the sizes of FP4 products: leave it out, layers train in bf16",
+    "fp8_param": "needs fp8 parameter gathering, which this trainer does not have: leave it out",
+    "fp4_param": "needs fp4 parameter gathering, which this trainer does not have: leave it out",
+    "tp_comm_overlap": "needs user buffers of one sequence length, and " + _VARYING,
+    "overlap_moe_expert_parallel_comm": _OVERLAP,
+    "delay_wgrad_compute": _OVERLAP,
+    "overlap_dispatch_backward_with_experts_wgrad": _OVERLAP,
+    "hierarchical_context_parallel_sizes": (
+        "the process groups of a hierarchy are not made: leave it out and use context_parallel_size alone"
+    ),
+    "mtp_num_layers": (
+        "multi-token-prediction layers are passed on as they are and not trained: leave it out "
+        "(`python -m bridges inspect` lists them as passthrough)"
+    ),
+    "enable_cuda_graph": _VARYING,
+    "external_cuda_graph": _VARYING,
+    "cuda_graph_impl": _VARYING,
+}
+"""Fields of Megatron's ``TransformerConfig`` that need more than a field → why, and what to do instead."""
+
+
+def megatron_problems(cfg: SkyRLTrainConfig, role: str, section: str, hardware: Hardware) -> Iterator[Problem]:
+    """Yield everything wrong with a role's ``megatron_config``, its layout apart. ``section``: where it stands."""
+    megatron: MegatronConfig = getattr(cfg.trainer, role).megatron_config
+    if megatron.context_parallel_size > 1 and not cfg.trainer.use_sample_packing:
+        fix = "needs trainer.use_sample_packing=true"
+        yield Problem(f"{section}context_parallel_size", megatron.context_parallel_size, fix)
+    yield from _experts(cfg, megatron, section, hardware)
+    yield from _recompute(megatron, section)
+    ddp = megatron.ddp_config
+    if ddp.overlap_param_gather and not ddp.overlap_grad_reduce:
+        yield Problem(f"{section}ddp_config.overlap_param_gather", True, "needs overlap_grad_reduce=true")
+    for name in ("overlap_grad_reduce", "overlap_param_gather"):
+        if hardware.is_cpu and getattr(ddp, name):
+            yield Problem(f"{section}ddp_config.{name}", True, "needs GPUs: leave it out")
+    for name, fix in NOT_DRIVEN.items():
+        if (value := megatron.transformer_config_kwargs.get(name)) not in (None, False, 0, "none"):
+            yield Problem(f"{section}transformer_config_kwargs.{name}", value, fix)
+    for name, value in megatron.optimizer_config_kwargs.items():
+        if name.endswith("_dtype") and value not in OPTIMIZER_DTYPES:
+            fix = f"is no type: use {', '.join(OPTIMIZER_DTYPES)}"
+            yield Problem(f"{section}optimizer_config_kwargs.{name}", value, fix)
+    yield from _attention(cfg, megatron, section, hardware)
+    world = role_world_size(cfg.trainer.placement, role)
+    outside = [rank for rank in megatron.torch_profiler_config.ranks if not 0 <= rank < world]
+    if outside:
+        fix = f"the {role} has ranks 0 to {world - 1}"
+        yield Problem(f"{section}torch_profiler_config.ranks", outside, fix)
+
+
+def _attention(cfg: SkyRLTrainConfig, megatron: MegatronConfig, section: str, hardware: Hardware) -> Iterator[Problem]:
+    """Check that Transformer Engine has a kernel for the attention asked for
+    (transformer_engine/pytorch/attention/dot_product_attention/utils.py, ``get_attention_backend``)."""
+    key, cp = f"{section}transformer_config_kwargs.attention_backend", megatron.context_parallel_size
+    backend = megatron.transformer_config_kwargs.get("attention_backend")
+    if backend is not None and backend not in _BACKENDS:
+        yield Problem(key, backend, f"must be one of {', '.join(_BACKENDS)}")
+    if hardware.is_cpu:
+        return
+    if backend == "flash" and importlib.util.find_spec("flash_attn") is None:
+        fix = "needs the package flash-attn, which is not installed: use auto or fused, which take cuDNN's kernels"
+        yield Problem(key, backend, fix)
+    if cp > 1 and backend == "unfused":
+        yield Problem(key, backend, f"has no kernel for context_parallel_size={cp}: use auto, or 1 there")
+    elif cp > 1 and backend is None and not cfg.trainer.flash_attn:
+        fix = f"unfused attention has no kernel for {section}context_parallel_size={cp}: use true, or 1 there"
+        yield Problem("trainer.flash_attn", False, fix)
+
+
+def _experts(cfg: SkyRLTrainConfig, megatron: MegatronConfig, section: str, hardware: Hardware) -> Iterator[Problem]:
+    """Check options of mixture-of-experts layers."""
+    if megatron.moe_enable_routing_replay:
+        if not cfg.generator.inference_engine.enable_return_routed_experts:
+            fix = "needs the engine's routes: set generator.inference_engine.enable_return_routed_experts=true"
+            yield Problem(f"{section}moe_enable_routing_replay", True, fix)
+        if megatron.transformer_config_kwargs.get("moe_router_fusion"):
+            fix = "the fused router cannot replay routes: set moe_enable_routing_replay=false, or leave this out"
+            yield Problem(f"{section}transformer_config_kwargs.moe_router_fusion", True, fix)
+    if megatron.moe_aux_loss_coeff and megatron.moe_router_load_balancing_type in ("none", "sinkhorn"):
+        kind = megatron.moe_router_load_balancing_type
+        fix = f"has no effect with moe_router_load_balancing_type={kind}: set aux_loss, or 0 here"
+        yield Problem(f"{section}moe_aux_loss_coeff", megatron.moe_aux_loss_coeff, fix)
+    dispatcher = megatron.moe_token_dispatcher_type
+    key = f"{section}moe_token_dispatcher_type"
+    if dispatcher == "allgather":  # Megatron refuses it with variable_seq_lengths (transformer_config.py)
+        yield Problem(key, dispatcher, "needs micro-batches of one length, and packed ones vary: use alltoall")
+    if dispatcher == "flex" and hardware.is_cpu:
+        yield Problem(key, dispatcher, "needs GPUs: use alltoall")
+    elif dispatcher == "flex" and importlib.util.find_spec("deep_ep") is None:
+        yield Problem(key, dispatcher, "needs DeepEP (the package deep_ep), which is not installed: use alltoall")
+
+
+def _recompute(megatron: MegatronConfig, section: str) -> Iterator[Problem]:
+    """Check that ``recompute_method`` and ``_num_layers`` go with full recomputation only (transformer_config.py)."""
+    kwargs = megatron.transformer_config_kwargs
+    granularity = kwargs.get("recompute_granularity")
+    for name in ("recompute_method", "recompute_num_layers"):
+        if granularity == "selective" and kwargs.get(name) is not None:
+            fix = "goes with recompute_granularity=full: leave it out"
+            yield Problem(f"{section}transformer_config_kwargs.{name}", kwargs[name], fix)
+        if granularity == "full" and kwargs.get(name) is None:
+            fix = "recompute_granularity=full needs it: uniform (or block) and a number of layers"
+            yield Problem(f"{section}transformer_config_kwargs.{name}", None, fix)
+    if granularity not in (None, "full", "selective"):
+        key = f"{section}transformer_config_kwargs.recompute_granularity"
+        yield Problem(key, granularity, "must be full, selective or null")

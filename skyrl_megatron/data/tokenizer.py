@@ -1,0 +1,46 @@
+"""The tokenizer of a Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from skyrl_megatron.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+
+
+def load_tokenizer(
+    folder: str | Path, *, trust_remote_code: bool = False, padding_side: str = "left"
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model folder; one without a padding token pads with its end of sequence.
+
+    Raises ModelLoadError where the folder holds none (transformers would make an empty one), or none that loads.
+    """
+    from transformers import AutoTokenizer
+
+    path = Path(folder).expanduser()
+    known = [*VOCABULARIES, "*.tiktoken", "tiktoken.model"]
+    if path.is_dir() and not trust_remote_code and not any(any(path.glob(name)) for name in known):
+        raise ModelLoadError(
+            f"{path} holds no tokenizer ({', '.join(VOCABULARIES[:2])}, …): fetch the tokenizer's files too"
+        )
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(path) if path.is_dir() else str(folder), trust_remote_code=trust_remote_code
+        )
+    except Exception as error:  # whatever tokenizers, sentencepiece and JSON raise for files that are damaged
+        raise ModelLoadError(
+            f"{folder}: the tokenizer cannot be loaded: {_first_line(error)}; fetch it again"
+        ) from error
+    tokenizer.padding_side = padding_side
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

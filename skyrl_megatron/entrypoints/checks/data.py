@@ -1,0 +1,184 @@
+"""Data sets: opened as the run opens them, rows and environments tried, prompts measured until enough are found."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skyrl_megatron.config.paths import is_data_file
+from skyrl_megatron.entrypoints.checks.planned_run import NotChecked, PlannedRun
+from skyrl_megatron.entrypoints.checks.tokenizer import chat_format
+from skyrl_megatron.errors import DataError, Problem, SkyRLMegatronWarning
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from skyrl_megatron.rollout.templates import ChatFormat
+
+_ENV = "environment.env_class"
+OURS = "skyrl_megatron.envs."
+
+
+def data(run: PlannedRun) -> Iterator[Problem | NotChecked]:
+    """Yield what is wrong with tokenizer, chat template, data sets, and the environments that rows are given to."""
+    chat, problems = chat_format(run)
+    yield from problems
+    named: set[str | None] = set()
+    with _quiet():
+        for key, names, needed in _sources(run):
+            if not names:
+                yield Problem(key, [], "name at least one data set")
+            opened = [(name, *_open(run, key, name)) for name in names]
+            for _, _, found in opened:
+                yield from found
+            rows = {name: rows for name, rows, _ in opened if rows is not None}
+            wrong = [problem for name, dataset in rows.items() for problem in _rows(run, key, name, dataset, named)]
+            yield from wrong
+            if chat is not None and names and len(rows) == len(names) and not wrong:
+                yield from _lengths(run, key, names, chat, needed)
+    yield from _environments(run, named)
+
+
+def _sources(run: PlannedRun) -> Iterator[tuple[str, list[str], int]]:
+    """Yield (key, data sets, prompts needed of them)."""
+    cfg = run.cfg
+    if run.training:
+        yield "data.train_data", cfg.data.train_data, cfg.trainer.train_batch_size
+    if cfg.data.val_data and (not run.training or cfg.trainer.eval_before_train or cfg.trainer.eval_interval > 0):
+        yield "data.val_data", cfg.data.val_data, 1
+
+
+def _open(run: PlannedRun, key: str, name: str) -> tuple[Dataset | None, list[Problem | NotChecked]]:
+    """Open a file as the run does."""
+    from skyrl_megatron.data.prompts import READERS, load_source
+
+    path = Path(name)
+    if path.suffix.lower() not in READERS and not path.is_file() and not is_data_file(name):
+        return None, [NotChecked(f"{key}={name}", "opened by the run")]
+    if not path.is_file():
+        if path.is_dir():
+            return None, [NotChecked(f"{key}={name}", "a folder is opened by the run")]
+        if run.scripted and not run.cfg.data.is_set(key.rpartition(".")[2]):
+            return None, [NotChecked(f"{key}={name}", "not there; the script may bring its own data sets")]
+        hint = "; write it with python -m skyrl_megatron.data.prepare gsm8k" if "gsm8k" in name else ""
+        return None, [Problem(key, name, f"no such file{hint}")]
+    if path.suffix.lower() not in READERS:
+        return None, [Problem(key, name, f"cannot be read: give a file of the kind {', '.join(READERS)}")]
+    try:
+        return load_source(name), []
+    except DataError as error:
+        return None, [Problem(key, name, _about(name, error))]
+
+
+def _rows(
+    run: PlannedRun, key: str, name: str, rows: Dataset, named: set[str | None]
+) -> Iterator[Problem | NotChecked]:
+    """Check the columns, and the first and the last row; add the environments that rows name to ``named``."""
+    from skyrl_megatron.data.prompts import require_prompts
+
+    try:
+        require_prompts(rows, name)
+    except DataError as error:
+        yield Problem(key, name, _about(name, error))
+        return
+    named |= set(rows.unique("env_class")) if "env_class" in rows.column_names else {None}
+    for number in sorted({0, len(rows) - 1}):
+        if problem := _unfit_for_environment(run, key, name, number, rows[number]):
+            yield problem
+            return
+
+
+def _unfit_for_environment(run: PlannedRun, key: str, name: str, number: int, row: dict[str, Any]) -> Problem | None:
+    """Give a row to its environment, if it is one of ours: a user's own may start something when it is made."""
+    from skyrl_megatron.envs import registry
+
+    env_class = row.get("env_class") or run.cfg.environment.env_class
+    try:
+        made = registry.spec(env_class).load()
+    except DataError:
+        return None  # reported for all rows together
+    if not getattr(made, "__module__", "").startswith(OURS):
+        return None
+    extras = {column: value for column, value in row.items() if column not in ("prompt", "env_class")}
+    settings = registry.config_of(env_class, run.cfg.environment.skyrl_gym)
+    try:
+        registry.make(env_class, settings, {**extras, "max_turns": run.cfg.generator.max_turns}).close()
+    except Exception as error:  # as an episode does: whatever an environment raises is about its row
+        fix = f"row {number}: environment {env_class}: {error}"
+        return Problem(key, name, f"{fix}; add what it needs to the rows, or choose another {_ENV}")
+    return None
+
+
+def _lengths(run: PlannedRun, key: str, names: Sequence[str], chat: ChatFormat, needed: int) -> Iterator[Problem]:
+    """Measure prompts until as many are short enough as a step needs."""
+    from skyrl_megatron.data.prompts import PromptDataset
+
+    limit = run.cfg.trainer.max_prompt_length
+    try:
+        dataset = PromptDataset(
+            names, chat.tokenizer, limit, template=chat.template, template_kwargs=chat.kwargs, enough=needed
+        )
+    except DataError as error:
+        text = str(error)
+        too_long = text.startswith(", ".join(names)) and "max_prompt_length" in text
+        yield Problem("trainer.max_prompt_length", limit, text) if too_long else Problem(key, names, text)
+        return
+    if len(dataset) < needed:
+        left_out = f" ({dataset.num_filtered} longer ones are left out)" if dataset.num_filtered else ""
+        fix = f"{len(dataset)} prompts{left_out} do not fill one batch: lower it, or give more data"
+        yield Problem("trainer.train_batch_size", needed, fix)
+
+
+def _environments(run: PlannedRun, named: set[str | None]) -> Iterator[Problem | NotChecked]:
+    """Check the environments that rows name, and whether ``environment.env_class`` is that of any row."""
+    from skyrl_megatron.envs import registry
+
+    default = run.cfg.environment.env_class
+    chosen = run.cfg.environment.is_set("env_class")
+    known = set(registry.registered())
+    for env_class in sorted({each or default for each in named} | ({default} if chosen else set())):
+        key = _ENV if env_class == default else "data: env_class"
+        try:
+            registry.require([env_class])
+        except DataError as error:
+            if run.scripted and env_class not in known:
+                yield NotChecked(f"{key}={env_class}", "not registered yet; the script may do so")
+                continue
+            near = difflib.get_close_matches(env_class, known, n=1)
+            yield Problem(key, env_class, f"{error}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        else:
+            spec = registry.spec(env_class).load()
+            if not getattr(spec, "__module__", "").startswith(OURS):
+                yield NotChecked(f"environment {env_class}", "whether it takes the rows shows when it is made")
+    if chosen and default in known and named and None not in named and default not in named:
+        others = ", ".join(sorted(filter(None, named)))
+        message = f"{_ENV}={default} has no effect: every row names its own environment ({others})"
+        warnings.warn(message, SkyRLMegatronWarning, stacklevel=2)
+
+
+def _about(name: str, error: DataError) -> str:
+    """Return the message without the file's name, which the problem begins with."""
+    return str(error).removeprefix(name).lstrip(":, ")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the reader's own account of a failure from the terminal, and its progress where nobody watches."""
+    import datasets
+
+    verbosity = datasets.logging.get_verbosity()
+    hides_progress = not sys.stderr.isatty() and not datasets.are_progress_bars_disabled()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    if hides_progress:
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(verbosity)
+        if hides_progress:
+            datasets.enable_progress_bars()

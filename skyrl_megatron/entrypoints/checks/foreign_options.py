@@ -1,0 +1,106 @@
+"""Names in the options that are handed on to Megatron, vLLM and transformers: those packages refuse unknown ones only
+once ranks and engines run, or take them in silence."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from bridges.errors import BridgeError
+from skyrl_megatron.config.fields import get_path
+from skyrl_megatron.config.hf_model import read_hf_config
+from skyrl_megatron.config.rules.role_layout import active_roles
+from skyrl_megatron.entrypoints.checks.declared_fields import declared_fields
+from skyrl_megatron.entrypoints.checks.planned_run import NotChecked, PlannedRun
+from skyrl_megatron.errors import ConfigError, Problem
+
+_TRANSFORMER = "megatron.core.transformer.transformer_config"
+_OPTIMIZER = "megatron.core.optimizer.optimizer_config"
+_RESERVED_SAMPLING = {"n", "output_kind", "skip_clone", "stream_interval"}
+"""Fields of vLLM's ``SamplingParams`` that belong to whoever makes the requests."""
+
+
+def foreign_options(run: PlannedRun) -> Iterator[Problem | NotChecked]:
+    """Yield every name that its owner does not know, with the nearest one that it does."""
+    yield from _megatron(run)
+    yield from _models(run)
+    yield from _engines(run)
+
+
+def _megatron(run: PlannedRun) -> Iterator[Problem | NotChecked]:
+    for role in active_roles(run.cfg) if run.training else ():
+        megatron = getattr(run.cfg.trainer, role).megatron_config
+        key = f"trainer.{role}.megatron_config."
+        latent = bool((_config_json(run, role) or {}).get("kv_lora_rank"))
+        config = "MLATransformerConfig" if latent else "TransformerConfig"
+        for name, module, owner in (
+            ("transformer_config_kwargs", _TRANSFORMER, config),
+            ("optimizer_config_kwargs", _OPTIMIZER, "OptimizerConfig"),
+        ):
+            options = getattr(megatron, name)
+            if role == "policy" or options != getattr(run.cfg.trainer.policy.megatron_config, name):
+                known = declared_fields(module, owner)
+                yield from _unknown(f"{key}{name}", options, known, f"Megatron's {owner}")
+
+
+def _models(run: PlannedRun) -> Iterator[Problem | NotChecked]:
+    """Check changes to ``config.json``, which transformers takes under any name."""
+    for role in active_roles(run.cfg):
+        for part in ("model_config_kwargs", "megatron_config.model_config_kwargs"):
+            changes = get_path(run.cfg, f"trainer.{role}.{part}")
+            if not changes or (role != "policy" and changes == get_path(run.cfg, f"trainer.policy.{part}")):
+                continue
+            if (hf := _config_json(run, role)) is None:
+                continue
+            from bridges.families import get_family  # loads torch
+
+            try:
+                full = get_family(str(hf.get("model_type"))).config(hf).to_dict()
+            except BridgeError:
+                continue  # an unsupported model, which is reported
+            yield from _unknown(
+                f"trainer.{role}.{part}", changes, {*hf, *full}, f"the configuration of {hf['model_type']}"
+            )
+
+
+def _engines(run: PlannedRun) -> Iterator[Problem | NotChecked]:
+    generator = run.cfg.generator
+    if generator.inference_engine.backend != "vllm":
+        return  # a plugin's own options
+    arguments = generator.inference_engine.engine_init_kwargs
+    if arguments:
+        key = "generator.inference_engine.engine_init_kwargs"
+        known = declared_fields("vllm.engine.arg_utils", "AsyncEngineArgs")
+        yield from _unknown(key, arguments, known, "vLLM's engine arguments")
+    for name in ("sampling_params", "eval_sampling_params"):
+        sampling = getattr(generator, name)
+        further = sampling.additional_kwargs if sampling is not None else None
+        if further:
+            fields = declared_fields("vllm.sampling_params", "SamplingParams")
+            known = None if fields is None else fields - _RESERVED_SAMPLING
+            yield from _unknown(f"generator.{name}.additional_kwargs", further, known, "vLLM's SamplingParams")
+
+
+def _unknown(
+    key: str, options: Mapping[str, Any], known: Collection[str] | None, owner: str
+) -> Iterator[Problem | NotChecked]:
+    if known is None:
+        yield NotChecked(key, f"{owner} is not installed here")
+        return
+    for name, value in options.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            yield Problem(
+                f"{key}.{name}",
+                value,
+                f"no field of {owner}: " + (f"did you mean {near[0]}?" if near else "leave it out"),
+            )
+
+
+def _config_json(run: PlannedRun, role: str) -> dict[str, Any] | None:
+    path = getattr(run.cfg.trainer, role).model.path
+    try:
+        return read_hf_config(run.cfg, role) if path else None
+    except ConfigError:
+        return None  # reported by the rules

@@ -1,0 +1,128 @@
+"""Model folders: an architecture that is supported here and by the engines, and weights that are whole."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skyrl_megatron.config.rules.role_layout import active_roles, role_layout
+from skyrl_megatron.entrypoints.checks.declared_fields import source_of
+from skyrl_megatron.entrypoints.checks.planned_run import NotChecked, PlannedRun
+from skyrl_megatron.errors import ConfigError, ModelLoadError, Problem
+from skyrl_megatron.hub import cached_folder
+
+if TYPE_CHECKING:
+    from skyrl_megatron.runtime.hf.model import HfModel
+
+_CPU_BACKEND = {False: "vllm.v1.attention.backends.cpu_attn", True: "vllm.v1.attention.backends.mla.cpu_mla"}
+"""Whether attention is multi-latent → vLLM's module that computes it on CPU."""
+_CPU_EXPERT_ROWS = 32
+"""vLLM's CPU kernel for experts takes hidden sizes that are a multiple of this."""
+
+
+def model_files(run: PlannedRun) -> Iterator[Problem | NotChecked]:
+    """Yield models that Megatron or the engines cannot build, and files that are missing, cut off or another's."""
+    seen: set[str] = set()
+    for role in active_roles(run.cfg):
+        path, key = getattr(run.cfg.trainer, role).model.path, f"trainer.{role}.model.path"
+        if not path or path in seen:
+            continue
+        seen.add(path)
+        whole = cached_folder(run.cfg, role)
+        folder = whole or cached_folder(run.cfg, role, weights=False)
+        if whole is None:
+            yield NotChecked(f"{key}={path}", "its weights are fetched when the run starts")
+        if folder is None or not (folder / "config.json").is_file():
+            continue  # a name or a folder that is wrong is reported with the hub's names and by the rules
+        model, why = _read(run, role, folder)
+        if why is None and whole is not None:
+            why = _weights(model, whole)
+        if why is not None:
+            yield Problem(key, path, why)
+        if model is not None and role == "policy":
+            yield from _adapters(run, model)
+        if model is not None and role == "policy" and _runs_on_cpu(run):
+            yield from _cpu_engine(key, path, model.config)
+
+
+def _read(run: PlannedRun, role: str, folder: Path) -> tuple[HfModel | None, str | None]:
+    """Return the model as Megatron would build it, or why it cannot."""
+    from skyrl_megatron.runtime.hf.model import read_hf_model
+
+    settings = getattr(run.cfg.trainer, role)
+    changes = {**settings.model_config_kwargs, **settings.megatron_config.model_config_kwargs}
+    try:
+        return read_hf_model(folder, changes=changes, trust_remote_code=run.cfg.trainer.trust_remote_code), None
+    except ModelLoadError as error:
+        return None, str(error)
+
+
+def _adapters(run: PlannedRun, model: HfModel) -> Iterator[Problem]:
+    """Yield what stands against low-rank adapters on the policy's model: names, ranks."""
+    from skyrl_megatron.runtime.lora.targets import configured_selection, expert_rank, rank_problems
+
+    rank = run.cfg.trainer.policy.model.lora.rank
+    if not rank:
+        return
+    try:
+        selection = configured_selection(run.cfg, model.plan)
+        of_experts = expert_rank(run.cfg, model.megatron.transformer.get("moe_router_topk"))
+    except ConfigError as error:
+        yield from error.problems
+        return
+    yield from rank_problems(model.plan, selection, rank, of_experts, role_layout(run.cfg, "policy"))
+
+
+def _weights(model: HfModel | None, folder: Path) -> str | None:
+    """Say what is wrong with index, headers, names or shapes of the weights; no weight is read."""
+    from bridges.errors import BridgeError
+    from bridges.source import open_hf
+
+    try:
+        source = open_hf(folder)
+        if model is not None:
+            shapes = source.shapes()
+            shapes.pop("score.weight", None)  # a value head, which a policy does without
+            model.plan.check(shapes, str(folder))
+    except (BridgeError, OSError) as error:
+        return str(error)
+    return None
+
+
+def _runs_on_cpu(run: PlannedRun) -> bool:
+    engine = run.cfg.generator.inference_engine
+    return run.hardware.is_cpu and engine.run_engines_locally and engine.backend == "vllm"
+
+
+def _cpu_engine(key: str, path: str, hf: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield sizes that vLLM's kernels for CPU do not take; an engine would find out when it starts."""
+    latent = bool(hf.get("kv_lora_rank"))
+    size = (
+        hf["kv_lora_rank"] + hf["qk_rope_head_dim"]
+        if latent
+        else hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+    )
+    possible = _head_sizes(_CPU_BACKEND[latent])
+    if possible and size not in possible:
+        what = "kv_lora_rank + qk_rope_head_dim" if latent else "head_dim"
+        fix = (
+            f"{what}={size}: on CPU vLLM's attention takes {', '.join(map(str, possible))}; take another model or GPUs"
+        )
+        yield Problem(key, path, fix)
+    experts = any(hf.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    if experts and hf["hidden_size"] % _CPU_EXPERT_ROWS:
+        fix = f"hidden_size={hf['hidden_size']}: on CPU vLLM's experts need a multiple of {_CPU_EXPERT_ROWS}"
+        yield Problem(key, path, f"{fix}; take another model or GPUs")
+
+
+def _head_sizes(module: str) -> list[int]:
+    """Return the list that ``get_supported_head_sizes`` of a vLLM module returns; empty where it is no plain list."""
+    tree = source_of(module)
+    for node in ast.walk(tree) if tree is not None else ():
+        if isinstance(node, ast.FunctionDef) and node.name == "get_supported_head_sizes":
+            for statement in node.body:
+                if isinstance(statement, ast.Return) and isinstance(statement.value, ast.List):
+                    return [item.value for item in statement.value.elts if isinstance(item, ast.Constant)]  # type: ignore[misc]
+    return []

@@ -1,0 +1,1 @@
+"""What works on this machine, each finding with its fix: ``launch/doctor.sh``."""

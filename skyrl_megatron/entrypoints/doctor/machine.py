@@ -1,0 +1,171 @@
+"""The machine: GPUs and their links, shared memory, locked memory, ports, Ray's token, the folder of checkpoints."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from skyrl_megatron.entrypoints.doctor.finding import Finding
+from skyrl_megatron.errors import LaunchError
+from skyrl_megatron.workers.ports import LOOPBACK, free_port
+
+SHARED_MEMORY = "/dev/shm"
+LEAST_SHARED = {False: 1 << 30, True: 8 << 30}
+"""Bytes of shared memory that a CPU and a GPU run need: Ray's object store, NCCL and vLLM have theirs there."""
+WRITE_BYTES = 256 << 20
+SLOW_WRITE = 200e6
+"""Bytes a second below which checkpoints are slow: the 366 GB of a 30-billion model's optimizer take half an hour."""
+FEWEST_PORTS = 2000
+
+
+def gpus(devices: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    """Judge this node's GPUs (as ``torch_facts`` lists them) and how they are linked, as ``nvidia-smi`` says."""
+    kinds = sorted({device["name"] for device in devices})
+    least = min(device["bytes"] for device in devices)
+    text = f"{len(devices)} · {' and '.join(kinds)}, {least / 1e9:.0f} GB"
+    if len(kinds) > 1:
+        fix = "choose those of one kind with CUDA_VISIBLE_DEVICES: ranks wait for the slowest"
+        yield Finding("GPUs", "warn", text, fix)
+    elif min(tuple(device["capability"]) for device in devices) < (8, 0):
+        yield Finding(
+            "GPUs", "FAIL", f"{text}: no bf16", "use GPUs of compute capability 8.0 or later (A100, H100, …)"
+        )
+    else:
+        yield Finding("GPUs", "ok", text)
+    if len(devices) > 1:
+        yield links(len(devices))
+
+
+def links(count: int) -> Finding:
+    """Judge how ``count`` GPUs are linked: by NVLink, or over PCIe and the processors' bus."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return Finding("GPU links", "warn", "not known: there is no nvidia-smi", "install the driver's tools")
+    try:
+        run = subprocess.run([command, "topo", "-m"], capture_output=True, text=True, timeout=30, check=False)
+    except subprocess.TimeoutExpired:
+        return Finding(
+            "GPU links", "warn", "nvidia-smi topo -m does not return", "look at dmesg: a GPU may have failed"
+        )
+    kinds = set()
+    for line in run.stdout.splitlines():
+        row = re.sub(r"\x1b\[[0-9;]*m", "", line).split()
+        cells = row[1 : count + 1]
+        if row and re.fullmatch(r"GPU\d+", row[0]) and "X" in cells:  # the header has no X
+            kinds |= {cell for cell in cells if cell != "X"}
+    if not kinds:
+        return Finding("GPU links", "warn", "not known: nvidia-smi topo -m shows none", "look at nvidia-smi topo -m")
+    if all(kind.startswith("NV") for kind in kinds):
+        return Finding("GPU links", "ok", f"NVLink between all ({', '.join(sorted(kinds))})")
+    fix = "keep tensor_model_parallel_size and expert_model_parallel_size within GPUs that NVLink joins"
+    return Finding("GPU links", "warn", f"not all by NVLink: {', '.join(sorted(kinds))} (nvidia-smi topo -m)", fix)
+
+
+def shared_memory(*, gpu: bool) -> Finding:
+    """Judge the free space of :data:`SHARED_MEMORY`."""
+    try:
+        state = os.statvfs(SHARED_MEMORY)
+    except OSError as error:
+        return Finding("shared memory", "FAIL", f"{SHARED_MEMORY}: {error.strerror}", "mount a tmpfs there")
+    free, total = state.f_bavail * state.f_frsize, state.f_blocks * state.f_frsize
+    text = f"{SHARED_MEMORY}: {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
+    fix = "docker run --shm-size=64g (or --ipc=host), mount -o remount,size=64g /dev/shm; old files there can go"
+    if free < LEAST_SHARED[False]:
+        return Finding("shared memory", "FAIL", text, fix)
+    return (
+        Finding("shared memory", "warn", text, fix)
+        if free < LEAST_SHARED[gpu]
+        else Finding("shared memory", "ok", text)
+    )
+
+
+def locked_memory(*, infiniband: Path = Path("/sys/class/infiniband")) -> Finding:
+    """Judge the limit of locked memory: network cards of RDMA register buffers with it."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return Finding("locked memory", "ok", "unlimited")
+    text = f"at most {soft / 1e6:.0f} MB"
+    cards = sorted(path.name for path in infiniband.iterdir()) if infiniband.is_dir() else []
+    if not cards:
+        return Finding("locked memory", "ok", f"{text}; no RDMA network card needs more")
+    fix = "ulimit -l unlimited, docker run --ulimit memlock=-1, or memlock in /etc/security/limits.conf"
+    return Finding("locked memory", "warn", f"{text}: NCCL cannot register buffers with {', '.join(cards)}", fix)
+
+
+def ports(http_port: int = 0) -> Finding:
+    """Look for a free port, for enough of them, and for that of the HTTP endpoint (0: any)."""
+    try:
+        free_port(LOOPBACK)
+        free_port(socket_host())
+    except LaunchError as error:
+        return Finding("ports", "FAIL", str(error), "see above")
+    if http_port:
+        from skyrl_megatron.inference.http_server import _bound
+
+        try:
+            _bound(LOOPBACK, http_port).close()
+        except LaunchError as error:
+            return Finding("ports", "FAIL", *str(error).rsplit("; ", 1))
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    text = f"{last - first + 1} for connections ({first} to {last})"
+    if last - first < FEWEST_PORTS:
+        fix = 'sysctl -w net.ipv4.ip_local_port_range="32768 60999"'
+        return Finding("ports", "warn", text, fix)
+    return Finding("ports", "ok", text)
+
+
+def socket_host() -> str:
+    """Return the address that this machine's name stands for, else loopback."""
+    import socket
+
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return LOOPBACK
+
+
+def ray_token(environment: Mapping[str, str], home: Path) -> Finding:
+    """Judge how the Ray that a run starts or joins is protected."""
+    address = environment.get("RAY_ADDRESS")
+    if not address:
+        return Finding("Ray token", "ok", "Ray will be started here, on loopback, with a token of its own")
+    if environment.get("RAY_AUTH_MODE") != "token":
+        text = f"RAY_ADDRESS={address} is joined without one: whoever reaches its ports can run code"
+        return Finding("Ray token", "warn", text, "RAY_AUTH_MODE=token with the same RAY_AUTH_TOKEN on all nodes")
+    given = environment.get("RAY_AUTH_TOKEN")
+    path = Path(environment.get("RAY_AUTH_TOKEN_PATH") or home / ".ray" / "auth_token")
+    if given or path.is_file():
+        return Finding("Ray token", "ok", "in RAY_AUTH_TOKEN" if given else f"in {path}")
+    text = f"RAY_AUTH_MODE=token, and neither RAY_AUTH_TOKEN nor {path}"
+    return Finding("Ray token", "FAIL", text, "give the cluster's token in RAY_AUTH_TOKEN")
+
+
+def checkpoint_folder(folder: Path, *, gpu: bool, size: int = WRITE_BYTES) -> Finding:
+    """Write ``size`` bytes into ``folder``, or where it would be made, and judge space and, of a GPU run, speed."""
+    where = folder.expanduser().absolute()
+    while not where.exists() and where != where.parent:
+        where = where.parent
+    fix = "trainer.ckpt_path=… on a large, fast file system that all nodes share"
+    block = os.urandom(1 << 22)
+    started = time.perf_counter()
+    try:
+        with tempfile.TemporaryFile(dir=where) as file:
+            for _ in range(size // len(block)):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return Finding("checkpoints", "FAIL", f"{folder}: {error.strerror} (in {where})", fix)
+    speed, free = size / (time.perf_counter() - started), shutil.disk_usage(where).free
+    text = f"{folder}: {speed / 1e6:.0f} MB/s, {free / 1e9:.0f} GB free"
+    return (
+        Finding("checkpoints", "warn", text, fix) if gpu and speed < SLOW_WRITE else Finding("checkpoints", "ok", text)
+    )

@@ -1,0 +1,161 @@
+"""What the layers of a model keep between forward and backward, and what they need beside while at work.
+
+Counted are the tensors that autograd keeps of each module, each storage once: those of Transformer Engine's layers
+(``Kernels.fused``), or those of the layers used without it, where the count is compared with a model at work
+(``tests/config/test_activations.py``). All are bytes per token of a rank, after context parallelism.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from skyrl_megatron.config.rules.layout import ParallelConfig
+from skyrl_megatron.entrypoints.memory.parameters import ParameterTable
+
+IMBALANCE = 1.5
+"""Tokens that the busiest expert-parallel rank gets, over the average: what a model without a balancing loss shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What computes a layer."""
+
+    width: int = 2
+    """Bytes of an element."""
+    fused: bool = True
+    """Transformer Engine's modules; False: ours."""
+    on_cpu: bool = False
+    """Attention repeats key-value heads for the query heads that share them, and matrices keep the gathered input of
+    a sequence that is split over tp (``runtime/cpu/``)."""
+
+
+class LayerActivations:
+    """Bytes per token of a model's layers on a rank. ``longest``: tokens of the longest sequence."""
+
+    def __init__(self, table: ParameterTable, parallel: ParallelConfig, kernels: Kernels, *, longest: int) -> None:
+        self.plan, self.parallel, self.kernels = table.plan, parallel, kernels
+        self.top_k, self.longest = table.top_k, longest
+        self.dims = table.plan.shape.dims
+        self.sequence = 1 / parallel.tp  # share of the tokens outside tensor-parallel regions
+        self._qk_norm = table.of_layers.get("self_attention.q_layernorm.weight")
+        self._gates_shared = "mlp.shared_experts.gate_weight" in table.of_layers
+        self._has_sinks = "self_attention.core_attention.softmax_offset" in table.of_layers
+
+    @property
+    def hidden(self) -> float:
+        """The hidden states between two layers."""
+        return self.dims["H"] * self.kernels.width * self.sequence
+
+    @property
+    def head(self) -> float:
+        """What the last norm and the output layer keep."""
+        return self._norm(self.dims["H"])
+
+    def kept(self, moe: bool, modules: frozenset[str] = frozenset()) -> float:
+        """Return what a layer keeps for its backward pass but for ``modules``, which are computed again."""
+        return self._attention_block(modules) + self._mlp_block(moe, modules)
+
+    def backward(self, moe: bool, modules: frozenset[str] = frozenset()) -> float:
+        """Return what a layer needs beside :meth:`kept` while it is computed backwards, its second half first."""
+        again = self.kept(moe) - self.kept(moe, modules)
+        return again + max(self._mlp_at_work(moe), self.attention_at_work - self._mlp_block(moe, frozenset()))
+
+    def forward(self, moe: bool) -> float:
+        """Return what a layer needs where nothing is kept."""
+        return 3 * self.hidden + max(self._mlp_at_work(moe), self.attention_at_work)
+
+    @property
+    def attention_at_work(self) -> float:
+        """Projected, normalised, rotated and attended heads, or their gradients."""
+        dims, fused = self.dims, self.kernels.fused
+        query, key = (dims["U"], dims["O"]) if self.plan.shape.mla else (dims["Q"], dims["K"])
+        return ((4 if fused else 7) * query + 4 * key) / self.parallel.tp * self.kernels.width
+
+    def _mlp_at_work(self, moe: bool) -> float:
+        """Gradients of what goes in and out of the block; of experts, before and after the exchange of tokens."""
+        width, dims = self.kernels.width, self.dims
+        if not moe:
+            return (2 * dims["H"] + 3 * dims["F"] / self.parallel.tp) * width
+        return self._dispatched() * (2 * dims["H"] + 3 * dims["M"] / self.parallel.etp) * width
+
+    # ------------------------------------------------------------------ parts of a layer
+    def _attention_block(self, modules: frozenset[str]) -> float:
+        return self._norm(self.dims["H"], again="layernorm" in modules) + self._attention(modules)
+
+    def _mlp_block(self, moe: bool, modules: frozenset[str]) -> float:
+        norm = self._norm(self.dims["H"], again="layernorm" in modules, feeds_matrix=not moe)
+        if not moe:
+            if "mlp" in modules:
+                return self.hidden if self.kernels.fused else norm
+            return norm + self._gated(self.dims["F"], modules)
+        if "moe" in modules:
+            return norm
+        shared = self.dims.get("S", 0)
+        if shared and "shared_experts" not in modules:
+            norm += self._gated(shared, modules)
+        return norm + (self.hidden if self._gates_shared else 0.0) + self._router() + self._experts(modules)
+
+    def _norm(self, size: int, *, again: bool = False, split: bool = True, feeds_matrix: bool = True) -> float:
+        """Count the input of a norm and its output, which the next matrix keeps. ``split``: over tp by tokens."""
+        share = self.sequence if split else 1.0
+        kept = self.kernels.width if self.kernels.fused else 8  # fp32: the input, and the output before its weight
+        output = 1.0 if feeds_matrix and self.kernels.on_cpu else share
+        return size * (share * kept + (0 if again else output * self.kernels.width))
+
+    def _attention(self, modules: frozenset[str]) -> float:
+        """Count rotated queries and keys, values, the result and its softmax sums, and what norms of q and k keep."""
+        dims, width, tp = self.dims, self.kernels.width, self.parallel.tp
+        if self.plan.shape.mla:
+            return self._latent_attention(modules)
+        query = dims["Q"] / tp
+        key = max(dims["K"] / tp, dims["K"] / dims["G"])
+        again = "core_attn" in modules  # from queries, keys and values, which are kept then too
+        repeated = query if self.kernels.on_cpu and not again else key
+        results = 2
+        if not self.kernels.fused and self.parallel.cp > 1:  # gathered for each of a sequence's two chunks; reordered
+            repeated *= (1 + 2 * self.parallel.cp) / 2
+            results = 3
+        total = (results * query + 2 * repeated) * width + (0.0 if again else dims["A"] / tp * 4)
+        if self.kernels.fused:
+            return total + ((query + 2 * key) * width if self._qk_norm else 0.0)
+        if self._qk_norm:
+            total += (query + key) * 8
+            if width == 4 and self._qk_norm.shape[0] < dims["Q"]:
+                total += (query + key) * 4  # keys are a view of the whole projection
+        if self._has_sinks and not again:
+            total += dims["A"] / tp * self.longest * (6 if width == 2 else 4)  # all scores exist
+        return total + 2 * dims["D"] * (8 / width)  # sines and cosines
+
+    def _latent_attention(self, modules: frozenset[str]) -> float:
+        """Count latent vectors, and queries, keys and values with all heads."""
+        dims, width, tp = self.dims, self.kernels.width, self.parallel.tp
+        query, value = dims["U"] / tp, dims["O"] / tp
+        latent = sum(self._norm(dims[rank], split=False) for rank in "CR")
+        if self.kernels.on_cpu and tp > 1:
+            latent += dims["H"] * width  # both down projections keep the gathered input
+        if self.kernels.fused:
+            kept = value if "mla_up_proj" in modules else 2 * query + dims["W"] / tp + value
+        elif "core_attn" in modules:
+            kept = 2 * query + 2 * value
+        else:
+            kept = 4 * query + value  # values and their result are padded to the width of keys
+        return latent + dims["A"] / tp * 4 + (kept + 4 * dims["P"]) * width
+
+    def _gated(self, size: int, modules: frozenset[str]) -> float:
+        """Count gate and up rows of a gated feed-forward block of ``size``, and what the second matrix takes."""
+        kept = 3 if self.kernels.fused else 5
+        return size / self.parallel.tp * self.kernels.width * (2 if "mlp_act" in modules else kept)
+
+    def _router(self) -> float:
+        return self.sequence * (self.dims["E"] * 4 * 2 + self.top_k * 16)
+
+    def _experts(self, modules: frozenset[str]) -> float:
+        """Count tokens as the experts get them, gate and up rows, and what the second matrix takes."""
+        size = self.dims["M"] / self.parallel.etp
+        rows = (2 if "moe_act" in modules else 3) if self.kernels.fused else 5
+        return self._dispatched() * (self.dims["H"] + rows * size) * self.kernels.width
+
+    def _dispatched(self) -> float:
+        """Return the rows that this rank's experts get, for each of its tokens."""
+        spread = IMBALANCE if self.parallel.ep > 1 else 1.0
+        return self.top_k * spread * self.parallel.etp / self.parallel.tp

@@ -1,0 +1,69 @@
+"""What ``launch/run_moe.sh`` runs: ``[--recipe NAME|FILE.yaml] [--check[=NxM]] [model=PATH] [key=value …]``
+
+Without a recipe, a file and a model it is the embedded run. A recipe is a file of ``launch/recipes`` by its name, or
+any YAML file; ``model=`` is short for ``trainer.policy.model.path=``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from skyrl_megatron.config.parse.sources import names_key, read_arguments
+from skyrl_megatron.entrypoints import embedded, main_base
+from skyrl_megatron.entrypoints.command import run_command
+from skyrl_megatron.errors import ConfigError, Problem
+
+EMBEDDED = "embedded"
+"""The recipe with a program of its own."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code (0 done, 1 failed, 2 the configuration is wrong)."""
+    args = list(sys.argv[1:] if argv is None else argv)
+
+    def work() -> int:
+        recipe, rest = _split(args)
+        if recipe == EMBEDDED:
+            return embedded.main(rest)
+        return main_base.main(rest if recipe is None else ["--config", recipe, *rest])
+
+    return run_command(work)
+
+
+def _split(args: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return the recipe (``embedded``, a file, or None) and the other arguments. Raises ConfigError for others."""
+    asked: list[str] = []
+    rest: list[str] = []
+    given = iter(args)
+    for arg in given:
+        if arg == "--recipe" or arg.startswith("--recipe="):
+            asked.append(arg.partition("=")[2] if "=" in arg else next(given, ""))
+        else:
+            rest.append(f"trainer.policy.model.path={arg.removeprefix('model=')}" if arg.startswith("model=") else arg)
+    if len(asked) > 1:
+        raise ConfigError([Problem("--recipe", ", ".join(asked), "give one; add keys with --config FILE.yaml")])
+    if asked:
+        return _recipe(asked[0]), rest
+    own = any(arg == "--config" or arg.startswith("--config=") for arg in rest)
+    return None if own or names_key(read_arguments(rest)[0], "trainer.policy.model.path") else EMBEDDED, rest
+
+
+def _recipe(name: str) -> str:
+    """Return the file of a recipe; the embedded one keeps its name."""
+    if os.sep in name or name.endswith((".yaml", ".yml")):
+        return name
+    known = sorted(path.stem for path in Path(main_base.config_dir).glob("*.yaml"))
+    if name in known:
+        return name if name == EMBEDDED else f"{main_base.config_dir}/{name}.yaml"
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    fix = f"no such recipe{hint} There are {', '.join(known)}; a file of your own is named with its path"
+    raise ConfigError([Problem("--recipe", name, fix)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""Models, tokenizers and data sets by their name on the Hugging Face hub: one download, one commit, every node.
+
+A run asks once, on its driver, which commit each name is (:func:`pin`); ``trainer.hub_commits`` then says it to every
+process, to ``config.yaml``, to checkpoints and to exports, and a resumed run gets it back from its checkpoint. Whoever
+opens a model asks :func:`model_folder`, on its own node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from skyrl_megatron.errors import ConfigError, HubError, Problem
+from skyrl_megatron.hub.card import model_card
+from skyrl_megatron.hub.data import data_folder
+from skyrl_megatron.hub.download import CARD, SMALL, WHOLE, Say, cached, cached_commit, fetch, quiet, resolve
+from skyrl_megatron.hub.names import FILE_SUFFIXES, DataSource, Repo, data_source, is_hub_name, origin
+
+if TYPE_CHECKING:
+    from skyrl_megatron.config.schema.root import SkyRLTrainConfig
+
+__all__ = [
+    "FILE_SUFFIXES",
+    "WHOLE",
+    "Asked",
+    "DataSource",
+    "Repo",
+    "cached_folder",
+    "data_folder",
+    "data_sets",
+    "data_source",
+    "fetch",
+    "is_hub_name",
+    "model_card",
+    "model_folder",
+    "model_repo",
+    "models",
+    "origin",
+    "pin",
+    "resolve",
+]
+
+
+class Asked(NamedTuple):
+    """A hub name in a configuration."""
+
+    key: str
+    value: str
+    repo: Repo
+
+
+def model_repo(cfg: SkyRLTrainConfig, role: str) -> Repo | None:
+    """Return the repository of a role's model; None for a folder."""
+    model = getattr(cfg.trainer, role).model
+    repo = Repo("model", model.path or "", model.revision)
+    return repo if repo.key in cfg.trainer.hub_commits or is_hub_name(repo.name) else None
+
+
+def model_folder(cfg: SkyRLTrainConfig, role: str = "policy", *, weights: bool = True, say: Say = quiet) -> Path:
+    """Return the folder of a role's model on this node. ``weights`` false: configuration and tokenizer are enough.
+
+    A hub model is fetched to this node's cache if it is not there; ``say`` gets its progress. Raises ConfigError,
+    naming ``trainer.ROLE.model.path`` and the fix.
+    """
+    repo = model_repo(cfg, role)
+    if repo is None:
+        return Path(getattr(cfg.trainer, role).model.path).expanduser()
+    try:
+        commit = cfg.trainer.hub_commits.get(repo.key) or resolve(repo)
+        return fetch(repo, commit, WHOLE if weights else SMALL, say=say, stall_s=cfg.trainer.phase_timeout_s)
+    except HubError as error:
+        raise ConfigError([Problem(f"trainer.{role}.model.path", repo.name, str(error))]) from error
+
+
+def cached_folder(cfg: SkyRLTrainConfig, role: str = "policy", *, weights: bool = True) -> Path | None:
+    """Return what :func:`model_folder` does, or None where it would have to ask the hub."""
+    repo = model_repo(cfg, role)
+    if repo is None:
+        return model_folder(cfg, role)
+    commit = cfg.trainer.hub_commits.get(repo.key) or cached_commit(repo)
+    return cached(repo, commit, WHOLE if weights else SMALL) if commit else None
+
+
+def pin(cfg: SkyRLTrainConfig, asked: Iterable[Asked], recorded: Mapping[str, str], say: Say = quiet) -> list[Problem]:
+    """Fill ``trainer.hub_commits`` for the hub names in ``asked``, with their small files in the cache.
+
+    ``recorded``: commits of the checkpoint that the run continues from, which count where a branch has moved since.
+    ``say`` gets the progress of what takes long.
+    Returns a problem for each name that is misspelt, may not be read, or cannot be asked for.
+    """
+    problems, commits, done = [], cfg.trainer.hub_commits, set()
+    for key, value, repo in asked:
+        if repo.key in done:
+            continue
+        done.add(repo.key)
+        try:
+            commit = commits.get(repo.key) or recorded.get(repo.key) or resolve(repo, say=say)
+            fetch(repo, commit, SMALL if repo.kind == "model" else CARD, say=say)
+        except HubError as error:
+            problems.append(Problem(key, value, str(error)))
+            continue
+        commits[repo.key] = commit
+    return problems
+
+
+def models(cfg: SkyRLTrainConfig, roles: Sequence[str]) -> Iterator[Asked]:
+    """Yield the hub models of ``roles``."""
+    for role in roles:
+        if repo := model_repo(cfg, role):
+            yield Asked(f"trainer.{role}.model.path", repo.name, repo)
+
+
+def data_sets(key: str, entries: Iterable[str]) -> Iterator[Asked]:
+    """Yield the data sets of the hub among the entries of ``key``."""
+    for entry in entries:
+        source = data_source(entry)
+        if source is not None and isinstance(source.where, Repo):
+            yield Asked(key, entry, source.where)

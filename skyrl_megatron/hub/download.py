@@ -1,0 +1,225 @@
+"""Files of a repository in the cache of ``huggingface_hub``: which commit a name is, and its files, fetched once.
+
+Several processes may ask for the same files, on one node or on nodes that share the cache: one downloads, the others
+wait for it. What was fetched before an interruption stays, and a later call fetches the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+
+from skyrl_megatron.errors import HubError
+from skyrl_megatron.hub import child
+from skyrl_megatron.hub.explain import cache, explain, offline
+from skyrl_megatron.hub.names import Repo
+
+type Say = Callable[[str], None]
+
+SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
+"""Of a model: configuration, tokenizer, chat template, index of the weights."""
+WHOLE = (*SMALL, "*.safetensors")
+"""Of a model: everything that a run reads."""
+CARD = ("README.md", ".huggingface.yaml")
+"""Of a data set: what says which files are which split."""
+IGNORED = {"model": ("*/*", "consolidated*"), "dataset": ()}
+"""Folders of a model hold other formats, ``consolidated*`` the same weights a second time."""
+
+SAY_EVERY_S = 10.0
+ASK_S = 30.0
+"""Longest silence of the hub when it is asked for a commit and small files."""
+STALL_S = 600.0
+"""Longest time without a new byte, of a download or of the process that one waits for."""
+_INDEX = "model.safetensors.index.json"
+
+
+def quiet(line: str) -> None:
+    """Say nothing."""
+
+
+def resolve(repo: Repo, *, say: Say = quiet, stall_s: float = ASK_S) -> str:
+    """Return the commit of ``repo``, with its small files (a data set: its card) in the cache.
+
+    Without network, what the cache knows of the branch counts. Raises HubError.
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        commit = cached_commit(repo)
+        if commit is None or not cached(repo, commit, _small(repo)):
+            raise offline(repo)
+        return commit
+    watch = _Watch(repo, 0, say, stall_s)
+    return child.download(repo, repo.revision, _small(repo), IGNORED[repo.kind], watch.stalled).name
+
+
+def cached_commit(repo: Repo) -> str | None:
+    """Return the commit that the cache knows for ``repo``, without asking the hub."""
+    if repo.commit:
+        return repo.commit
+    with contextlib.suppress(OSError):
+        return (_place(repo) / "refs" / (repo.revision or "main")).read_text().strip()
+    return None
+
+
+def cached(repo: Repo, commit: str, files: Sequence[str]) -> Path | None:
+    """Return the folder of ``commit`` if the cache holds ``files`` (patterns) of it whole; never asks the hub."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        found = snapshot_download(
+            repo.name,
+            repo_type=repo.kind,
+            revision=commit,
+            allow_patterns=list(files),
+            ignore_patterns=list(IGNORED[repo.kind]),
+            local_files_only=True,
+        )
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+    return None if lacking(Path(found), repo, files) else Path(found)
+
+
+def fetch(repo: Repo, commit: str, files: Sequence[str], *, say: Say = quiet, stall_s: float = STALL_S) -> Path:
+    """Return the folder of ``commit`` with ``files`` in it, downloaded where they are missing.
+
+    ``say`` gets a line every ten seconds. Raises HubError: what is wrong, or no new byte for ``stall_s``.
+    """
+    from huggingface_hub import constants
+
+    if folder := cached(repo, commit, files):
+        return folder
+    if constants.HF_HUB_OFFLINE:
+        raise offline(repo)
+    try:
+        total = _size(repo, commit, files)
+        with _one_downloader(repo, commit, total, say, stall_s):
+            folder = cached(repo, commit, files)  # what this process waited for
+            if folder is None:
+                watch = _Watch(repo, total, say, stall_s)
+                folder = child.download(repo, commit, files, IGNORED[repo.kind], watch.stalled)
+    except HubError:
+        raise
+    except Exception as error:  # its HTTP client's errors have no base in common with the others
+        raise explain(error, repo) from error
+    if problem := lacking(folder, repo, files):
+        raise HubError(f"{repo.name} (commit {commit}) {problem}")
+    return folder
+
+
+def lacking(folder: Path, repo: Repo, files: Sequence[str]) -> str | None:
+    """Say what a snapshot lacks that its own files promise; None: nothing."""
+    if repo.kind == "dataset":
+        return None
+    if not (folder / "config.json").is_file():
+        return "has no config.json: it is no model in the form of transformers"
+    if "*.safetensors" not in files:
+        return None
+    if not any(folder.glob("*.safetensors")):
+        return "has no safetensors files: convert its weights first"
+    if (folder / _INDEX).is_file():
+        with contextlib.suppress(ValueError, AttributeError):
+            named = set(json.loads((folder / _INDEX).read_text()).get("weight_map", {}).values())
+            missing = sorted(name for name in named if not (folder / name).is_file())
+            return f"lacks {missing[0]}, which its index names" if missing else None
+    return None
+
+
+def _small(repo: Repo) -> tuple[str, ...]:
+    return SMALL if repo.kind == "model" else CARD
+
+
+def _place(repo: Repo) -> Path:
+    from huggingface_hub.file_download import repo_folder_name
+
+    return cache() / repo_folder_name(repo_id=repo.name, repo_type=repo.kind)
+
+
+def _size(repo: Repo, commit: str, files: Sequence[str]) -> int:
+    """Return the bytes of ``files`` that are on the hub and not here."""
+    from huggingface_hub import HfApi
+
+    info = HfApi().repo_info(repo.name, repo_type=repo.kind, revision=commit, files_metadata=True, timeout=ASK_S)
+    here = _place(repo) / "snapshots" / commit
+    total = 0
+    for sibling in getattr(info, "siblings", None) or []:
+        wanted, ignored = (
+            any(fnmatch(sibling.rfilename, pattern) for pattern in patterns)
+            for patterns in (files, IGNORED[repo.kind])
+        )
+        if wanted and not ignored and not (here / sibling.rfilename).exists():
+            total += sibling.size or 0
+    return total
+
+
+def _bytes_here(repo: Repo) -> int:
+    """Return the bytes of all files of ``repo`` in the cache, those of unfinished downloads included."""
+    total = 0
+    for blob in (_place(repo) / "blobs").glob("*"):
+        with contextlib.suppress(OSError):
+            status = blob.stat()
+            total += min(status.st_size, status.st_blocks * 512) if blob.suffix == ".incomplete" else status.st_size
+    return total
+
+
+@contextlib.contextmanager
+def _one_downloader(repo: Repo, commit: str, total: int, say: Say, stall_s: float) -> Iterator[None]:
+    """Hold the lock of a commit's download in this cache. While another process has it, tell how far that one is;
+    raise HubError when it gets nothing more for ``stall_s``."""
+    from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
+
+    path = cache() / ".locks" / _place(repo).name / f"{commit}.run.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    watch = _Watch(repo, total, say, stall_s, "another process downloads it")
+    lock: BaseFileLock = FileLock(path, mode=0o664)  # a cache may be a group's
+    while not lock.is_locked:
+        try:
+            lock.acquire(timeout=1.0)
+        except NotImplementedError:  # a file system without flock
+            lock = SoftFileLock(path, mode=0o664)
+        except Timeout:
+            if watch.stalled():
+                raise HubError(
+                    f"another process downloads {repo.name} to {cache()}, and nothing came for {stall_s:.0f} s: end "
+                    f"it; if there is none, remove {path}"
+                ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+class _Watch:
+    """How far the files of ``repo`` are: a line every SAY_EVERY_S, and whether nothing has come for too long."""
+
+    def __init__(self, repo: Repo, total: int, say: Say, stall_s: float, note: str = "") -> None:
+        self._repo, self._total, self._say, self._stall_s, self._note = repo, total, say, stall_s, note
+        self._last = self._at_first = _bytes_here(repo)
+        self._began = self._moved = self._said = time.monotonic()
+        self._looked = 0.0
+
+    def stalled(self) -> bool:
+        """Look, say a line if it is time, and return whether no byte has come for ``stall_s``."""
+        now = time.monotonic()
+        if now - self._looked < min(1.0, self._stall_s / 4):
+            return False
+        self._looked = now
+        here = _bytes_here(self._repo)
+        if here != self._last:
+            self._last, self._moved = here, now
+        if now - self._said >= SAY_EVERY_S:
+            self._said = now
+            self._say(self._line(here, now))
+        return now - self._moved > self._stall_s
+
+    def _line(self, here: int, now: float) -> str:
+        done = here - self._at_first
+        of = f" of {self._total / 1e9:.2f}" if self._total else ""
+        note = f", {self._note}" if self._note else ""
+        rate = done / 1e6 / (now - self._began)
+        return f"download of {self._repo.name}: {done / 1e9:.2f}{of} GB, {rate:.1f} MB/s{note}"

@@ -1,0 +1,290 @@
+"""Low-rank adapters (Hu et al., arXiv:2106.09685) beside Megatron's linear maps: y = W·x + scale · B·(A·x).
+
+How the two factors lie over tensor-parallel ranks follows from the map that they stand beside (``TensorSplit``):
+
+=======  ==============================  ==================  =============================================
+COLUMN   output rows split               A whole, B split    A·x of the own tokens, gathered, then B
+ROW      input columns split             A split, B whole    A·x summed and scattered to own tokens, then B
+WHOLE    every rank has all of it        both whole          nothing travels
+=======  ==============================  ==================  =============================================
+
+A whole factor sees only the rank's own tokens (Megatron's sequence parallelism), so its gradient is summed over tp
+(``sequence_parallel``). Experts see tokens that the dispatcher has gathered over etp already and sums again behind
+them: nothing travels in here, and gradients of their whole factors are summed over etp (``attach.py``).
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    get_cuda_rng_tracker,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
+from torch import Tensor
+from torch.nn import functional as F
+
+from skyrl_megatron.runtime.cpu.gemm import grouped_gemm
+from skyrl_megatron.runtime.parallel_state import ProcessGroups
+
+
+class TensorSplit(enum.Enum):
+    """How the linear map beside an adapter is split over tp (experts: etp)."""
+
+    COLUMN = enum.auto()
+    ROW = enum.auto()
+    WHOLE = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class RowOrder:
+    """Where the rows of several projections stand in one Megatron tensor: for each of ``groups`` runs, so many rows
+    of each projection (``sizes``). Of one rank's share: ``q0 q1 k0 v0 | q2 q3 k1 v1`` is (2, (2, 1, 1))."""
+
+    groups: int
+    sizes: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        """Rows of all projections together."""
+        return self.groups * sum(self.sizes)
+
+    def join(self, outputs: Sequence[Tensor | None], like: Tensor) -> Tensor:
+        """Put outputs [..., groups · size] in Megatron's order, [..., rows]; None stands for zeros."""
+        lead = like.shape[:-1]
+        pieces = [
+            like.new_zeros(*lead, self.groups, size) if out is None else out.reshape(*lead, self.groups, size)
+            for out, size in zip(outputs, self.sizes, strict=True)
+        ]
+        return torch.cat(pieces, dim=-1).flatten(-2)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSettings:
+    """What all adapters of a run have in common."""
+
+    rank: int
+    alpha: int
+    dropout: float
+    init: str
+    rank_stabilised: bool = False
+    seed: int = 0
+
+    def scale(self, rank: int) -> float:
+        """Return alpha / rank, or alpha / √rank (rsLoRA, arXiv:2312.03732)."""
+        return self.alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """A parameter of an adapter as a tensor of the whole model: what checkpoints, folders and syncs go by."""
+
+    name: str
+    """Canonical name, e.g. ``decoder.layers.3.self_attention.linear_qkv.A`` or ``….linear_qkv.q_proj.B``."""
+    tensor: torch.nn.Parameter
+    """This rank's share: [rows, columns], or [local experts, rows, columns]."""
+    split: int | None
+    """Dimension of the matrix that is split over tp (etp), None where every rank has the whole."""
+    parts: int
+    """Along dim 0 the matrix is so many pieces of equal length, each split on its own."""
+    experts: range | None
+    """Numbers of the experts whose factors the tensor holds; None where it belongs to no expert of its own: such a
+    factor is split over tp and replicated over dp·cp, others over etp and edp."""
+
+    def matrices(self, tensor: Tensor | None = None) -> Iterator[tuple[int | None, Tensor]]:
+        """Yield (expert, matrix) of the parameter, or of another ``tensor`` of its shape."""
+        tensor = self.tensor.data if tensor is None else tensor
+        if self.experts is None or tensor.dim() == 2:
+            yield (None if self.experts is None else self.experts[0]), tensor
+        else:
+            yield from zip(self.experts, tensor, strict=True)
+
+
+class LowRank(torch.nn.Module):
+    """Two factors. ``A``: [rank, in], ``B``: [out, rank]; those of several experts have a leading axis of them.
+
+    ``expert``: it stands beside a map of experts. ``shared``: the factor (``A`` or ``B``) that all experts of the
+    layer have in common.
+    """
+
+    def __init__(
+        self,
+        a: Tensor,
+        b: Tensor,
+        tensor_split: TensorSplit,
+        groups: ProcessGroups,
+        *,
+        expert: bool,
+        shared: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.A, self.B = torch.nn.Parameter(a), torch.nn.Parameter(b)
+        self.shared = shared
+        self.tensor_split, self.groups, self.expert = tensor_split, groups, expert
+        split = {
+            "A": 1 if tensor_split is TensorSplit.ROW else None,
+            "B": 0 if tensor_split is TensorSplit.COLUMN else None,
+        }
+        self.split: Mapping[str, int | None] = split
+        sequence_parallel = groups.parallel.sequence_parallel
+        parameter: Any  # Megatron keeps its facts about a parameter as attributes of it
+        for name, parameter in self.named_parameters():
+            dim = split[name]
+            alone = expert and name != shared
+            parameter.allreduce = not alone  # experts' gradients are summed over edp instead of dp
+            parameter.tensor_model_parallel = dim is not None  # else it counts once in the gradient norm
+            if dim is not None:
+                parameter.partition_dim, parameter.partition_stride = dim + parameter.dim() - 2, 1
+            # Each tp rank sees tokens, or experts, of its own.
+            parameter.sequence_parallel = sequence_parallel and not alone and (dim is None or expert)
+            parameter.sum_over_etp = alone and dim is None and groups.etp.size() > 1
+
+    def forward(self, x: Tensor, counts: Tensor | None) -> Tensor:
+        """Map [..., in] → [..., out] without scale. ``counts`` [experts]: rows of ``x`` that each expert has."""
+        hidden = _apply(x, self.A, counts)
+        if self.groups.parallel.sequence_parallel and not self.expert:
+            if self.tensor_split is TensorSplit.COLUMN:
+                hidden = gather_from_sequence_parallel_region(hidden, group=self.groups.tp)
+            elif self.tensor_split is TensorSplit.ROW:
+                hidden = reduce_scatter_to_sequence_parallel_region(hidden, group=self.groups.tp)
+        return _apply(hidden, self.B, counts)
+
+    def product(self) -> Tensor:
+        """Return this rank's share of B·A in fp32, [out, in] or [experts, out, in]."""
+        return self.B.detach().float() @ self.A.detach().float()
+
+
+def _apply(x: Tensor, weight: Tensor, counts: Tensor | None) -> Tensor:
+    if weight.dim() == 2:
+        return F.linear(x, weight)
+    assert counts is not None
+    return grouped_gemm(x, weight, counts)
+
+
+class Adapter(torch.nn.Module):
+    """The adapter of one of Megatron's linear maps: one :class:`LowRank` over all its rows, or one for each of its HF
+    projections, named after them."""
+
+    def __init__(
+        self,
+        name: str,
+        low_ranks: Mapping[str, LowRank],
+        order: RowOrder,
+        projections: tuple[str, ...],
+        *,
+        scale: float,
+        dropout: float = 0.0,
+        parts: int = 1,
+        experts: range | None = None,
+    ) -> None:
+        super().__init__()
+        self.name, self.order, self.projections, self.parts = name, order, projections, parts
+        self.experts = experts
+        """Numbers of the experts that the map is of; None: of none."""
+        self.low_ranks = torch.nn.ModuleDict(dict(low_ranks))
+        self.scale, self.dropout = scale, dropout
+        first = next(iter(low_ranks.values()))
+        self.expert, self.groups = first.expert, first.groups
+
+    def forward(self, x: Tensor, counts: Tensor | None = None) -> Tensor:
+        """Map inputs of the linear map [..., in] to what is added to its output [..., out]."""
+        x = x.to(next(self.parameters()).dtype)
+        if self.dropout and self.training:
+            # Inputs differ between tp ranks, and so must the masks.
+            fork = (get_expert_parallel_rng_tracker_name(),) if self.expert else ()
+            with get_cuda_rng_tracker().fork(*fork):
+                x = F.dropout(x, self.dropout)
+        if self.is_joined:
+            joined: Tensor = self.low_ranks[JOINED](x, counts) * self.scale
+            return joined
+        outputs = {name: low_rank(x, counts) for name, low_rank in self.low_ranks.items()}
+        some = next(iter(outputs.values()))
+        return self.order.join([outputs.get(name) for name in self.projections], some) * self.scale
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether one pair of factors serves all projections."""
+        return JOINED in self.low_ranks
+
+    @torch.no_grad()
+    def delta(self) -> Tensor:
+        """Return this rank's share of scale · B·A, in fp32 and Megatron's order of rows."""
+        if self.is_joined:
+            return low_rank_of(self, JOINED).product() * self.scale
+        products = {name: low_rank_of(self, name).product() for name in self.low_ranks}
+        some = next(iter(products.values()))
+        ordered = self.order.join(
+            [_rows_last(products.get(name)) for name in self.projections], some.transpose(-1, -2)
+        )
+        return ordered.transpose(-1, -2) * self.scale
+
+    def factors(self) -> list[Factor]:
+        """List the parameters."""
+        found = []
+        for projection in self.low_ranks:
+            low_rank = low_rank_of(self, projection)
+            prefix = self.name if projection == JOINED else f"{self.name}.{projection}"
+            for letter, parameter in low_rank.named_parameters():
+                split = low_rank.split[letter]
+                parts = self.parts if letter == "B" and projection == JOINED and split == 0 else 1
+                experts = None if letter == low_rank.shared else self.experts
+                found.append(Factor(f"{prefix}.{letter}", parameter, split, parts, experts))
+        return found
+
+
+JOINED = "joined"
+"""The key of a pair of factors over all projections of a map."""
+
+
+def low_rank_of(adapter: Adapter, projection: str) -> LowRank:
+    """Return the factors of one projection."""
+    found = adapter.low_ranks[projection]
+    assert isinstance(found, LowRank)
+    return found
+
+
+def _rows_last(product: Tensor | None) -> Tensor | None:
+    return None if product is None else product.transpose(-1, -2)
+
+
+def first_factor(name: str, shape: tuple[int, int], settings: AdapterSettings) -> Tensor:
+    """Draw a whole A [rank, in] in fp32 on the host from the seed and its global name: equal at every layout.
+
+    ``kaiming``: uniform as torch's ``Linear``; ``xavier``: normal; ``normal``: deviation 1 / rank; ``zero``: zeros.
+    """
+    matrix = torch.empty(shape)
+    generator = torch.Generator().manual_seed(_seed(name, settings.seed))
+    match settings.init:
+        case "kaiming":
+            torch.nn.init.kaiming_uniform_(matrix, a=math.sqrt(5), generator=generator)
+        case "xavier":
+            torch.nn.init.xavier_normal_(matrix, generator=generator)
+        case "normal":
+            torch.nn.init.normal_(matrix, std=1 / shape[0], generator=generator)
+        case "zero":
+            matrix.zero_()
+        case _:
+            raise ValueError(f"unknown init {settings.init}")
+    return matrix
+
+
+def second_factor(name: str, shape: tuple[int, int], settings: AdapterSettings) -> Tensor:
+    """Return a whole B [out, rank]: zeros, so that the adapter changes nothing at first; where A is zero, uniform, or
+    no gradient would ever reach either of them."""
+    matrix = torch.zeros(shape)
+    if settings.init == "zero":
+        generator = torch.Generator().manual_seed(_seed(name, settings.seed))
+        torch.nn.init.kaiming_uniform_(matrix, a=math.sqrt(5), generator=generator)
+    return matrix
+
+
+def _seed(name: str, seed: int) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:7], "big")

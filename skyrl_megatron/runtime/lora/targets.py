@@ -1,0 +1,190 @@
+"""Which linear maps of a model get an adapter, by Hugging Face's or Megatron's names. Needs no Megatron."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from bridges.conversions import DeinterleaveGateUp, Transpose
+from bridges.plan import Plan
+from bridges.rules import Entry
+from skyrl_megatron.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.config.rules.layout import ParallelConfig
+
+ALL_LINEAR = "all-linear"
+KEY = "trainer.policy.model.lora"
+_ENDS = ("embedding.word_embeddings", "output_layer")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A weight of the model that adapters can be added to: one linear map of Megatron's, one to three of HF's."""
+
+    entry: Entry
+
+    @cached_property
+    def module(self) -> str:
+        """Canonical global name of the module, e.g. ``decoder.layers.3.mlp.experts.7.linear_fc1``."""
+        return self.entry.name.removesuffix(".weight")
+
+    @cached_property
+    def hf_modules(self) -> tuple[str, ...]:
+        """Its HF modules in the order of its rows, e.g. ``model.layers.3.self_attn.q_proj``, …"""
+        return tuple(piece.name.removesuffix(".weight") for piece in self.entry.hf)
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """Last parts of the HF names: ``q_proj``, ``k_proj``, ``v_proj``."""
+        return tuple(name.rpartition(".")[2] for name in self.hf_modules)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The targets of a run: canonical module name → the HF projections that are adapted, in the order of the rows."""
+
+    modules: dict[str, tuple[str, ...]]
+
+
+def targets(plan: Plan) -> Iterator[Target]:
+    """Yield every linear map of a model; routers are none. Embedding and output layer come with the others."""
+    for entry in plan.entries:
+        linear = ".linear_" in entry.name or entry.name.removesuffix(".weight") in _ENDS
+        if linear and entry.name.endswith(".weight") and len(entry.shape) == 2:
+            yield Target(entry)
+
+
+def select(
+    plan: Plan,
+    names: str,
+    exclude: str | None = None,
+    *,
+    attention: bool = True,
+    mlp: bool = True,
+    unembed: bool = False,
+    separate: bool = False,
+    key: str = KEY,
+) -> Selection:
+    """Choose modules by ``target_modules`` and ``exclude_modules``: names separated by commas, each a run of whole
+    parts of a HF or Megatron module name (``q_proj``, ``linear_fc1``, ``mlp.experts``, ``layers.0``).
+
+    ``attention``, ``mlp``, ``unembed``: the switches of ``train_attn``, ``train_mlp`` and ``train_unembed``, which say
+    what ``all-linear`` means. ``separate``: every HF projection has an adapter of its own (``canonical_lora``); else
+    those of one Megatron module go together. Raises ConfigError: a name that fits nothing, with the nearest ones; a
+    part of a joined module; nothing left; a family whose layers on disk no adapter fits.
+    """
+    everything = list(targets(plan))
+    wanted = _words(names)
+    chosen: dict[str, tuple[str, ...]] = {}
+    problems = _unknown(everything, wanted, f"{key}.target_modules")
+    problems += _unknown(everything, _words(exclude), f"{key}.exclude_modules")
+    for target in everything:
+        if not _switched_on(target, wanted, attention, mlp, unembed):
+            continue
+        taken = tuple(
+            projection
+            for projection, hf in zip(target.projections, target.hf_modules, strict=True)
+            if (ALL_LINEAR in wanted or _named(target.module, hf, wanted))
+            and not _named(target.module, hf, _words(exclude))
+        )
+        if not taken:
+            continue
+        problems += _misfits(target, taken, separate, names, key)
+        chosen[target.module] = taken
+    if not chosen and not problems:
+        problems.append(Problem(f"{key}.target_modules", names, "no linear layer is left to adapt: name at least one"))
+    if problems:
+        raise ConfigError(list({str(problem): problem for problem in problems}.values()))
+    return Selection(chosen)
+
+
+def _switched_on(target: Target, wanted: Sequence[str], attention: bool, mlp: bool, unembed: bool) -> bool:
+    if target.module == _ENDS[0]:
+        return ALL_LINEAR not in wanted
+    if target.module == _ENDS[1]:
+        return unembed or ALL_LINEAR not in wanted
+    return attention if ".self_attention." in target.module else mlp
+
+
+def _misfits(target: Target, taken: tuple[str, ...], separate: bool, names: str, key: str) -> list[Problem]:
+    conversion = target.entry.bound.conversion
+    if isinstance(conversion, Transpose | DeinterleaveGateUp) or any(p.index is not None for p in target.entry.hf):
+        fix = f"{target.hf_modules[0]} holds all experts in one tensor, to which no adapter is added; exclude it"
+        return [Problem(f"{key}.exclude_modules", None, fix)]
+    if not separate and len(taken) < len(target.projections):
+        left = ", ".join(p for p in target.projections if p not in taken)
+        fix = (
+            f"{', '.join(taken)} without {left}: they are one layer of Megatron's; name all of them, or set "
+            "trainer.policy.megatron_config.lora_config.lora_type=canonical_lora"
+        )
+        return [Problem(f"{key}.target_modules", names, fix)]
+    return []
+
+
+def _words(text: str | None) -> tuple[str, ...]:
+    return tuple(word for word in (part.strip() for part in (text or "").split(",")) if word)
+
+
+def _named(module: str, hf: str, names: Sequence[str]) -> bool:
+    return any(f".{name}." in f".{module}." or f".{name}." in f".{hf}." for name in names)
+
+
+def _unknown(everything: Sequence[Target], names: Sequence[str], key: str) -> list[Problem]:
+    problems = []
+    for name in names:
+        if name == ALL_LINEAR or any(_named(t.module, hf, (name,)) for t in everything for hf in t.hf_modules):
+            continue
+        known = {t.module.rpartition(".")[2] for t in everything} | {p for t in everything for p in t.projections}
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+        fix = f"no linear layer of this model is called so; {'nearest' if near else 'there are'}: "
+        problems.append(Problem(key, name, fix + ", ".join(near or sorted(known))))
+    return problems
+
+
+def configured_selection(cfg: SkyRLTrainConfig, plan: Plan) -> Selection:
+    """Return what ``policy.model.lora`` selects. Raises as :func:`select`."""
+    lora, how = cfg.trainer.policy.model.lora, cfg.trainer.policy.megatron_config.lora_config
+    return select(
+        plan,
+        lora.target_modules,
+        lora.exclude_modules,
+        attention=lora.train_attn,
+        mlp=lora.train_mlp,
+        unembed=lora.train_unembed,
+        separate=how.lora_type == "canonical_lora",
+    )
+
+
+def expert_rank(cfg: SkyRLTrainConfig, top_k: int | None) -> int:
+    """Return the rank of experts' adapters. ``top_k``: experts that a token goes to. Raises ConfigError for a rank
+    that ``normalize_moe_lora`` cannot divide."""
+    rank = cfg.trainer.policy.model.lora.rank
+    if not cfg.trainer.policy.megatron_config.lora_config.normalize_moe_lora or not top_k:
+        return rank
+    if rank % top_k:
+        fix = f"normalize_moe_lora divides it among the {top_k} experts of a token: take a multiple of {top_k}"
+        raise ConfigError([Problem(f"{KEY}.rank", rank, fix)])
+    return rank // top_k
+
+
+def rank_problems(
+    plan: Plan, selection: Selection, rank: int, expert_rank: int, parallel: ParallelConfig
+) -> Iterator[Problem]:
+    """Yield a Problem where the rank exceeds a side of a selected matrix on a rank: more than it could ever use."""
+    worst: tuple[int, Problem] | None = None
+    for entry in plan.entries:
+        if entry.name.removesuffix(".weight") not in selection.modules:
+            continue
+        own, over = (expert_rank, parallel.etp) if entry.is_expert else (rank, parallel.tp)
+        sides = [size // (over if axis == entry.split.dim else 1) for axis, size in enumerate(entry.shape)]
+        most = min(sides)
+        if own > most and (worst is None or most < worst[0]):
+            fix = f"{entry.name} is {sides} on a rank: take a rank of at most {most}, or exclude it"
+            worst = most, Problem(f"{KEY}.rank", own, fix)
+    if worst is not None:
+        yield worst[1]

@@ -1,0 +1,161 @@
+"""The trainer's loop: what it does in which order, with ranks and engines that only take notes."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+
+
+class Prompts:
+    """Twelve rows without an environment of their own."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, item):
+        return item
+
+    def collate_fn(self, items):
+        row = {
+            "prompt": [{"role": "user", "content": "1+2"}],
+            "env_class": None,
+            "env_extras": {"reward_spec": {"ground_truth": "3"}},
+        }
+        return [{**row, "uid": str(item)} for item in items]
+
+
+class Silent:
+    """A tracker."""
+
+    def __init__(self, cfg):
+        pass
+
+    def say(self, text):
+        pass
+
+    log = open = finish = lambda self, *args, **kwargs: None
+
+
+def trainer_of(cfg, cls=None):
+    """A real trainer that was never started."""
+    from skyrl_megatron.trainer.ppo import RayPPOTrainer
+
+    return (cls or RayPPOTrainer)(
+        cfg=cfg,
+        tracker=Silent(cfg),
+        tokenizer=None,
+        train_dataset=Prompts(),
+        inference_engine_client=None,
+        generator=None,
+        colocate_pg=None,
+        eval_dataset=Prompts(),
+    )
+
+
+def output_of(rewards):
+    """A generator's output of two-token responses."""
+    rows = len(rewards)
+    return {
+        "prompt_token_ids": [[1, 2]] * rows,
+        "response_ids": [[3, 4]] * rows,
+        "rewards": rewards,
+        "loss_masks": [[1, 1]] * rows,
+        "stop_reasons": ["stop"] * rows,
+        "rollout_logprobs": [[-1.0, -1.0]] * rows,
+        "rollout_metrics": {},
+    }
+
+
+def plan(cfg):
+    """Everything that the loop does, from the evaluation before it to the last step."""
+    from skyrl_megatron.trainer.ppo import RayPPOTrainer
+
+    notes = []
+
+    class Noting(RayPPOTrainer):
+        def collect_experience(self):
+            prompts = next(self._prompts)
+            generator_input, uids = self.prepare_generator_input(prompts, "train")
+            notes.append(("generate", uids, generator_input["env_classes"][0]))
+            return _batch_of(uids)
+
+        def eval(self):
+            notes.append(("eval", self.global_step))
+            return {}
+
+        def save_checkpoints(self):
+            notes.append(("checkpoint", self.global_step))
+
+        def log_step(self):
+            notes.append(("step", self.global_step))
+
+        fwd_logprobs_values_reward = lambda self, batch: batch  # noqa: E731
+        compute_advantages_and_returns = lambda self, batch: batch  # noqa: E731
+        apply_reward_kl_penalty = lambda self, batch: batch  # noqa: E731
+        begin_training = sync_weights = lambda self: None
+
+    trainer = trainer_of(cfg, Noting)
+    trainer.roles["policy"] = SimpleNamespace(
+        dispatch=lambda part: part,
+        train_mini_batch=lambda part, more_follow: notes.append(("update", part.uids)) or {"skipped": 0.0},
+        export_hf=lambda folder: notes.append(("export", folder)),
+    )
+    trainer.before_training()
+    trainer.train_steps()
+    return notes, trainer.updates
+
+
+def _batch_of(uids):
+    from skyrl_megatron.data.batch import collate
+    from skyrl_megatron.data.splitting import PROMPT_UIDS
+
+    batch = collate([[1, 2]] * len(uids), [[3, 4]] * len(uids), uids=list(uids), rewards=[1.0] * len(uids))
+    batch.metadata[PROMPT_UIDS] = list(uids)
+    return batch
+
+
+def resumes(cfg):
+    """What the checkpointer is asked to load."""
+    asked = []
+    trainer = trainer_of(cfg)
+    trainer.checkpoints = SimpleNamespace(load=lambda mode, path: asked.append((mode, path)))
+    trainer.load_checkpoints()
+    return asked
+
+
+def checkpointer(cfg):
+    """Where checkpoints go, how many are kept, whether training waits."""
+    from skyrl_megatron.trainer.checkpoints import run_checkpointer
+
+    made = run_checkpointer(cfg, {})
+    return str(made.store.root), made.store.keep, made.store.hub_commits, made._asynchronous, made._timeout_s
+
+
+def dumps(cfg):
+    """Whether the tensors of a batch are written, and where to."""
+    trainer_of(cfg).convert_to_training_input(output_of([[0.0, 1.0]] * 8), [uid for uid in "abcd" for _ in range(2)])
+    return files_below(cfg.trainer.export_path)
+
+
+def files_below(folder):
+    return sorted(str(path) for path in Path(folder).rglob("*") if path.is_file())
+
+
+def evaluation(cfg):
+    """Requests of an evaluation of twelve prompts, and the files that it leaves."""
+    from skyrl_megatron.trainer.evaluate import evaluate
+    from tests.rollout.scripted import ScriptedEngine, generation, generator_of, tokenizer_of
+
+    tokenizer = tokenizer_of("chatml")
+    answer = generation([*tokenizer.encode("#### 15"), tokenizer.eos_token_id])
+    engine = ScriptedEngine([answer])
+    generator = generator_of("chatml", engine, tokenizer=tokenizer, max_turns=1, batched=True)
+    asyncio.run(evaluate(cfg, Prompts(), generator, tokenizer, 0))
+    return [len(call) for call in engine.calls], engine.sampling[0], files_below(cfg.trainer.export_path)
+
+
+def synchronizer(cfg):
+    """How weights reach the engines, how often they are probed, and how long that may take."""
+    from skyrl_megatron.workers.policy_rank import weight_synchronizer
+
+    made = weight_synchronizer(cfg, SimpleNamespace(group=SimpleNamespace(actors=[])), None, dtype="float32")
+    return made.options, made.probe_interval, made.deadline_s, made.phase_s, made.shared_gpus

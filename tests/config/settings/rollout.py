@@ -1,0 +1,82 @@
+"""Rollouts: experiment, data sets, generator, environments."""
+
+import warnings
+
+QUESTION = [{"role": "user", "content": "What is 7 + 8?"}]
+
+
+def samples(cfg):
+    """Output and requests of a conversation of two turns, and of one that is cut off; the error where there is one."""
+    import asyncio
+
+    from skyrl_megatron.errors import SkyRLMegatronError
+    from skyrl_megatron.rollout.generator import SkyRLGymGenerator
+    from tests.rollout.scripted import ScriptedEngine, batch_of, generation, say, tokenizer_of
+
+    tokenizer = tokenizer_of("chatml")
+    words = tokenizer.encode("#### 15")
+    turns = {
+        "0": [generation(words), generation([*words, tokenizer.eos_token_id])],
+        "1": [generation(words, "length")],
+    }
+    engine = ScriptedEngine(lambda session: turns[session.partition("_")[0]])
+    seed = cfg.trainer.seed if cfg.trainer.deterministic else None
+    steps = [[say("wrong, try again.", 0.5), say(reward=1.0, done=True)], [say(reward=1.0, done=True)]]
+    batch = batch_of([QUESTION] * 2, [{"steps": each} for each in steps])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            generator = SkyRLGymGenerator(cfg.generator, cfg.environment.skyrl_gym, engine, tokenizer, seed=seed)
+            output = asyncio.run(generator.generate(batch, disable_tqdm=True))
+        except SkyRLMegatronError as error:
+            return str(error)
+    plain = {key: str(value) for key, value in output.items() if key != "rollout_metrics"}
+    return plain, sorted(engine.prompts.items()), engine.sampling, sorted(map(len, engine.calls))
+
+
+def workers(cfg):
+    """How many environments work at a time, and for how long."""
+    from skyrl_megatron.envs.pool import EnvPool
+
+    pool = EnvPool(cfg.environment.skyrl_gym.max_env_workers, cfg.environment.skyrl_gym.env_timeout)
+    return sorted((name, value) for name, value in vars(pool).items() if isinstance(value, int | float))
+
+
+def environments(cfg):
+    """What the environments of the package are made with."""
+    from skyrl_megatron.envs import make
+
+    gym = cfg.environment.skyrl_gym
+    truth = {"reward_spec": {"ground_truth": "1"}, "extra_info": {}, "db_id": "x", "data": "spider"}
+    search = make("search", env_config=gym.search, extras=truth)
+    judge = make("gsm8k_llm_judge", env_config=gym.llm_as_a_judge, extras=truth)
+    sql = make("text2sql", env_config=gym.text2sql, extras=truth)
+    (tools,) = search.tool_groups
+    return (
+        {name: str(value) for name, value in vars(tools).items() if name in vars(gym.search)},
+        (judge.url, judge.env_config.model),
+        [str(value) for value in vars(sql).values() if "spider" in str(value)],
+    )
+
+
+def experiment(cfg):
+    """Data sets, as the experiment opens them, and its generator; the error where it cannot."""
+    from skyrl_megatron.entrypoints.experiment import BasePPOExp
+    from skyrl_megatron.errors import SkyRLMegatronError
+    from skyrl_megatron.plugins import GENERATORS
+    from skyrl_megatron.rollout.generator import SkyRLGymGenerator
+
+    class OfTheTests(SkyRLGymGenerator):
+        pass
+
+    if GENERATORS.find("tests_generator") is None:
+        GENERATORS.register("tests_generator")(OfTheTests)
+    try:
+        made = BasePPOExp(cfg)
+    except SkyRLMegatronError as error:
+        return str(error)
+    prompts = [
+        each and [row[0] for row in map(each.__getitem__, range(len(each)))]
+        for each in (made.train_dataset, made.eval_dataset)
+    ]
+    return prompts, type(made.get_generator(cfg, made.tokenizer, None)).__name__

@@ -1,0 +1,230 @@
+"""``--check`` and memory: figures as built models and optimizers have them, phases, limits, the nearest setting."""
+
+import pytest
+
+from tests.bridges.tiny_models import save_tiny
+from tests.support.whole_folder import write_sums, write_whole_folder
+
+M = "trainer.policy.megatron_config."
+E = "generator.inference_engine."
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "intermediate_size": 6144,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+"""config.json as released."""
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    """A folder of Qwen3-30B-A3B that passes every check of files, and rows of GSM8K."""
+    folder = tmp_path_factory.mktemp("qwen")
+    write_sums(folder / "rows.parquet", rows=16)
+    return write_whole_folder(folder / "model", QWEN3_30B_A3B)
+
+
+@pytest.fixture
+def check(qwen, capsys):
+    """Run ``--check`` with that model: (exit code, stdout, stderr)."""
+    from skyrl_megatron.entrypoints import check
+
+    rows = [f"data.train_data=['{qwen.parent / 'rows.parquet'}']", "data.val_data=[]", "trainer.logger=console"]
+    rows += ["trainer.train_batch_size=16", "trainer.policy_mini_batch_size=16"]
+
+    def run(*args):
+        code = check.run([f"trainer.policy.model.path={qwen}", *rows, *args])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+EIGHT = (
+    "--check=1x8",
+    "trainer.placement.policy_num_gpus_per_node=8",
+    f"{M}expert_model_parallel_size=8",
+    f"{E}num_engines=4",
+    f"{E}tensor_parallel_size=2",
+)
+
+
+def test_a_run_that_does_not_fit_is_refused_with_a_setting_that_does(check):
+    code, _, err = check(*EIGHT, "--gpu", "80GB")
+    assert code == 2
+    # 12 bytes for each of 3.8 G parameters, of which ep=8 leaves the experts' unsharded
+    assert "rank 0 needs" in err and "in policy training" in err and "policy optimizer 45.80 GB" in err
+    settings = err.split("the nearest setting that fits: ")[1].split("\n")[0].split()
+    code, out, _ = check(*EIGHT, "--gpu", "80GB", *settings)
+    assert code == 0 and "of 80.00 GB, room" in out
+
+
+def test_without_sizes_memory_is_not_checked(check):
+    code, out, _ = check(*EIGHT)
+    assert code == 0 and "memory: how large GPUs or nodes are is not known here: add --gpu h100" in out
+    assert "policy training, rank 0: " in out  # but what it takes is told
+
+
+def test_host_memory(check):
+    optimizer = [f"{M}optimizer_config_kwargs.{name}" for name in ("optimizer_cpu_offload=true",)]
+    optimizer.append(f"{M}optimizer_config_kwargs.optimizer_offload_fraction=1.0")
+    code, _, err = check(*EIGHT, "--host-memory", "256GiB", *optimizer)
+    # moments, 8 bytes for each of 30.5 G parameters; master weights and gradients pinned, 768 rows as 1024
+    assert (
+        code == 2 and "host memory=274.88 GB" in err and "policy optimizer of optimizer_cpu_offload 581.27 GB" in err
+    )
+    assert check(*EIGHT, "--host-memory=2TB", *optimizer)[0] == 0
+    code, _, err = check(*EIGHT, "--host-memory=900GB", *optimizer)
+    nearest = "trainer.policy.optimizer_config.offload_after_step=false"
+    assert code == 2 and f"the nearest setting that fits: {nearest}\n" in err
+
+
+@pytest.mark.parametrize("size, fix", [("h10", "one of a100, "), ("80", "at least 1 GiB"), ("80 bananas", "80GB")])
+def test_sizes_that_make_no_sense(check, size, fix):
+    code, _, err = check(*EIGHT, "--gpu", size)
+    assert code == 2 and f"--gpu={size}" in err and fix in err
+
+
+def engine_bytes(folder, overrides):
+    """Bytes of a rank's weights, gradients and optimizer state after a step of the real engine; and predicted ones."""
+    import os
+
+    import torch
+
+    from skyrl_megatron.config import SkyRLTrainConfig, resolve
+    from skyrl_megatron.config.hardware import local_hardware
+    from skyrl_megatron.entrypoints.memory.budget import parameter_tables
+    from skyrl_megatron.entrypoints.memory.roles import RoleModel
+    from skyrl_megatron.runtime.engine import MegatronEngine
+
+    cfg = SkyRLTrainConfig.from_cli_overrides(
+        {"trainer.policy.model.path": str(folder), "trainer.bf16": False} | overrides
+    )
+    assert resolve.fit_to_hardware(cfg, local_hardware()) == []
+    for name in [name for name in os.environ if name.startswith("NVTE_")]:
+        del os.environ[name]  # Megatron refuses another attention backend than the last model of the process had
+    engine = MegatronEngine(cfg)
+    for chunk in engine.chunks:
+        for parameter in chunk.parameters():
+            if parameter.requires_grad:
+                parameter.main_grad.fill_(1e-3)
+    engine.optimizer.step()
+    buffers = [b for chunk in engine.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    state = {}
+    for optimizer in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
+        for entry in optimizer.optimizer.state.values():
+            state |= {id(value): value for value in entry.values() if torch.is_tensor(value) and value.dim()}
+    weights = sum(parameter.nbytes for chunk in engine.chunks for parameter in chunk.parameters())
+    measured = (weights, sum(b.grad_data.nbytes for b in buffers), sum(value.nbytes for value in state.values()))
+    size = RoleModel.of(cfg, "policy", parameter_tables(cfg)["policy"], on_cpu=True).state(engine.groups.pp.rank())
+    return measured, (size.weights, size.gradients, size.optimizer)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"expert_model_parallel_size": 2},
+        {"tensor_model_parallel_size": 2, "freeze_moe_router": True},
+        {"pipeline_model_parallel_size": 2},
+        {"expert_model_parallel_size": 2, "optimizer_config_kwargs.use_distributed_optimizer": False},
+    ],
+    ids=str,
+)
+def test_states_are_those_of_the_engine(ranks, tmp_path, settings):
+    # sizes that are multiples of 64, to which Megatron pads each parameter in its buffers
+    sizes = dict(
+        hidden_size=128, moe_intermediate_size=64, num_hidden_layers=4, num_key_value_heads=2, vocab_size=1024
+    )
+    folder = save_tiny("qwen3_moe", tmp_path, **sizes)
+    overrides = {f"{M}{name}": value for name, value in settings.items()}
+    overrides["trainer.placement.policy_num_gpus_per_node"] = 2
+    for measured, predicted in ranks(2, engine_bytes, folder, overrides, timeout_s=400):
+        for name, real, expected in zip(("weights", "gradients", "optimizer"), measured, predicted, strict=True):
+            assert abs(expected - real) <= 0.01 * real, f"{name}: predicted {expected:,}, measured {real:,}"
+
+
+def test_recipe_fits_with_room(qwen, capsys):
+    from skyrl_megatron.entrypoints import run_moe
+
+    model = [f"model={qwen}", f"data.train_data=['{qwen.parent / 'rows.parquet'}']", "data.val_data=[]"]
+    few = ["trainer.logger=console", "trainer.train_batch_size=16", "trainer.policy_mini_batch_size=16"]
+    machine = ["--check=1x8", "--gpu", "80GB", "--host-memory", "1TB"]
+    assert run_moe.main(["--recipe", "qwen3-30b-a3b", *model, *few, *machine]) == 0
+    out = capsys.readouterr().out.partition("# memory")[2]
+    rooms = [line.rpartition("room ")[2] for line in out.splitlines() if "room" in line]
+    assert len(rooms) == 7 and all(room.endswith(" GB") and float(room.split()[0]) > 3 for room in rooms), out
+
+
+def hybrid_bytes(folder, options):
+    """Bytes of the state of Megatron's HybridDeviceOptimizer, (device, host), after a step; and predicted ones."""
+    import dataclasses
+    import json
+    import warnings
+
+    from bridges.plan import Plan
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.entrypoints.memory.optimizer import rank_bytes
+    from skyrl_megatron.entrypoints.memory.parameters import ParameterTable
+    from skyrl_megatron.runtime import optimizer as module
+    from skyrl_megatron.runtime.checkpoint.optimizer_state import parts
+    from skyrl_megatron.runtime.offload import optimizer_tensors
+    from tests.checkpoint.test_variants import bf16_state, set_gradients
+    from tests.support.fake_gpu import fake_gpu
+
+    module._require_hardware = lambda fields, key: None
+    options = dict(options, optimizer_cpu_offload=True)
+    with fake_gpu(), warnings.catch_warnings(action="ignore"):
+        state = bf16_state(folder, {}, 1, options)
+        state.optimizer.config.clip_grad = 0.0
+        set_gradients(state, 1)
+        state.optimizer.prepare_grads()
+        state.optimizer.step_with_ready_grads()
+        weights = {p.untyped_storage()._cdata for chunk in state.model_chunks for p in chunk.parameters()}
+        held = {True: 0, False: 0}
+        gradients = [
+            copy.grad
+            for part in parts(state.optimizer)
+            for copy in part.optimizer.cpu_copys_map_gpu_param
+            if copy.grad is not None
+        ]
+        seen = set(weights)
+        for tensor in (*optimizer_tensors(state.optimizer), *gradients):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in seen:
+                seen.add(storage._cdata)
+                held[bool(tensor.is_cuda)] += tensor.numel() * tensor.element_size()
+        moved = sum(p.numel() for part in parts(state.optimizer) for p in part.optimizer.cpu_copys_map_gpu_param)
+    megatron = SkyRLTrainConfig().trainer.policy.megatron_config
+    table = ParameterTable(Plan.of(json.loads((folder / "config.json").read_text())))
+    count = dataclasses.replace(table.stage(ParallelConfig(1), 0), pinned_rounding=1.0)
+    # it moves whole parameters, and so not the exact share that was asked for
+    megatron.optimizer_config_kwargs = dict(options, optimizer_offload_fraction=moved / count.parameters)
+    predicted = rank_bytes(count, ParallelConfig(1), megatron, bf16=True, trained=True)
+    return moved / count.parameters, held[True], held[False], predicted.optimizer, predicted.host_optimizer
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_state_that_is_updated_on_the_host(ranks, tmp_path, fraction):
+    """Masters, moments and gradients of the real HybridDeviceOptimizer, on a GPU that is not there."""
+    sizes = dict(hidden_size=128, moe_intermediate_size=64, num_key_value_heads=2, vocab_size=1024)
+    folder = save_tiny("qwen3_moe", tmp_path / "model", num_hidden_layers=2, **sizes)
+    options = {"optimizer_offload_fraction": fraction}
+    moved, device, host, on_device, on_host = ranks(1, hybrid_bytes, folder, options)[0]
+    assert abs(moved - fraction) < 0.2
+    assert abs(host - on_host) <= 0.01 * on_host, f"predicted {on_host:,}, measured {host:,}"
+    assert abs(device - on_device) <= 0.01 * on_device, f"predicted {on_device:,}, measured {device:,}"

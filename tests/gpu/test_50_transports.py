@@ -1,0 +1,91 @@
+"""The transports that only a GPU runs: NCCL in a group of one, CUDA IPC between two processes."""
+
+import multiprocessing
+
+PROVES = "buckets of weights arrive as they were sent over NCCL and over CUDA IPC, and again without a new connection"
+REPORT = "the output with NCCL_DEBUG=INFO, and whether the container shares /dev/shm and the host's PIDs"
+TIMEOUT_S = 60.0
+BUCKET_BYTES = 1 << 16
+
+
+def tensors():
+    """Tensors on the GPU, one larger than a bucket, one empty."""
+    import torch
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = {"large.weight": (96, 512), "small.weight": (3,), "empty.weight": (0, 8), "last.weight": (64, 64)}
+    return {name: torch.randn(shape, generator=generator, device="cuda") for name, shape in shapes.items()}
+
+
+def test_checksums_are_those_of_the_cpu():
+    import torch
+
+    from skyrl_megatron.weight_sync.bucket import PAGE, checksum
+
+    buffer = torch.randint(256, (64 * PAGE,), dtype=torch.uint8)
+    assert int(checksum(buffer.cuda())) == int(checksum(buffer))
+
+
+def test_nccl_in_a_group_of_one():
+    import torch
+
+    from skyrl_megatron import device
+    from skyrl_megatron.weight_sync.transport import listen, open_transport
+
+    device.set_local_device(0)
+    transport = open_transport("nccl", "127.0.0.1", 0, 0, 1, TIMEOUT_S, listen("127.0.0.1"))
+    buffer = torch.arange(BUCKET_BYTES, device="cuda").to(torch.uint8)
+    before = buffer.clone()
+    transport.broadcast(buffer)()
+    assert torch.equal(buffer, before)
+    transport.close()
+
+
+def receive(port, metadata, pipe):
+    """The engine's side, in a process of its own."""
+    import torch
+
+    from skyrl_megatron.weight_sync.receiver import WeightReceiver
+    from skyrl_megatron.weight_sync.transport import open_transport
+
+    transport = open_transport("ipc", "127.0.0.1", port, 1, 2, TIMEOUT_S)
+    receiver = WeightReceiver([transport], BUCKET_BYTES, torch.device("cuda", 0))
+    receiver.set_metadata([metadata])
+    for _ in range(2):  # the second time nothing is opened anew
+        received = {name: tensor.cpu() for name, tensor in receiver.tensors()}
+        receiver.finish()
+        pipe.send((received, receiver.checksums))
+    pipe.recv()  # until the sender is done with its buffers
+    receiver.close()
+
+
+def test_ipc_between_two_processes():
+    import torch
+
+    from skyrl_megatron.weight_sync.sender import WeightSender
+    from tests.support.state_source import StateSource
+
+    source = tensors()
+    sender = WeightSender(StateSource(source), bucket_bytes=BUCKET_BYTES, transport="ipc")
+    _, port = sender.listen("127.0.0.1")
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=receive, args=(port, list(sender.metadata()), theirs), daemon=True)
+    process.start()
+    try:
+        sender.connect("127.0.0.1", port, 1, TIMEOUT_S)
+        for _ in range(2):
+            for tensor in source.values():
+                tensor.add_(1.0)
+            sums = sender.send()
+            assert pipe.poll(TIMEOUT_S), "the receiver does not answer"
+            received, checksums = pipe.recv()
+            assert checksums == [sums]
+            assert received.keys() == source.keys()
+            assert all(torch.equal(received[name], tensor.cpu()) for name, tensor in source.items())
+        pipe.send(None)
+        process.join(TIMEOUT_S)
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+        sender.close()

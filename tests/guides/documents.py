@@ -1,0 +1,54 @@
+"""The code blocks of the guides: Python to run in order, files to write, commands to check."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = sorted((ROOT / "docs").rglob("*.md"))
+FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block."""
+
+    document: Path
+    line: int
+    """Of its first line of code, from 1."""
+    language: str
+    options: str
+    """What stands behind the language: ``process``, or ``file=NAME``."""
+    text: str
+
+    @property
+    def file(self) -> str | None:
+        """Name of the file that the block is."""
+        return self.options.removeprefix("file=") if self.options.startswith("file=") else None
+
+    def run(self, names: dict[str, object]) -> None:
+        """Execute Python; a traceback shows the document and its line."""
+        code = compile("\n" * (self.line - 1) + self.text, str(self.document), "exec")
+        exec(code, names)
+
+    def commands(self) -> list[list[str]]:
+        """Split a shell block into commands, lines that end in a backslash joined."""
+        lines = self.text.replace("\\\n", " ").splitlines()
+        return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def blocks(document: Path, language: str) -> list[Block]:
+    """All blocks of a document in one language, in order."""
+    text = document.read_text()
+    return [
+        Block(document, text.count("\n", 0, found.start(3)) + 1, found[1], found[2].strip(), found[3])
+        for found in FENCE.finditer(text)
+        if found[1] == language
+    ]
+
+
+def name_of(document: Path) -> str:
+    return document.relative_to(ROOT / "docs").as_posix()

@@ -1,0 +1,160 @@
+"""What the guides show works: every block of Python runs, every command's keys exist, every link leads somewhere."""
+
+import functools
+import importlib.util
+import os
+import re
+import runpy
+import subprocess
+import sys
+
+import pytest
+
+from tests.guides.documents import DOCUMENTS, ROOT, blocks, name_of
+from tests.job import runs
+
+# Ray replaces a loopback address by the machine's own, unless told when it is imported that it is alone.
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[\w-]+)?\)")
+OLDER_KEYS = pytest.mark.filterwarnings("ignore:older spelling:DeprecationWarning")  # which a page shows
+OWN_KEYS = {"train_letters.py": {"trainer.price_of_a_token"}, "run_moe.sh": {"model"}}
+"""Keys that a script adds to those of the configuration."""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder of its own to work in; what the guides register is forgotten."""
+    from skyrl_megatron.envs import registry
+    from skyrl_megatron.plugins import ENGINES, GENERATORS, TRANSPORTS
+    from skyrl_megatron.utils.ppo_utils import AdvantageEstimatorRegistry, PolicyLossRegistry
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["script.py"])  # scripts read keys from their command line
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(registry, "_registry", dict(registry._registry))
+    for classes in (ENGINES, GENERATORS, TRANSPORTS):
+        monkeypatch.setattr(classes, "_classes", dict(classes._classes))
+    yield tmp_path
+    AdvantageEstimatorRegistry.repopulate()
+    PolicyLossRegistry.repopulate()
+
+
+def with_python(process):
+    """Documents whose blocks start processes, or those that start none."""
+    return [
+        document
+        for document in DOCUMENTS
+        if (found := blocks(document, "python")) and any(block.options == "process" for block in found) == process
+    ]
+
+
+def run_blocks(document, folder):
+    names = {"__name__": "__main__"}
+    for block in blocks(document, "python"):
+        if block.file:
+            (folder / block.file).write_text(block.text)
+            names |= {"__name__": "__main__"}
+            runpy.run_path(str(folder / block.file), run_name="guide")
+        else:
+            block.run(names)
+
+
+@OLDER_KEYS
+@pytest.mark.parametrize("document", with_python(process=False), ids=name_of)
+def test_code_runs(document, folder):
+    run_blocks(document, folder)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("document", with_python(process=True), ids=name_of)
+def test_code_that_starts_processes_runs(document, folder, monkeypatch):
+    """``ray.init()`` is given what keeps it on this machine and small; the rest is as a user starts it."""
+    import ray
+
+    small = {"address": "local", "num_cpus": 2, "object_store_memory": 80 * 2**20, "include_dashboard": False}
+    monkeypatch.setattr(ray, "init", functools.partial(ray.init, **small, _node_ip_address="127.0.0.1"))
+    try:
+        run_blocks(document, folder)
+    finally:
+        ray.shutdown()
+
+
+def commands():
+    return [
+        (document, words) for document in DOCUMENTS for block in blocks(document, "bash") for words in block.commands()
+    ]
+
+
+@OLDER_KEYS
+@pytest.mark.parametrize(
+    ("document", "words"), commands(), ids=lambda value: value[-1] if isinstance(value, list) else ""
+)
+def test_commands_are_there_and_know_their_keys(document, words):
+    from skyrl_megatron.config import SkyRLTrainConfig
+
+    if words[0] == "python":
+        words = words[1:]
+    if words[0] == "-m":
+        assert importlib.util.find_spec(words[1]), f"{name_of(document)}: no module {words[1]}"
+        words = words[1:]
+    elif "/" in words[0]:
+        assert (ROOT / words[0]).is_file(), f"{name_of(document)}: no file {words[0]}"
+    own = OWN_KEYS.get(words[0].rpartition("/")[2], set())
+    keys = [word for word in words[1:] if "=" in word and not word.startswith("-")]
+    cfg = SkyRLTrainConfig.from_cli_overrides([word for word in keys if word.partition("=")[0] not in own])
+    assert isinstance(cfg, SkyRLTrainConfig)
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=str)
+def test_links_lead_somewhere(document):
+    broken = [
+        target
+        for target in LINK.findall(document.read_text())
+        if "://" not in target and not (document.parent / target).exists()
+    ]
+    assert not broken, broken
+
+
+def test_an_experiment_that_makes_its_prompts_needs_no_file(capsys, tmp_path, monkeypatch):
+    """The default ``data.train_data`` is missed only where somebody reads it; one that was named, always."""
+    from skyrl_megatron.entrypoints.main_base import BasePPOExp, main
+
+    class WithPrompts(BasePPOExp):
+        def get_train_dataset(self):
+            return super().get_train_dataset()
+
+    class WithTrainer(BasePPOExp):
+        def get_trainer(self, *args, **kwargs):
+            return super().get_trainer(*args, **kwargs)
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    wanting = []
+    for experiment, keys in ((WithPrompts, []), (WithPrompts, ["data.train_data=[no.jsonl]"]), (WithTrainer, [])):
+        given = ["--check", "data.val_data=[]", "trainer.logger=tensorboard", "trainer.seed=none", *keys]
+        assert main(given, experiment=experiment) == 2
+        wanting.append("data.train_data" in capsys.readouterr().err)
+    assert wanting == [False, True, True]
+
+
+@pytest.mark.process
+def test_the_script_of_the_trainer_guide_runs(tmp_path):
+    """Two steps of it: its environment, its data, its key, its trainer, its callback."""
+    runs.prepare(tmp_path)
+    for block in blocks(ROOT / "docs/guides/trainer.md", "python"):
+        if block.file:
+            (tmp_path / block.file).write_text(block.text)
+    keys = {"trainer__price_of_a_token": 0.5, "data__val_data": "[]"}
+    done = subprocess.run(
+        [sys.executable, "train_letters.py", *runs.arguments(tmp_path, **keys)],
+        cwd=tmp_path,
+        env=runs.environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=runs.TIMEOUT_S,
+    )
+    first, second = runs.Run(done.returncode, done.stdout, done.stderr, tmp_path).check().lines
+    assert 1 <= first["reward/mean_length"] <= 6 and second["step"] == 2
+    assert -3 <= first["reward/avg_raw_reward"] <= 0.5, "at most a share of letters, less half a point for each token"
+    assert "2 of 2 steps are done" in done.stdout

@@ -1,0 +1,54 @@
+"""A run that trains adapters: its reference is the policy without them, engines get merged weights, a checkpoint holds
+adapters alone, and the export opens in PEFT."""
+
+import json
+
+import pytest
+
+from tests.job import runs
+from tests.job.test_run import AGREE, GAP
+
+pytestmark = pytest.mark.vllm
+
+LORA = {
+    "trainer__policy__model__lora__rank": 4,
+    "trainer__policy__model__lora__alpha": 8,
+    "trainer__algorithm__use_kl_loss": "true",
+    "trainer__hf_save_interval": 2,
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return runs.prepare(tmp_path)
+
+
+@pytest.mark.full_matrix
+def test_a_run_of_adapters_and_its_continuation(folder):
+    import torch
+    from peft import PeftModel
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    done = runs.run(folder, **LORA).check()
+    models = next(line for line in done.out.splitlines() if line.startswith("models: "))
+    assert "policy on 2" in models and "ref" not in models
+    one, two = done.lines
+    assert one["policy/policy_kl"] == 0.0 < two["policy/policy_kl"], "the reference stays where the adapters began"
+    assert max(line[GAP] for line in done.lines) <= AGREE, "the engine has the adapters in its weights"
+
+    saved, exported = folder / "ckpts/global_step_2", folder / "exports/global_step_2"
+    assert json.loads((saved / "MANIFEST.json").read_bytes())["bases"].keys() == {"policy"}
+    size = sum(file.stat().st_size for file in (saved / "policy").glob("*.distcp"))
+    assert size < 0.5 * sum(file.stat().st_size for file in (folder / "model").glob("*.safetensors"))
+    base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    merged = PeftModel.from_pretrained(base, str(exported / "adapter")).merge_and_unload().state_dict()
+    policy = AutoModelForCausalLM.from_pretrained(exported / "policy", dtype=torch.float32).state_dict()
+    assert max(float((policy[name] - merged[name]).abs().max()) for name in policy) < 1e-6
+    assert load_file(exported / "adapter/adapter_model.safetensors")
+
+    again = runs.run(folder, **LORA, trainer__max_training_steps=3).check()
+    assert "(step 2 of 3)" in again.out and again.lines[-1][GAP] <= AGREE
+    other = runs.run(folder, trainer__max_training_steps=4, trainer__algorithm__use_kl_loss="true")
+    assert other.returncode == 1 and "holds adapters: set trainer.policy.model.lora.rank" in other.err
+    assert "Traceback" not in other.err

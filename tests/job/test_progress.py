@@ -1,0 +1,53 @@
+"""A run that waits says what for; what is known to fail again is not tried again."""
+
+import time
+
+from skyrl_megatron.progress import heartbeat, spoke, under_way
+
+
+def test_silence_is_broken_with_what_is_under_way():
+    said = []
+    with heartbeat(said.append, quiet_s=0.1), heartbeat(said.append, quiet_s=0.01):
+        with under_way("generate"), under_way("eval"):
+            time.sleep(0.35)
+        inside = len(said)
+        time.sleep(0.25)
+    assert 1 <= inside <= 4 and said[0].startswith("… eval: ") and said[0].endswith(" s so far")
+    assert said[-1].startswith("… start: ")
+    after = len(said)
+    time.sleep(0.25)
+    assert len(said) == after, "something is said after the run has ended"
+
+
+def test_a_run_that_prints_is_left_alone():
+    said = []
+    with heartbeat(said.append, quiet_s=1.0):
+        for _ in range(15):
+            spoke()
+            time.sleep(0.1)
+    assert said == []
+
+
+def test_failures_that_differ_in_numbers_alone_are_the_same():
+    from skyrl_megatron.inference.pool import same_failure
+
+    one = "the engine on /m died: RuntimeError: head size 16 at 0x7f3a, process 4711"
+    assert same_failure(one, one.replace("4711", "4812").replace("0x7f3a", "0x88bc"))
+    assert not same_failure(one, one.replace("RuntimeError", "MemoryError"))
+    assert not same_failure("", "")
+
+
+def test_a_run_without_evaluation_warms_up_on_training_prompts():
+    """``eval_interval=-1`` leaves no evaluation data, and the warm-up has to measure itself. The trainer is a shell:
+    only which data it would evaluate is asked."""
+    from skyrl_megatron.trainer.warmup import WarmedUpTrainer
+
+    class Shell(WarmedUpTrainer):
+        def __init__(self):
+            self.eval_dataset, self.train_dataset = None, {"eval/all/avg_score": 0.25}
+
+        def eval(self):
+            return self.eval_dataset or {}
+
+    trainer = Shell()
+    assert trainer.measured_score() == 0.25 and trainer.eval_dataset is None

@@ -1,0 +1,172 @@
+"""PEFT folders: written at one layout, opened by PEFT, loaded at another, merged; and folders that do not fit."""
+
+import json
+
+import pytest
+
+from tests.lora import bodies, reference
+from tests.training.conftest import batch, folder  # noqa: F401
+from tests.training.reference import hf_logprobs
+
+CANONICAL = {f"{bodies.HOW}lora_type": "canonical_lora"}
+LOGPROBS_TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def factors(folder):  # noqa: F811
+    from skyrl_megatron.runtime.hf.model import read_hf_model
+
+    plan = read_hf_model(folder).plan
+    return {separate: reference.start_factors(plan, separate=separate) for separate in (False, True)}
+
+
+def save_body(folder, batch, factors, root, layout, overrides):  # noqa: F811
+    from skyrl_megatron.runtime.hf.export import save_hf
+    from skyrl_megatron.runtime.lora.folder import save_adapter
+
+    engine = bodies.adapted_engine(folder, layout, overrides, factors)
+    save_adapter(engine.adapters, engine.groups, root / "adapter")
+    save_hf(engine.model, engine.groups, root / "merged", of=engine.adapters.merged)
+    return logprobs(engine, batch), logprobs(engine, batch, adapters=False)
+
+
+def load_body(folder, batch, adapter, layout, overrides):  # noqa: F811
+    from skyrl_megatron.runtime.lora.folder import load_adapter
+
+    engine = bodies.adapted_engine(folder, layout, overrides)
+    load_adapter(engine.adapters, engine.groups, adapter)
+    return logprobs(engine, batch)
+
+
+def logprobs(engine, batch, adapters=True):  # noqa: F811
+    """[rows, T] of this rank's replica, and which rows they are."""
+    from skyrl_megatron.data.splitting import split_for_dp
+
+    rows = split_for_dp(engine.flops.forward(batch.lengths), engine.dp_size)[engine.dp_rank]
+    return list(rows), engine.compute_logprobs(batch.select(rows), adapters=adapters)
+
+
+def whole(results, batch):  # noqa: F811
+    import torch
+
+    out = torch.zeros(batch.response_mask.shape)
+    for rows, values in results:
+        out[torch.as_tensor(rows)] = values
+    return out
+
+
+def transformers_logprobs(model, batch):  # noqa: F811
+    import torch
+
+    out = torch.zeros(batch.response_mask.shape)
+    with torch.no_grad():
+        for row in range(len(batch)):
+            values, _ = hf_logprobs(model, batch, row)
+            out[row, -len(values) :] = values
+    return out
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(False, id="lora"),
+        pytest.param(True, id="canonical_lora", marks=pytest.mark.full_matrix),
+    ],
+)
+def saved(request, ranks, folder, batch, factors, tmp_path_factory):  # noqa: F811
+    root = tmp_path_factory.mktemp("adapter")
+    overrides = CANONICAL if request.param else {}
+    results = ranks(4, save_body, folder, batch, factors[request.param], root, dict(world=4, tp=2, ep=2), overrides)
+    return root, overrides, *(whole([result[kind] for result in results], batch) for kind in (0, 1))
+
+
+def test_peft_and_another_layout_compute_the_same(ranks, folder, batch, saved):  # noqa: F811
+    """PEFT opens the folder; so does an engine at pp2. Without its adapters the engine is the base model."""
+    from peft import PeftModel
+
+    from tests.training.reference import load_model
+
+    root, overrides, adapted, base = saved
+    model = load_model(folder)
+    assert (transformers_logprobs(model, batch) - base).abs().max() < LOGPROBS_TOLERANCE
+    peft = PeftModel.from_pretrained(model, str(root / "adapter"))
+    expected = transformers_logprobs(peft, batch)
+    assert (adapted - base).abs().max() > 0.1, "the adapter changes next to nothing"
+    assert (expected - adapted).abs().max() < LOGPROBS_TOLERANCE
+    elsewhere = ranks(2, load_body, folder, batch, root / "adapter", dict(world=2, pp=2), overrides)
+    assert (whole(elsewhere, batch) - adapted).abs().max() < LOGPROBS_TOLERANCE
+
+
+def test_merged(folder, batch, saved, tmp_path):  # noqa: F811
+    """The engine's merged export computes the same, and so do the weights that the command line merges."""
+    from safetensors.torch import load_file
+
+    from bridges.__main__ import main
+    from tests.training.reference import load_model
+
+    root, _, adapted, _ = saved
+    assert main(["merge", "--hf", str(folder), "--adapter", str(root / "adapter"), "--out", str(tmp_path / "m")]) == 0
+    ours, theirs = (load_file(path / "model.safetensors") for path in (root / "merged", tmp_path / "m"))
+    assert ours.keys() == theirs.keys()
+    assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) < 1e-6
+    merged = transformers_logprobs(load_model(tmp_path / "m"), batch)
+    assert (merged - adapted).abs().max() < LOGPROBS_TOLERANCE
+
+
+def test_stacked_experts_are_read(folder, saved):  # noqa: F811
+    """The other form of experts holds the same factors."""
+    import shutil
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from bridges.peft_folder import CONFIG, PREFIX, WEIGHTS, PeftFolder, stack_experts
+    from skyrl_megatron.runtime.hf.model import read_hf_model
+
+    root, overrides, *_ = saved
+    if overrides:
+        pytest.skip("gate and up with an A each take twice the rank when stacked")
+    plan, other = read_hf_model(folder).plan, root / "stacked"
+    tensors = load_file(root / "adapter" / WEIGHTS)
+    single = {
+        f"{name.removeprefix(PREFIX).removesuffix('.weight')[:-7]}.{name[-8]}": tensor
+        for name, tensor in tensors.items()
+    }
+    other.mkdir()
+    save_file(stack_experts(single, plan), other / WEIGHTS)
+    shutil.copy(root / "adapter" / CONFIG, other / CONFIG)
+    first, second = PeftFolder(root / "adapter", plan), PeftFolder(other, plan)
+    assert len(second.modules) < len(load_file(other / WEIGHTS)) * 4 and first.modules == second.modules
+    for module in first.modules:
+        for letter in "AB":
+            assert torch.equal(first.factor(module, letter), second.factor(module, letter)), module
+
+
+def change_config(adapter, **values):
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    "damage, says",
+    [
+        (lambda a: change_config(a, r=8), "an adapter of another model"),
+        (lambda a: change_config(a, use_dora=True), "use_dora=True"),
+        (lambda a: change_config(a, peft_type="IA3"), "only LORA"),
+        (lambda a: (a / "adapter_config.json").unlink(), "no adapter_config.json"),
+        (lambda a: (a / "adapter_model.safetensors").write_bytes(b"\0" * 40), "adapter_model.safetensors"),
+    ],
+    ids=["rank", "dora", "ia3", "no config", "damaged"],
+)
+def test_folders_that_do_not_fit(folder, saved, tmp_path, capsys, damage, says):  # noqa: F811
+    import shutil
+
+    from bridges.__main__ import main
+
+    adapter = tmp_path / "adapter"
+    shutil.copytree(saved[0] / "adapter", adapter)
+    damage(adapter)
+    code = main(["merge", "--hf", str(folder), "--adapter", str(adapter), "--out", str(tmp_path / "m")])
+    error = capsys.readouterr().err
+    assert code == 2 and says in error and "Traceback" not in error
+    assert not (tmp_path / "m").exists()

@@ -1,0 +1,93 @@
+"""What travels with ``sync_mode=merged``: the weights of the merged export, bit for bit, at any layout."""
+
+import pytest
+
+from tests.lora import bodies, reference
+from tests.training.conftest import folder  # noqa: F401
+
+BUCKET_BYTES = 8 * 4096  # several buckets, and tensors that are cut
+
+
+@pytest.fixture(scope="module")
+def factors(folder):  # noqa: F811
+    from skyrl_megatron.runtime.hf.model import read_hf_model
+
+    return reference.start_factors(read_hf_model(folder).plan, separate=False)
+
+
+def body(folder, factors, root, layout, overrides):  # noqa: F811
+    """Whole tensors by their sent names, put together of the buckets of two passes; the adapters grow in between."""
+    import torch
+    import torch.distributed as dist
+
+    from skyrl_megatron.runtime.hf.export import save_hf
+    from skyrl_megatron.weight_sync.merged_source import MergedWeightSource
+    from skyrl_megatron.weight_sync.plan import ExportPlan
+
+    engine = bodies.adapted_engine(folder, layout, overrides, factors)
+    source = MergedWeightSource(engine.adapters, engine.groups)
+    plan = ExportPlan(source, BUCKET_BYTES, torch.device("cpu"))
+    metas = list(source.metadata())
+    for number in range(2):
+        source.refresh()
+        sent = {}
+        for index, bucket in enumerate(plan.buckets):
+            buffer = plan.fill(index)
+            for segment in bucket.segments:
+                meta = metas[segment.index]
+                place = meta.first_byte + segment.start
+                stretch = buffer[segment.offset : segment.offset + segment.nbytes].clone()
+                sent.setdefault((meta.name, meta.shape), []).append((place, stretch))
+        plan.finish()
+        save_hf(engine.model, engine.groups, root / str(number), of=engine.adapters.merged)
+        for factor in engine.adapters.factors():
+            factor.tensor.data.mul_(1.5)
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, sent)
+    return joined(everyone)
+
+
+def joined(everyone):
+    import torch
+
+    whole = {}
+    for (name, shape), stretches in (item for sent in everyone for item in sent.items()):
+        flat = whole.setdefault(name, torch.zeros(shape)).view(-1).view(torch.uint8)
+        for start, stretch in stretches:
+            flat[start : start + len(stretch)] = stretch
+    return whole
+
+
+@pytest.mark.parametrize(
+    "layout, lora_type",
+    [
+        (dict(world=4, tp=2, ep=2), "lora"),
+        pytest.param(dict(world=2, pp=2, vpp=2), "canonical_lora", marks=pytest.mark.full_matrix),
+        pytest.param(dict(world=2, tp=2, etp=2), "lora", marks=pytest.mark.full_matrix),
+        pytest.param(dict(world=4, tp=2, cp=2, ep=4), "canonical_lora", marks=pytest.mark.full_matrix),
+    ],
+    ids=str,
+)
+def test_buckets_hold_the_merged_weights(ranks, folder, factors, tmp_path, layout, lora_type):  # noqa: F811
+    import torch
+    from safetensors.torch import load_file
+
+    overrides = {f"{bodies.HOW}lora_type": lora_type}
+    if lora_type == "canonical_lora":
+        from skyrl_megatron.runtime.hf.model import read_hf_model
+
+        factors = reference.start_factors(read_hf_model(folder).plan, separate=True)
+    sent = ranks(layout["world"], body, folder, factors, tmp_path, layout, overrides)[0]
+    merged, base = (load_file(path / "model.safetensors") for path in (tmp_path / "1", folder))
+    for name, tensor in sent.items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            parts = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
+            prefix = name.rpartition(".")[0]
+            for expert, matrix in enumerate(tensor):
+                expected = torch.cat([merged[f"{prefix}.{expert}.{part}.weight"] for part in parts])
+                assert (matrix - expected).abs().max() < 1e-6, f"{name} of expert {expert}"
+        else:
+            assert (tensor - merged[name]).abs().max() < 1e-6, name
+            adapted = any(part in name for part in ("q_proj", "k_proj", "v_proj", "o_proj"))
+            assert torch.equal(tensor, base[name]) != adapted, name
+    assert len(sent) == 4 * 11 + 3

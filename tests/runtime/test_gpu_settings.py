@@ -1,0 +1,250 @@
+"""What a GPU run asks of Megatron, Transformer Engine and torch's kernels, as far as it can be seen without a GPU."""
+
+import itertools
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from tests.bridges.tiny_models import TINY, save_tiny, tiny_config
+
+LAYOUTS = {
+    "single": dict(),
+    "tp2": dict(world_size=2, tp=2),
+    "ep2": dict(world_size=2, ep=2),
+    "pp2": dict(world_size=2, pp=2),
+    "cp2": dict(world_size=2, cp=2),
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+DENSE = {"llama", "qwen2", "qwen3"}
+OUR_LAYERS = {"olmoe", "gpt_oss"}
+"""Families that Transformer Engine's layers cannot express: norms of q and k over all heads; experts with biases."""
+
+
+@pytest.fixture
+def fused_kernels(monkeypatch):
+    """Transformer Engine's fused kernels are there: Megatron asks for no more when it makes a config."""
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.transformer.moe import moe_utils
+
+    sorts = ("fused_sort_chunks_by_index", "fused_sort_chunks_by_index_with_probs")
+    moves = ("fused_permute", "fused_permute_with_probs", "fused_unpermute", *sorts)
+    for module, names in (
+        (rope_utils, ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd")),
+        (moe_utils, moves),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, lambda *_: None)
+
+
+def config_of(model_type, layout, **overrides):
+    import torch
+
+    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.runtime.hf.model import read_hf_model
+    from skyrl_megatron.runtime.model.transformer_config import transformer_config
+
+    if model_type != "deepseek_v3":
+        overrides["num_key_value_heads"] = 2
+    model = read_hf_model(tiny_config(model_type, num_hidden_layers=4, **overrides))
+    return transformer_config(model, ParallelConfig(**layout), dtype=torch.bfloat16, use_te=True)
+
+
+@pytest.mark.parametrize("model_type", sorted(set(TINY) - OUR_LAYERS))
+def test_megatron_takes_the_settings_of_every_family(fused_kernels, model_type):
+    """Plain rotary embedding, as the families are released but for gpt-oss and DeepSeek."""
+    for layout in LAYOUTS.values():
+        if "ep" in layout and model_type in DENSE:
+            continue
+        config = config_of(model_type, layout)
+        assert config.transformer_impl == "transformer_engine" and config.bf16
+        assert config.apply_rope_fusion == (model_type != "deepseek_v3")
+
+
+@pytest.mark.parametrize("model_type, fused", [("qwen3", False), ("qwen3_moe", False), ("deepseek_v3", True)])
+def test_yarn_is_fused_in_latent_attention_alone(fused_kernels, model_type, fused):
+    """Elsewhere the kernel for packed sequences knows no ``mscale``."""
+    assert config_of(model_type, {}, rope_parameters=YARN).apply_rope_fusion == fused
+
+
+def test_families_that_need_our_layers_get_them():
+    from skyrl_megatron.runtime.hf.model import read_hf_model
+    from skyrl_megatron.runtime.model.layer_choice import lacking
+
+    needs = {name for name in TINY if lacking(read_hf_model(tiny_config(name)))}
+    assert needs == OUR_LAYERS
+
+
+def test_the_users_attention_kernels_are_kept(monkeypatch):
+    """Two models with different backends, of a user who rules out cuDNN's kernels."""
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+    from megatron.core.transformer.enums import AttnBackend
+
+    from skyrl_megatron.runtime.model import build
+
+    names = [f"NVTE_{kind}_ATTN" for kind in ("FLASH", "FUSED", "UNFUSED")]
+    monkeypatch.setattr(os, "environ", os.environ | {names[1]: "0", names[0]: "1"})
+    monkeypatch.setattr(build, "_CHOSEN_BACKENDS", {names[1]: "0"})
+    for backend, expected in ((AttnBackend.auto, ["1", "0", "1"]), (AttnBackend.unfused, ["0", "0", "1"])):
+        module = SimpleNamespace(config=SimpleNamespace(attention_backend=backend, flash_attention_version=None))
+        with build._attention_environment():
+            LanguageModule._set_attention_backend(module)
+        assert [os.environ[name] for name in names] == expected
+
+
+def test_the_default_leaves_the_choice_to_transformer_engine():
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.runtime.engine_settings import transformer_kwargs
+
+    cfg = SkyRLTrainConfig()
+    assert transformer_kwargs(cfg, "policy")["attention_backend"] == "auto"
+    cfg.trainer.flash_attn = False
+    assert transformer_kwargs(cfg, "policy")["attention_backend"] == "unfused"
+
+
+# ---------------------------------------------------------------------- kernels of our own layers
+def dense_varlen(query, key, value, starts, _, longest, __, *, scale, window_size, enable_gqa):
+    """Stands in for torch's varlen kernel, which needs a GPU and heads of one size."""
+    import torch
+    from torch.nn import functional as F
+
+    assert query.shape[-1] == key.shape[-1] == value.shape[-1], "the kernel takes heads of one size"
+    assert window_size == (-1, 0) and longest >= (starts[1:] - starts[:-1]).max()
+    results = []
+    for begin, end in itertools.pairwise(starts):
+        one = [x[begin:end].transpose(0, 1) for x in (query, key, value)]
+        results.append(F.scaled_dot_product_attention(*one, is_causal=True, scale=scale, enable_gqa=enable_gqa))
+    return torch.cat([result.transpose(0, 1) for result in results])
+
+
+def attention():
+    from megatron.core.transformer import TransformerConfig
+
+    from skyrl_megatron.runtime.model.attention import PackedAttention
+
+    one = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, attention_dropout=0.0)
+    return PackedAttention(config, 1, None, "self", pg_collection=SimpleNamespace(cp=one, tp=one), k_channels=24)
+
+
+def heads(width, **options):
+    import torch
+
+    generator = torch.Generator().manual_seed(width)
+    values = torch.randn(12, 4, width, generator=generator, dtype=torch.float64)
+    return values.to(**options).requires_grad_()
+
+
+def test_latent_attention_in_one_kernel(monkeypatch):
+    """Values narrower than queries and keys, as in MLA: result and gradients of the path that cuts sequences."""
+    import torch
+    from torch.nn.attention import varlen
+
+    monkeypatch.setattr(varlen, "varlen_attn", dense_varlen)
+    lengths = (5, 7)
+    params = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 5, 12]), cu_seqlens_kv=None, max_seqlen_q=7)
+    params.padded_lengths = lengths
+    module, inputs = attention(), [heads(24), heads(24), heads(16)]
+    results = []
+    for attend in (lambda: module(*inputs, packed_seq_params=params), lambda: module._varlen(*inputs, params)):
+        out = attend()
+        assert out.shape == (12, 4 * 16)
+        results.append([out, *torch.autograd.grad((out * torch.arange(64)).sum(), inputs)])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("widths", [(192, 128), (128, 128)], ids=["latent", "grouped query"])
+def test_the_varlen_kernel_takes_our_arguments(widths):
+    """torch's own description of the kernel, forward and backward, on sizes of DeepSeek-V3 and Qwen3."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def run(device):
+        starts = torch.empty(3, dtype=torch.int32, device=device)
+        params = SimpleNamespace(cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=7)
+        options = dict(device=device, dtype=torch.bfloat16, requires_grad=True)
+        inputs = [torch.empty(12, 4, width, **options) for width in (widths[0], widths[0], widths[1])]
+        return inputs, attention()._varlen(*inputs, params)
+
+    with FakeTensorMode():
+        assert run("cuda:0")[1].shape == (12, 4 * widths[1])
+    inputs, out = run("meta")  # autograd asks the driver for a stream where a device is named
+    out.sum().backward()
+    assert [x.grad.shape for x in inputs] == [x.shape for x in inputs]
+
+
+def test_the_grouped_product_takes_our_arguments():
+    """As above, for the experts of Qwen3-30B-A3B (hidden 2048, 768 each)."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from skyrl_megatron.runtime.cpu.gemm import grouped_gemm
+
+    def run(device, call):
+        options = dict(device=device, dtype=torch.bfloat16, requires_grad=True)
+        x, weight = torch.empty(24, 2048, **options), torch.empty(8, 1536, 2048, **options)
+        return x, weight, call(x, weight, torch.empty(8, dtype=torch.int64, device=device))
+
+    with FakeTensorMode():
+        assert run("cuda:0", grouped_gemm)[2].shape == (24, 1536)
+
+    def grouped_mm(x, weight, tokens_per_expert):
+        ends = tokens_per_expert.cumsum(0, dtype=torch.int32)
+        return torch.nn.functional.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+
+    x, weight, out = run("meta", grouped_mm)
+    out.backward(torch.empty_like(out))
+    assert x.grad.shape == x.shape and weight.grad.shape == weight.shape
+
+
+# ---------------------------------------------------------------------- whole down projections
+def whole_projections(hf, fault):
+    """Load, export and describe for a sync, at tp=2, a model whose down projections are whole on every rank, as
+    Transformer Engine's (``parallel_mode="duplicated"``) are."""
+    import torch
+
+    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.runtime import parallel_state
+    from skyrl_megatron.runtime.cpu import megatron_patches
+    from skyrl_megatron.runtime.hf.export import stream_hf
+    from skyrl_megatron.runtime.hf.load import load_hf
+    from skyrl_megatron.runtime.model.build import build_model
+    from skyrl_megatron.weight_sync.megatron_source import MegatronWeightSource
+
+    megatron_patches.install()
+    groups = parallel_state.initialize(ParallelConfig(world_size=2, tp=2), seed=0, timeout_s=60)
+    model = build_model(hf, groups, dtype=torch.float32)
+    for layer in model.chunks[0].decoder.layers:
+        for linear in (layer.self_attention.linear_q_down_proj, layer.self_attention.linear_kv_down_proj):
+            rows, columns = linear.weight.shape
+            linear.weight = torch.nn.Parameter(torch.full((2 * rows, columns), float("nan")))
+    if not fault:
+        model.config.transformer_impl = "transformer_engine"
+    load_hf(model, hf, groups)
+    exported = {piece.name: piece.tensor.clone() for piece in stream_hf(model, groups)}
+    sent = {shard.meta.name: shard for shard in MegatronWeightSource(model, groups).shards()}
+    return {name: tensor.numpy() for name, tensor in exported.items()}, {
+        name: (shard.meta.shape, sum(span.count for span in shard.ranges), shard.group is None)
+        for name, shard in sent.items()
+    }
+
+
+@pytest.mark.process
+def test_whole_down_projections(ranks, tmp_path):
+    import numpy as np
+    from safetensors.numpy import load_file
+
+    hf = save_tiny("deepseek_v3", tmp_path / "hf")
+    (exported, sent), (others, _) = ranks(2, whole_projections, hf, False)
+    for name, tensor in load_file(hf / "model.safetensors").items():
+        assert np.array_equal((exported | others)[name], tensor), name
+    name = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
+    assert sent[name] == ((24, 48), 24, True), "sent whole by the first rank"
+
+
+@pytest.mark.process
+def test_whole_down_projections_planted_fault(ranks, tmp_path):
+    """Read as if they were split: the shard does not fit."""
+    with pytest.raises(AssertionError, match="must match the size"):
+        ranks(2, whole_projections, save_tiny("deepseek_v3", tmp_path / "hf"), True)
