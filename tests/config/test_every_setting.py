@@ -130,7 +130,9 @@ def test_a_setting_is_refused(folder, key):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         problems = look(PlannedRun(cfg, base.GPUS)).problems
-    assert [problem for problem in problems if problem.key in (key, head) and problem.fix]
+    assert [
+        each for each in problems if (each.key in (key, head) and each.fix) or f"{name}={REFUSED[key]} " in each.fix
+    ]
 
 
 def test_the_strategy_of_other_systems_is_told(folder):

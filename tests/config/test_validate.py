@@ -15,6 +15,7 @@ E = "generator.inference_engine."
 A = "trainer.algorithm."
 M = "trainer.policy.megatron_config."
 K = M + "transformer_config_kwargs."
+LORA = "trainer.policy.model.lora."
 
 CP2 = [f"{M}context_parallel_size=2", "trainer.placement.policy_num_gpus_per_node=2", f"{E}num_engines=2"]
 
@@ -190,8 +191,8 @@ RULES = {
         "elsewhere",
     ),
     "adapter alone and merged": (
-        ["trainer.policy.model.lora.sync_mode=memory", f"{M}lora_config.merge_lora=true"],
-        "trainer.policy.model.lora.sync_mode",
+        [f"{LORA}rank=4", f"{LORA}sync_mode=memory", f"{M}lora_config.merge_lora=true"],
+        f"{LORA}sync_mode",
         "merge_lora=false",
     ),
     # layout and devices
@@ -263,6 +264,16 @@ RULES = {
         [f"{M}transformer_config_kwargs={{recompute_granularity: some}}"],
         f"{K}recompute_granularity",
         "selective",
+    ),
+    "adapters without a rank": (
+        [f"{LORA}alpha=32", f"{LORA}target_modules=linear_qkv"],
+        f"{LORA}rank",
+        "alpha=32, target_modules=linear_qkv are set: set a rank, such as 16, or leave them out",
+    ),
+    "type of adapters without a rank": (
+        [f"{M}lora_config.lora_type=canonical_lora"],
+        f"{LORA}rank",
+        "lora_config.lora_type=canonical_lora is set: set a rank, such as 16, or leave it out",
     ),
     "adapter on the reference": (["trainer.ref.model.lora.rank=2"], "trainer.ref.model.lora.rank", "never trained"),
     "FSDP option": (

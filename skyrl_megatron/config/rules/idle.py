@@ -130,7 +130,7 @@ IDLE: tuple[Idle, ...] = (
     ),
     Idle(
         "adapters are off: policy.model.lora.rank=0",
-        f"{_P}model.lora. {_M}lora_config. {_E}fully_sharded_loras",
+        f"{_E}fully_sharded_loras",
         lambda cfg, hardware: cfg.trainer.policy.model.lora.rank == 0,
     ),
     Idle("adapters travel through memory", f"{_P}model.lora.lora_sync_path"),
@@ -291,10 +291,18 @@ def idle_settings(cfg: SkyRLTrainConfig, hardware: Hardware) -> Iterator[tuple[s
             for named in rule.keys.split():
                 matched = [key for key in every if key.startswith(named)] if named.endswith(".") else [named]
                 reasons |= {key: rule.why for key in matched if key not in reasons and key not in _SWITCHES}
+    for key, value in asked_for(cfg, tuple(reasons)):
+        if key in reasons:
+            yield key, value, reasons[key]
+
+
+def asked_for(cfg: SkyRLTrainConfig, beginnings: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """Yield (key, value) of the settings that begin so and are somebody's wish: no default, and not what follows from
+    others. ``cfg``: resolved."""
     fresh = type(cfg)()
-    for key in every:
-        if key in reasons and _asked_for(cfg, key, fresh):
-            yield key, get_path(cfg, key), reasons[key]
+    for key, _, _ in leaves(type(cfg)):
+        if key.startswith(beginnings) and _is_there(cfg, key) and _asked_for(cfg, key, fresh):
+            yield key, get_path(cfg, key)
 
 
 _SWITCHES = frozenset({"trainer.critic.model.path", "trainer.policy.model.lora.rank", "trainer.ref.model.lora.rank"})

@@ -336,6 +336,8 @@ REFUSED_BY_RANKS = {
 """Settings that a rank refuses, which knows the tensors of its model."""
 REFUSED = {
     f"{P}model.lora.train_unembed": True,
+    f"{P}model.lora.sync_mode": "memory",
+    f"{M}lora_config.merge_lora": False,
     f"{T}ref.model.lora.rank": 8,
     f"{T}critic.model.path": "/model",
     f"{M}moe_enable_routing_replay": True,
@@ -363,8 +365,6 @@ NO_EFFECT = (
     f"{T}placement.critic_num_gpus_per_node",
     f"{A}value_clip",
     f"{P}model.lora.lora_sync_path",
-    f"{P}model.lora.sync_mode",
-    f"{M}lora_config.merge_lora",
     f"{E}fully_sharded_loras",
     f"{T}ref.model.lora.",
     f"{T}ref.megatron_config.",
