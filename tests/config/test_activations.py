@@ -160,17 +160,34 @@ def peaks(folder, settings):
 
 
 def peak_of(work):
-    """Most bytes that torch's allocator holds while ``work`` runs, beyond those from before."""
+    """Most bytes that torch's allocator holds while ``work`` runs, beyond those from before and those of its result.
+
+    A block whose release shows in no event is left out: of a collective's buffer, gloo's thread may be the last holder,
+    and the profiler sees the releases of this thread and autograd's alone.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         work()
-    changes = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes, alive = [], {}
+    for start, address, size in sorted(allocations(seen.profiler.kineto_results.experimental_event_tree())):
+        if size > 0:
+            alive[address] = start, size
+        elif address in alive:
+            changes += [alive.pop(address), (start, size)]
     held = peak = 0
-    for event in sorted(changes, key=lambda event: event.start_ns()):
-        held += event.nbytes()
+    for _, size in sorted(changes):
+        held += size
         peak = max(peak, held)
     return peak
+
+
+def allocations(events):
+    """(ns, address, bytes, negative where released) of the allocator's events in a profile's tree."""
+    for event in events:
+        if event.name == "[memory]":
+            yield event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size
+        yield from allocations(event.children)
 
 
 K = f"{M}transformer_config_kwargs."

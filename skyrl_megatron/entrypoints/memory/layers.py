@@ -62,7 +62,8 @@ class LayerActivations:
 
     def forward(self, moe: bool) -> float:
         """Return what a layer needs where nothing is kept."""
-        return 3 * self.hidden + max(self._mlp_at_work(moe), self.attention_at_work)
+        angles = 0 if self.kernels.fused else 2 * self.dims["D"] * 4  # fp32 sines and cosines (``model/rotary.py``)
+        return 3 * self.hidden + max(self._mlp_at_work(moe), self.attention_at_work) + angles
 
     @property
     def attention_at_work(self) -> float:
