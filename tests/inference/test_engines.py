@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 
 import pytest
@@ -332,3 +333,29 @@ def test_a_worker_that_dies_while_it_is_asked(pool, loop, call):
         loop(die())
     loop(HealthMonitor(pool, timeout_s=5, max_restarts=99).check(), 120)
     check_replaced(victim, before)
+
+
+@pytest.mark.full_matrix
+def test_an_engine_that_fails_to_start_twice_alike_is_dropped(pool, loop, model, tmp_path):
+    from skyrl_megatron.inference.client import InferenceClient
+    from skyrl_megatron.inference.health import HealthMonitor
+    from skyrl_megatron.inference.vllm.engine import VLLMEngine
+
+    broken = shutil.copytree(model, tmp_path / "broken")
+    (weights,) = broken.glob("*.safetensors")
+    os.truncate(weights, weights.stat().st_size // 2)
+    slot, monitor = pool.slots[0], HealthMonitor(pool, timeout_s=5, max_restarts=99)
+    make, slot.make = slot.make, lambda: VLLMEngine(tiny_settings(broken))
+    before = slot.restarts
+    os.kill(slot.engine.process_ids()[-1], signal.SIGKILL)
+    states = []
+    for _ in range(4):
+        loop(monitor.check(), 120)
+        states.append(slot.state.value)
+    assert states == ["dead", "dropped", "dropped", "dropped"]
+    assert slot.restarts == before + 2 and slot.why.startswith("a restart changes nothing: ")
+    assert "SafetensorError" in slot.why, "the cause is told"
+    answers = loop(InferenceClient(pool).generate(PROMPTS[:2], {"max_tokens": 4}), 60)  # the other engine serves on
+    assert [len(answer.token_ids) for answer in answers] == [4, 4]
+    slot.make = make
+    loop(pool.restart(slot), 590)

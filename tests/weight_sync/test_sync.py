@@ -294,6 +294,35 @@ def test_an_engine_that_does_not_come_back_is_dropped(pool, sync, loop, fresh, m
 
 
 @pytest.mark.full_matrix
+def test_an_engine_that_fails_the_same_way_after_its_restart_is_dropped(pool, sync, loop, fresh, models):
+    from skyrl_megatron.inference.vllm.engine import VLLMEngine
+
+    started = []
+
+    class DiesInEveryUpdate(VLLMEngine):
+        async def start(self):
+            await super().start()
+            started.append(self)
+
+        async def start_update(self):
+            os.kill(self.process_ids()[-1], signal.SIGKILL)
+            await super().start_update()
+
+    sync("good", "A")
+    slot = pool.slots[1]
+    make, slot.make = slot.make, lambda: DiesInEveryUpdate(tiny_settings(models["A"]))
+    os.kill(slot.engine.process_ids()[-1], signal.SIGSTOP)  # another failure than those that follow
+    report = sync("next", "B", phase_s=20.0)
+    assert len(started) == 2, "started for the hang and for the first death, not for the second"
+    assert report.failures[-1] == "engine 1 is dropped: a restart changes nothing"
+    assert [each.state.value for each in pool.slots] == ["serving", "dropped"]
+    assert answers(pool, loop) == [fresh["B"]]
+    slot.make = make
+    loop(pool.restart(slot), 590)
+    sync("both", "A")
+
+
+@pytest.mark.full_matrix
 def test_experts_that_are_not_packed_again_are_noticed(models, trainer, loop):
     """Without the work-around, vLLM computes with garbled experts after an update and says nothing: the probe does."""
     from skyrl_megatron.errors import WeightSyncError
