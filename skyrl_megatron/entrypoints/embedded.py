@@ -19,9 +19,9 @@ import warnings
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from skyrl_megatron.config import SkyRLTrainConfig
+from skyrl_megatron.config import ModelConfig, SkyRLTrainConfig
 from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron.config.parse.load import parse
 from skyrl_megatron.config.parse.sources import Assignment, names_key, read_arguments
@@ -31,7 +31,14 @@ from skyrl_megatron.entrypoints.command import require_memory, run_command
 from skyrl_megatron.entrypoints.main_base import config_dir
 from skyrl_megatron.entrypoints.run_hardware import run_hardware
 
+if TYPE_CHECKING:
+    from skyrl_megatron.data.prompts import PromptDataset
+    from skyrl_megatron.entrypoints.experiment import BasePPOExp
+    from skyrl_megatron.trainer import RayPPOTrainer
+
 NEEDED_GIB = 5.0
+WARM_MODEL = "warmed_up_model"
+"""Folder, beside the seeded model, of what the warm-up made of it: what adapters learn on."""
 GPUS = "trainer.placement.policy_num_gpus_per_node"
 
 
@@ -56,15 +63,11 @@ def arguments(args: Sequence[str], hardware: Hardware) -> list[str]:
     from skyrl_megatron.entrypoints.embedded_model import write_embedded_model
 
     given = read_arguments(args)[0]
-    seed = next((item.text or "" for item in reversed(given) if item.key == "trainer.seed"), "42")
-    number = int(seed) if seed.isdigit() else 42  # anything else is an error that the configuration names
-    home = Path(os.environ.get("SKYRL_MEGATRON_HOME", "~/.cache/skyrl_megatron")).expanduser().absolute()
-    folder = home / "embedded" / f"seed_{number}"
+    number, folder = _seed_folder(given)
     data = write_problems(folder / "sums", number)
-    if model := _own_model(args):
-        runs = folder / f"{Path(model).name}_{zlib.crc32(model.encode()):08x}"
-    else:
-        runs = folder
+    model, adapters = _own_model(args), _trains_adapters(args)
+    runs = folder / f"{Path(model).name}_{zlib.crc32(model.encode()):08x}" if model else folder
+    runs = runs / "adapters" if adapters else runs
     defaults = {
         "data.train_data": f"['{data}/train.parquet']",
         "data.val_data": f"['{data}/validation.parquet']",
@@ -76,9 +79,20 @@ def arguments(args: Sequence[str], hardware: Hardware) -> list[str]:
     if not hardware.is_cpu:
         defaults |= _on_gpus(given, hardware)
     if not model:
-        defaults["trainer.policy.model.path"] = write_embedded_model(folder / "model", number)
+        warm = folder / WARM_MODEL
+        seeded = write_embedded_model(folder / "model", number)
+        defaults["trainer.policy.model.path"] = warm if adapters and warm.exists() else seeded
     added = [f"{key}={value}" for key, value in defaults.items() if not names_key(given, key)]
-    return [f"--config={config_dir}/embedded.yaml", *added, *args]
+    files = ["embedded", "embedded-lora"] if adapters else ["embedded"]
+    return [*(f"--config={config_dir}/{name}.yaml" for name in files), *added, *args]
+
+
+def _seed_folder(given: Sequence[Assignment]) -> tuple[int, Path]:
+    """Return the seed that is asked for, and the folder of its model, data and runs."""
+    seed = next((item.text or "" for item in reversed(given) if item.key == "trainer.seed"), "42")
+    number = int(seed) if seed.isdigit() else 42  # anything else is an error that the configuration names
+    home = Path(os.environ.get("SKYRL_MEGATRON_HOME", "~/.cache/skyrl_megatron")).expanduser().absolute()
+    return number, home / "embedded" / f"seed_{number}"
 
 
 def _on_gpus(given: Sequence[Assignment], hardware: Hardware) -> dict[str, object]:
@@ -94,11 +108,19 @@ def _on_gpus(given: Sequence[Assignment], hardware: Hardware) -> dict[str, objec
 
 def _own_model(args: Sequence[str]) -> str | None:
     """Return the path or name of the model that ``args`` ask for; None is the seeded one."""
-    if not names_key(read_arguments(args)[0], "trainer.policy.model.path"):
-        return None
+    asked = names_key(read_arguments(args)[0], "trainer.policy.model.path")
+    return _asked(args).path if asked else None
+
+
+def _trains_adapters(args: Sequence[str]) -> bool:
+    return names_key(read_arguments(args)[0], "trainer.policy.model.lora.rank") and _asked(args).lora.rank > 0
+
+
+def _asked(args: Sequence[str]) -> ModelConfig:
+    """Return the policy's model as ``args`` alone describe it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they are given when the configuration is read
-        return parse(SkyRLTrainConfig, args)[0].trainer.policy.model.path
+        return parse(SkyRLTrainConfig, args)[0].trainer.policy.model
 
 
 def write_problems(folder: Path, seed: int) -> Path:
@@ -121,24 +143,52 @@ def write_problems(folder: Path, seed: int) -> Path:
 def _train(args: Sequence[str]) -> int:
     began = time.perf_counter()
     hardware = run_hardware()
+    starts_warm = _own_model(args) is not None or _trains_adapters(args)
+    if starts_warm:
+        _warm_up_once(args, hardware)
     cfg, _ = load_config(SkyRLTrainConfig, arguments(args, hardware), hardware)
-    from skyrl_megatron.data.prompts import PromptDataset
+    require_memory(NEEDED_GIB, "the embedded default")
     from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
-    from skyrl_megatron.trainer.warmup import WarmedUpTrainer
+
+    run_experiment(cfg, BasePPOExp if starts_warm else _warmed_up("WarmedUpTrainer"), began=began)
+    return 0
+
+
+def _warm_up_once(args: Sequence[str], hardware: Hardware) -> None:
+    """Make the model that adapters learn on, unless it is there or ``args`` name another."""
+    number, folder = _seed_folder(read_arguments(args)[0])
+    if _own_model(args) is not None or (folder / WARM_MODEL).exists():
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        load_config(SkyRLTrainConfig, arguments(args, hardware), hardware)  # mistakes are told before any work
+    require_memory(NEEDED_GIB, "the embedded default")
+    from skyrl_megatron.entrypoints.experiment import run_experiment
+
+    work = folder / "warm_up"
+    places = {"ckpt": work / "ckpts", "export": work / "exports", "log": work / "logs"}
+    keys = [f"trainer.seed={number}", "trainer.run_name=warm-up"]
+    keys += [f"trainer.{name}_path={path}" for name, path in places.items()]
+    cfg, _ = load_config(SkyRLTrainConfig, arguments(keys, hardware), hardware)
+    run_experiment(cfg, _warmed_up("WarmUpAlone"))
+    (work / "exports" / "global_step_0" / "policy").rename(folder / WARM_MODEL)
+
+
+def _warmed_up(trainer: str) -> type[BasePPOExp]:
+    """Return the usual experiment with a trainer of ``trainer/warmup.py``."""
+    from skyrl_megatron.entrypoints.experiment import BasePPOExp
+    from skyrl_megatron.trainer import warmup
 
     class EmbeddedExp(BasePPOExp):
-        """The usual experiment with a trainer that warms up first."""
-
-        def get_trainer(self, *args: Any, **kwargs: Any) -> WarmedUpTrainer:
-            return WarmedUpTrainer(*args, **kwargs)
+        def get_trainer(self, *args: Any, **kwargs: Any) -> RayPPOTrainer:
+            made: RayPPOTrainer = getattr(warmup, trainer)(*args, **kwargs)
+            return made
 
         def get_eval_dataset(self) -> PromptDataset | None:
             """Read what the warm-up is measured on, whether or not the run evaluates."""
             return self._dataset("data.val_data", self.cfg.data.val_data) if self.cfg.data.val_data else None
 
-    require_memory(NEEDED_GIB, "the embedded default")
-    run_experiment(cfg, BasePPOExp if _own_model(args) else EmbeddedExp, began=began)
-    return 0
+    return EmbeddedExp
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ from skyrl_megatron.entrypoints.command import run_command
 from skyrl_megatron.errors import ConfigError, Problem
 
 EMBEDDED = "embedded"
-"""The recipe with a program of its own."""
+EMBEDDED_RUNS = {EMBEDDED: [], "embedded-lora": [f"--config={main_base.config_dir}/embedded-lora.yaml"]}
+"""Recipes with a program of their own, and what it is given."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,15 +28,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> int:
         recipe, rest = _split(args)
-        if recipe == EMBEDDED:
-            return embedded.main(rest)
+        if recipe in EMBEDDED_RUNS:
+            return embedded.main([*EMBEDDED_RUNS[recipe], *rest])
         return main_base.main(rest if recipe is None else ["--config", recipe, *rest])
 
     return run_command(work)
 
 
 def _split(args: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the recipe (``embedded``, a file, or None) and the other arguments. Raises ConfigError for others."""
+    """Return the recipe (an embedded one, a file, or None) and the other arguments. Raises ConfigError for others."""
     asked: list[str] = []
     rest: list[str] = []
     given = iter(args)
@@ -53,12 +54,12 @@ def _split(args: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def _recipe(name: str) -> str:
-    """Return the file of a recipe; the embedded one keeps its name."""
+    """Return the file of a recipe; the embedded ones keep their names."""
     if os.sep in name or name.endswith((".yaml", ".yml")):
         return name
     known = sorted(path.stem for path in Path(main_base.config_dir).glob("*.yaml"))
     if name in known:
-        return name if name == EMBEDDED else f"{main_base.config_dir}/{name}.yaml"
+        return name if name in EMBEDDED_RUNS else f"{main_base.config_dir}/{name}.yaml"
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     fix = f"no such recipe{hint} There are {', '.join(known)}; a file of your own is named with its path"

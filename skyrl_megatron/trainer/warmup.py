@@ -105,3 +105,15 @@ class WarmedUpTrainer(RayPPOTrainer):
         batch = collate(prompts, responses, uids=[str(row["uid"]) for row in picked], rewards=[0.0] * rows)
         batch.advantages = batch.returns = torch.zeros_like(batch.response_mask)
         return batch
+
+
+class WarmUpAlone(WarmedUpTrainer):
+    """A trainer that warms up, exports what it has, and ends."""
+
+    def before_training(self) -> None:
+        """Warm up; the run that goes on from the export evaluates."""
+        self.warm_up(self.warm_up_plan)
+
+    def train_steps(self) -> None:
+        """Export in place of any step."""
+        self.save_models()

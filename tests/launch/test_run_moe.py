@@ -110,6 +110,7 @@ def test_data_sets_of_the_hub_stay_names(folder):
     assert cfg.data.train_data == ["openai/gsm8k:train", str(folder / "rows"), os.path.expanduser("~/x.jsonl")]
 
 
+LORA_RANK = 64
 EMBEDDED = {
     "trainer.policy.optimizer_config.lr": 4e-4,
     "trainer.algorithm.use_kl_loss": False,
@@ -128,6 +129,24 @@ def test_a_recipe_keeps_its_keys_with_another_model(folder, capsys, home, model)
     assert value(usual, "trainer.policy.model.path").startswith(str(home))
     for key in ("ckpt_path", "export_path", "log_path"):
         assert value(config, f"trainer.{key}") != value(usual, f"trainer.{key}"), "checkpoints of another model"
+
+
+def test_adapters_of_the_embedded_run(folder, capsys, home):
+    """By the recipe or by a rank: in folders of their own, on what the warm-up leaves once it is there."""
+    recipe = ["--recipe", "embedded-lora", "trainer.seed=9"]
+    code, config, _, err = run(capsys, "--check", *recipe)
+    assert code == 0, err
+    seed = home / "embedded" / "seed_9"
+    assert value(config, "trainer.policy.model.path") == str(seed / "model")
+    assert value(config, "trainer.ckpt_path") == str(seed / "adapters" / "ckpts")
+    assert value(config, "environment.env_class") == "addition" and value(config, "trainer.run_name") == "addition-lora"
+    _, by_rank, _, _ = run(capsys, "--check", f"trainer.policy.model.lora.rank={LORA_RANK}", "trainer.seed=9")
+    assert by_rank == config
+    shutil.copytree(seed / "model", seed / "warmed_up_model")
+    _, config, _, _ = run(capsys, "--check", *recipe)
+    assert value(config, "trainer.policy.model.path") == str(seed / "warmed_up_model")
+    _, full, _, _ = run(capsys, "--check", "trainer.seed=9")
+    assert value(full, "trainer.policy.model.path") == str(seed / "model"), "a full run warms up itself"
 
 
 def test_a_model_alone_takes_no_recipe(folder, capsys):
@@ -150,6 +169,7 @@ def test_files_are_recipes_too(folder, capsys):
 
 FORMS = {
     "embedded": [],
+    "adapters": ["--recipe=embedded-lora"],
     "recipe": ["--recipe", "embedded"],
     "file": ["--recipe", "./mine.yaml", *DATA, *SMALL],
     "model": ["model=models/moe", *DATA, *SMALL],
