@@ -2,10 +2,10 @@
 
     python benchmarks/lora.py [--rank 16] [--rounds 5] [--only memory step]
 
-A Qwen3-MoE of hidden size 1024 with 32 experts top-4 (2 layers, 127 million parameters) in fp32, one process, as many
-threads as ``OMP_NUM_THREADS`` says (1). Both sides are a ``MegatronEngine`` of the same folder, one of them with adapters
-on every linear map, and take the same step: 8 sequences of 1024 tokens in one micro-batch, log-probs, objective,
-gradients, Adam. Rounds alternate; the fastest of each side are compared, as noise of other programs only ever adds.
+A Qwen3-MoE of hidden size 1024 with 32 experts top-4 (2 layers, 124 million parameters) in fp32, one process, as many
+threads as ``OMP_NUM_THREADS`` says (1). Both sides are a ``MegatronEngine`` of the same folder, one of them with
+adapters on every linear map, and take the same step: 8 sequences of 1024 tokens in one micro-batch, log-probs,
+objective, gradients, Adam. Rounds alternate; the fastest of each side are compared, as noise only ever adds.
 
 ``memory`` runs each side in a process of its own and counts bytes of the tensors that are alive after a step, and the
 most that the process had resident: a second copy of the frozen weights would show in both.
@@ -96,7 +96,9 @@ def build(side: str, model: Path, rank: int, **more: object) -> MegatronEngine:
     }
     if side == "adapters":
         keys |= {"trainer.policy.model.lora.rank": rank, "trainer.policy.model.lora.alpha": 2 * rank}
-    return MegatronEngine(SkyRLTrainConfig.from_cli_overrides(keys | {k.replace("__", "."): v for k, v in more.items()}))
+    return MegatronEngine(
+        SkyRLTrainConfig.from_cli_overrides(keys | {k.replace("__", "."): v for k, v in more.items()})
+    )
 
 
 def one_process() -> None:
@@ -181,7 +183,11 @@ def compare_memory(model: Path, rank: int) -> None:
             sys.exit(f"{side} failed:\n{done.stderr[-3000:]}")
         found[side] = json.loads(done.stdout.splitlines()[-1])
     for side, each in found.items():
-        print(f"{side:<9} " + " · ".join(f"{name} {value / 1e6:,.1f}" for name, value in each.items()) + "  (million, MB)")
+        print(
+            f"{side:<9} "
+            + " · ".join(f"{name} {value / 1e6:,.1f}" for name, value in each.items())
+            + "  (million, MB)"
+        )
     for side in SIDES:
         print(f"{side}: {found[side]['state'] / found[side]['trained']:.3f} bytes of optimizer state a trained value")
     ours = found["adapters"]

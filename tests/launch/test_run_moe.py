@@ -139,7 +139,9 @@ def test_adapters_of_the_embedded_run(folder, capsys, home):
     seed = home / "embedded" / "seed_9"
     assert value(config, "trainer.policy.model.path") == str(seed / "model")
     assert value(config, "trainer.ckpt_path") == str(seed / "adapters" / "ckpts")
-    assert value(config, "environment.env_class") == "addition" and value(config, "trainer.run_name") == "addition-lora"
+    assert (
+        value(config, "environment.env_class") == "addition" and value(config, "trainer.run_name") == "addition-lora"
+    )
     _, by_rank, _, _ = run(capsys, "--check", f"trainer.policy.model.lora.rank={LORA_RANK}", "trainer.seed=9")
     assert by_rank == config
     shutil.copytree(seed / "model", seed / "warmed_up_model")
