@@ -162,8 +162,8 @@ def peaks(folder, settings):
 def peak_of(work):
     """Most bytes that torch's allocator holds while ``work`` runs, beyond those from before and those of its result.
 
-    A block whose release shows in no event is left out: of a collective's buffer, gloo's thread may be the last holder,
-    and the profiler sees the releases of this thread and autograd's alone.
+    A block whose release shows in no event is left out: of a collective's buffer, gloo's thread may be the last
+    holder, and the profiler sees the releases of this thread and autograd's alone.
     """
     from torch.profiler import ProfilerActivity, profile
 
