@@ -29,6 +29,13 @@ def plain_metadata(metadata: Sequence[Sequence[Any]]) -> list[list[list[Any]]]:
     return [[list(astuple(m) if is_dataclass(m) and not isinstance(m, type) else m) for m in s] for s in metadata]
 
 
+def metadata_of(
+    name: str, dtype: str, shape: Sequence[int], rows: Sequence[int] | None = None, position: int = -1
+) -> TensorMeta:
+    """Make a tensor's metadata of its fields as they come to a worker."""
+    return TensorMeta(name, dtype, tuple(shape), None if rows is None else (rows[0], rows[1]), position)
+
+
 def check_metadata(metadata: Sequence[Sequence[TensorMeta]], hf_config: Mapping[str, Any]) -> None:
     """Raise WeightSyncError unless the senders send exactly the tensors of the model that ``hf_config`` (a HF
     ``config.json``) describes, in one of the namings that the engine loads.
@@ -37,7 +44,7 @@ def check_metadata(metadata: Sequence[Sequence[TensorMeta]], hf_config: Mapping[
     ``experts.down_proj`` [E, H, ffn]. A tied output layer may be sent or not.
     """
     problems: list[str] = []
-    found = _wholes(metadata, problems)
+    found = wholes(metadata, problems)
     plan = Plan.of(hf_config)
     expected: dict[str, Shape] = {name: tuple(shape) for name, shape in plan.hf.items()}
     for copy in plan.copies:
@@ -50,7 +57,7 @@ def check_metadata(metadata: Sequence[Sequence[TensorMeta]], hf_config: Mapping[
     missing = [name for name in expected if name not in found]
     extra = [name for name in found if name not in expected]
     if missing:
-        problems.append(f"{len(missing)} tensors are missing: {_some(missing)}")
+        problems.append(f"{len(missing)} tensors are missing: {named_some(missing)}")
     for name in extra[:NAMED_IN_MESSAGES]:
         near = difflib.get_close_matches(name, missing or expected, n=1)
         problems.append(f"{name} is no tensor of the model" + (f" (nearest: {near[0]})" if near else ""))
@@ -63,7 +70,7 @@ def check_metadata(metadata: Sequence[Sequence[TensorMeta]], hf_config: Mapping[
         raise WeightSyncError("the trainer's weights are not the whole model: " + "; ".join(problems))
 
 
-def _wholes(metadata: Sequence[Sequence[TensorMeta]], problems: list[str]) -> dict[str, Shape]:
+def wholes(metadata: Sequence[Sequence[TensorMeta]], problems: list[str]) -> dict[str, Shape]:
     """Return name → shape of every tensor; rows sent by several ranks must make it up without gap or overlap."""
     shards: dict[str, list[TensorMeta]] = {}
     for sender in metadata:
@@ -92,6 +99,7 @@ def _unfused(fused: re.Match[str], shape: Shape) -> dict[str, Shape]:
     return {f"{layer}.{expert}.{name}_proj.weight": half for expert in experts for name in ("gate", "up")}
 
 
-def _some(names: Sequence[str]) -> str:
+def named_some(names: Sequence[str]) -> str:
+    """Name the first few, and count the others."""
     more = len(names) - NAMED_IN_MESSAGES
     return ", ".join(names[:NAMED_IN_MESSAGES]) + (f" and {more} more" if more > 0 else "")

@@ -1,6 +1,6 @@
 """The worker's end of a weight sync in vLLM 0.32: our weight-transfer backend, and what engines ask of it.
 
-Importing it registers the backend. With ``inference/vllm/compat.py`` the only file that imports vLLM.
+Importing it registers the backend.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vllm.platforms import current_platform
 
 from skyrl_megatron import device
 from skyrl_megatron.weight_sync import DEFAULT_BUCKET_BYTES
-from skyrl_megatron.weight_sync.bucket import TensorMeta
+from skyrl_megatron.weight_sync.metadata import metadata_of
 from skyrl_megatron.weight_sync.receiver import WeightReceiver
 from skyrl_megatron.weight_sync.transport import DEFAULT_TIMEOUT_S, default_transport, open_transport
 
@@ -78,7 +78,7 @@ class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self.receiver is None:
             raise RuntimeError("no trainer is connected")
         if update_info.senders is not None:
-            self.receiver.set_metadata([[_meta(*item) for item in sender] for sender in update_info.senders])
+            self.receiver.set_metadata([[metadata_of(*item) for item in sender] for sender in update_info.senders])
         try:
             self.model.load_weights(self.receiver.tensors())
             self.receiver.finish()
@@ -97,10 +97,6 @@ class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self.receiver is not None:
             self.receiver.close()
         self.receiver = None
-
-
-def _meta(name: str, dtype: str, shape: list[int], rows: list[int] | None = None, position: int = -1) -> TensorMeta:
-    return TensorMeta(name, dtype, tuple(shape), None if rows is None else (rows[0], rows[1]), position)
 
 
 class WeightExtension:

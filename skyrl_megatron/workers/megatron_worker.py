@@ -141,16 +141,11 @@ class MegatronWorker:
     def weight_metadata(self) -> list[TensorMeta]:
         """List what this rank sends to the engines, in order."""
         from skyrl_megatron.config.rules.role_layout import weight_transport
-        from skyrl_megatron.weight_sync.megatron_source import MegatronWeightSource
-        from skyrl_megatron.weight_sync.merged_source import MergedWeightSource
+        from skyrl_megatron.weight_sync.adapter_source import weight_source
         from skyrl_megatron.weight_sync.sender import WeightSender
 
-        engine = self.engine
-        source = (
-            MegatronWeightSource(engine.model, engine.groups)
-            if engine.adapters is None
-            else MergedWeightSource(engine.adapters, engine.groups)
-        )
+        alone = self.cfg.trainer.policy.model.lora.sync_mode == "memory"
+        source = weight_source(self.engine.model, self.engine.adapters, self.engine.groups, adapters_alone=alone)
         self.sender = WeightSender(source, transport=weight_transport(self.cfg))
         return list(self.sender.metadata())
 

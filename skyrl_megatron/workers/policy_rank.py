@@ -10,6 +10,7 @@ import ray
 from skyrl_megatron.config.hf_model import read_hf_config
 from skyrl_megatron.config.rules.role_layout import weight_transport
 from skyrl_megatron.errors import DistributedError, SkyRLMegatronError
+from skyrl_megatron.weight_sync.adapter_tensors import configured_pairs
 from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def weight_synchronizer(
         phase_s=cfg.trainer.phase_timeout_s,
         shared_gpus=cfg.trainer.placement.colocate_all,
         transport=weight_transport(cfg),
+        adapter=configured_pairs(cfg),
     )
 
 

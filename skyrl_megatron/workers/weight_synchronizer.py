@@ -6,6 +6,9 @@
 Ranks and engines are called concurrently (``sync_calls.py``). An engine that fails is restarted and the sync is made
 anew for all, or it is dropped while others are left. Until the version is published nothing is delivered from the new
 weights, and a failed sync leaves engines paused.
+
+Where engines hold the base and get an adapter, it lies beside the one that serves until all engines were verified, and
+after a failed sync they serve on with the old one.
 """
 
 from __future__ import annotations
@@ -21,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.errors import EngineError, WeightSyncError
 from skyrl_megatron.inference.pool import EnginePool, EngineSlot, same_failure
-from skyrl_megatron.inference.protocol import InferenceEngine
+from skyrl_megatron.inference.protocol import INITIAL_VERSION, InferenceEngine
 from skyrl_megatron.weight_sync import DEFAULT_BUCKET_BYTES
+from skyrl_megatron.weight_sync.adapter_tensors import PairShape, check_adapter
 from skyrl_megatron.weight_sync.bucket import TensorMeta
 from skyrl_megatron.weight_sync.metadata import check_metadata
 from skyrl_megatron.weight_sync.probe import (
@@ -79,7 +83,8 @@ class WeightSynchronizer:
     ``hf_config``: of the model, for the check of completeness. ``dtype``: of the engines' weights. ``deadline_s``: for
     one sync, restarts included; ``phase_s``: for any phase of it, and the longest wait of any rank or worker.
     ``probe_interval``: syncs from one probe to the next (``weight_sync_probe_interval``). ``shared_gpus``: trainer and
-    engines take turns on the same GPUs, and engines sleep while the trainer works.
+    engines take turns on the same GPUs, and engines sleep while the trainer works. ``adapter``: projections of the
+    adapter that travels alone, to engines that hold the base; None: all weights travel.
     """
 
     def __init__(
@@ -95,6 +100,7 @@ class WeightSynchronizer:
         deadline_s: float = 1800.0,
         phase_s: float = 600.0,
         shared_gpus: bool = False,
+        adapter: Mapping[str, PairShape] | None = None,
     ) -> None:
         self.pool, self.calls = pool, SyncCalls(ranks, phase_s)
         self.hf_config, self.dtype, self.probe_interval = hf_config, dtype, probe_interval
@@ -104,6 +110,7 @@ class WeightSynchronizer:
             "timeout_s": ENGINE_FRACTION * phase_s,
         }
         self.deadline_s, self.phase_s, self.shared_gpus = deadline_s, phase_s, shared_gpus
+        self.adapter = adapter
         self.syncs = 0
         self.training = True
         """Whether the trainer may have moved on from the weights of the last sync."""
@@ -175,9 +182,7 @@ class WeightSynchronizer:
             except AttemptFailed as error:
                 if again:
                     await self._leave_update(slots)
-                    raise WeightSyncError(
-                        f"version {version} is not published, no engine generates: {error}"
-                    ) from error
+                    raise WeightSyncError(f"{self._unpublished(version)}: {error}") from error
                 why, lost = str(error), {}
                 again = True
             except BaseException:
@@ -217,6 +222,9 @@ class WeightSynchronizer:
             await self.calls.on_engines(slots, "finish", lambda engine: engine.finish_update(version))
         with _timed(report, "probe"):
             await self._probe(slots, report)
+        if self.adapter is not None:
+            with _timed(report, "switch"):
+                await self.calls.on_engines(slots, "switch", lambda engine: engine.set_version(version))
 
     async def _connect(self, slots: list[EngineSlot]) -> None:
         engines = [slot.engine for slot in slots]
@@ -224,7 +232,10 @@ class WeightSynchronizer:
             return
         self._connected = []
         self._metadata = await self.calls.on_ranks("metadata", lambda rank: rank.weight_metadata())
-        check_metadata(self._metadata, self.hf_config)
+        if self.adapter is None:
+            check_metadata(self._metadata, self.hf_config)
+        else:
+            check_adapter(self._metadata, self.adapter)
         sends = [bool(sender) for sender in self._metadata]
         workers = await self.calls.on_engines(slots, "connect", lambda engine: engine.worker_count())
         addresses = await self.calls.on_ranks("connect", lambda rank: rank.listen_for_engines())
@@ -273,8 +284,8 @@ class WeightSynchronizer:
                 )
         if len(wrong) == len(slots):
             raise WeightSyncError(
-                f"version {report.version} is not published, no engine generates: {wrong[slots[0]]}. The bytes "
-                "arrived as they were sent: trainer and engine disagree about what they mean"
+                f"{self._unpublished(report.version)}: {wrong[slots[0]]}. The bytes arrived as they were sent: "
+                "trainer and engine disagree about what they mean"
             )
         if wrong:
             raise EnginesLost("probe", wrong)
@@ -322,13 +333,26 @@ class WeightSynchronizer:
         return f"{text}. The trainer's state is whole: the same command continues from its last checkpoint, if any"
 
     async def _leave_update(self, slots: Sequence[EngineSlot]) -> None:
-        """Bring engines out of a sync that will not be finished; the next one starts with new groups."""
+        """Bring engines out of a sync that will not be finished; the next one starts with new groups. Those that still
+        hold the published adapter serve on."""
         self._connected = []
         for slot in slots:
             try:
                 await self.calls.within(slot.engine.abort_update())
+                if self._old_serves and await self.calls.within(slot.engine.version()) == self.pool.published:
+                    await self.calls.within(slot.engine.resume())
+                    self.pool.serve(slot, self.pool.published)
             except (EngineError, WeightSyncError) as error:
                 await self.pool.mark_dead(slot, str(error))
+
+    @property
+    def _old_serves(self) -> bool:
+        """Whether engines can serve after a failed sync: none changes the base, and nobody else has their memory."""
+        return self.adapter is not None and self.pool.published != INITIAL_VERSION and not self.pool.asleep
+
+    def _unpublished(self, version: str) -> str:
+        rest = f"engines serve on with version {self.pool.published}" if self._old_serves else "no engine generates"
+        return f"version {version} is not published, {rest}"
 
 
 def _compare(slots: Sequence[EngineSlot], received: Sequence[list[list[list[int]]]], sent: list[list[int]]) -> None:

@@ -29,7 +29,15 @@ LAYER = {
 # First layer that may import the package (99: none), and files below it that may too.
 HEAVY = {
     "ray": (6, {"skyrl_megatron/algorithms/registry_sync.py"}),
-    "vllm": (99, {"skyrl_megatron/inference/vllm/compat.py", "skyrl_megatron/weight_sync/vllm_backend.py"}),
+    "vllm": (
+        99,
+        {
+            "skyrl_megatron/inference/vllm/compat.py",
+            "skyrl_megatron/inference/vllm/cpu_experts.py",
+            "skyrl_megatron/weight_sync/vllm_backend.py",
+            "skyrl_megatron/weight_sync/vllm_adapters.py",
+        },
+    ),
     "megatron": (2, set()),
     "transformer_engine": (2, set()),
     "apex": (2, set()),

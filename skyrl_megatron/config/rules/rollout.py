@@ -116,7 +116,14 @@ def _lora(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
         fix = "sends merged weights: set trainer.policy.megatron_config.lora_config.merge_lora=true"
         yield Problem("trainer.policy.model.lora.sync_mode", "merged", fix)
     elif lora.rank and lora.sync_mode == "memory":
-        fix = (
-            "adapters that travel alone are not available in this version: set merged, and lora_config.merge_lora=true"
-        )
-        yield Problem("trainer.policy.model.lora.sync_mode", "memory", fix)
+        engine = cfg.generator.inference_engine
+        if not engine.run_engines_locally or engine.backend != "vllm":
+            fix = (
+                "an adapter travels alone to vLLM engines that the run starts: set merged, and "
+                "trainer.policy.megatron_config.lora_config.merge_lora=true"
+            )
+            yield Problem("trainer.policy.model.lora.sync_mode", "memory", fix)
+        slots = engine.engine_init_kwargs.get("max_loras", 2)
+        if not isinstance(slots, int) or slots < 2:
+            fix = "an engine holds the adapter that serves and the next one: at least 2"
+            yield Problem(f"{_E}engine_init_kwargs.max_loras", slots, fix)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config.rules.role_layout import active_roles, role_layout
 from skyrl_megatron.entrypoints.checks.declared_fields import source_of
+from skyrl_megatron.entrypoints.checks.engine_adapters import engine_adapters
 from skyrl_megatron.entrypoints.checks.planned_run import NotChecked, PlannedRun
 from skyrl_megatron.errors import ConfigError, ModelLoadError, Problem
 from skyrl_megatron.hub import cached_folder
@@ -73,6 +74,7 @@ def _adapters(run: PlannedRun, model: HfModel) -> Iterator[Problem]:
         yield from error.problems
         return
     yield from rank_problems(model.plan, selection, rank, of_experts, role_layout(run.cfg, "policy"))
+    yield from engine_adapters(run.cfg, model.plan, selection, of_experts)
 
 
 def _weights(model: HfModel | None, folder: Path) -> str | None:

@@ -1,5 +1,5 @@
-"""Everything of vLLM that moves between releases, for vLLM 0.32, but the transfer of weights (``vllm_backend.py``): no
-other file imports vLLM.
+"""Everything of vLLM that moves between releases, for vLLM 0.32, but the transfer of weights (``vllm_backend.py``,
+``vllm_adapters.py``) and experts with adapters on CPU (``cpu_experts.py``): no other file imports vLLM.
 
 Loaded in every worker process as the module of ``worker_extension_cls``: importing it installs CPU work-arounds and
 registers our weight-transfer backend, before the model is built.
@@ -17,6 +17,7 @@ from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
@@ -28,6 +29,9 @@ from vllm.v1.executor import multiproc_executor
 from vllm.v1.sample.sampler import Sampler
 
 from skyrl_megatron.inference.vllm import processes
+from skyrl_megatron.inference.vllm.adapters import Held
+from skyrl_megatron.inference.vllm.cpu_experts import choose_experts_with_adapters
+from skyrl_megatron.weight_sync.vllm_adapters import AdapterExtension
 from skyrl_megatron.weight_sync.vllm_backend import WeightExtension
 
 __all__ = [
@@ -80,13 +84,13 @@ def ray_stat_loggers() -> list[Any]:
     return [RayPrometheusStatLogger]
 
 
-async def on_every_worker(llm: AsyncLLM, method: str) -> list[Any]:
+async def on_every_worker(llm: AsyncLLM, method: str, *arguments: Any) -> list[Any]:
     """Return what ``method`` returns on each worker of an engine: of dp rank 0, of dp rank 1, …
 
     ``AsyncLLM.collective_rpc`` runs it on all of them and returns what those of dp rank 0 said
     (vllm/v1/engine/core_client.py, ``call_utility_async``).
     """
-    ranks = await llm.engine_core.call_utility_all_async("collective_rpc", method, None, (), None)
+    ranks = await llm.engine_core.call_utility_all_async("collective_rpc", method, None, arguments, None)
     return [answer for workers in ranks for answer in workers]
 
 
@@ -95,6 +99,22 @@ async def pause(llm: AsyncLLM, mode: PauseMode) -> None:
     """Pause as ``AsyncLLM.pause_generation`` does, without clearing caches, and without its 20 ms of sleep, which only
     let earlier outputs be delivered first."""
     await llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
+
+
+# ------------------------------------------------------------------ adapters
+def adapter_option(held: Held | None) -> dict[str, Any]:
+    """Return the option that lets a request use an adapter, or none. Its path is never read, as workers hold it; with
+    the name it says which cached prefixes fit, and an engine never gives two adapters the same."""
+    if held is None:
+        return {}
+    return {"lora_request": LoRARequest(held.name, held.number, f"adapter {held.number} in memory")}
+
+
+def serve_adapter(app: Any, held: Held | None) -> None:
+    """Let requests of an OpenAI application for its model use an adapter."""
+    models = app.state.openai_serving_models
+    for name in {path.name for path in models.base_model_paths} if held is not None else ():
+        models.lora_requests[name] = adapter_option(held)["lora_request"]
 
 
 # ------------------------------------------------------------------ OpenAI endpoint
@@ -114,7 +134,7 @@ async def openai_app(llm: AsyncLLM, model: str, served_model_name: str) -> Any:
 
 
 # ------------------------------------------------------------------ workers
-class WorkerExtension(WeightExtension):
+class WorkerExtension(WeightExtension, AdapterExtension):
     """Methods that ``collective_rpc`` finds on every worker, which this class is mixed into."""
 
     def skyrl_ping(self) -> None:
@@ -234,4 +254,5 @@ def fork_engine_processes() -> None:
 if current_platform.is_cpu():
     fork_engine_processes()
     repack_experts_after_reload()
+    choose_experts_with_adapters()
     wait_without_spinning()

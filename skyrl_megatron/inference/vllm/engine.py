@@ -25,6 +25,7 @@ from skyrl_megatron.inference.protocol import (
     WeightMetadata,
 )
 from skyrl_megatron.inference.vllm import processes
+from skyrl_megatron.inference.vllm.adapters import Held, HeldAdapters
 from skyrl_megatron.inference.vllm.asgi import call_app
 from skyrl_megatron.inference.vllm.log import child_output, last_errors
 from skyrl_megatron.inference.vllm.model_folder import hf_config
@@ -41,7 +42,8 @@ WITHDRAW_S = 10.0
 class VLLMEngine(InferenceEngine):
     """AsyncLLM with sampled-token log-probs after temperature, and weights updated by our transfer backend.
 
-    The engine's cores and workers are child processes of this one, and write what they print to ``log_file``.
+    The engine's cores and workers are child processes of this one, and write what they print to ``log_file``. Started
+    with ``settings.adapters``, it keeps the weights of its folder, and an update brings an adapter to them.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -54,6 +56,7 @@ class VLLMEngine(InferenceEngine):
         self._metadata: list[list[list[Any]]] | None = None
         self._openai: Any = None
         self._paused, self._pausing = False, asyncio.Lock()
+        self._adapters = HeldAdapters(settings.adapters.slots) if settings.adapters else None
 
     # ------------------------------------------------------------------ start and end
     async def start(self) -> None:
@@ -134,9 +137,8 @@ class VLLMEngine(InferenceEngine):
         self, request_id: str, prompt_token_ids: Sequence[int], sampling: Mapping[str, Any]
     ) -> Generation:
         """Sample one continuation; without stop strings nothing is turned into text."""
-        return generation_of(
-            await self._finished(request_id, prompt_token_ids, sampling_parameters(request_id, sampling))
-        )
+        final, held = await self._finished(request_id, prompt_token_ids, sampling_parameters(request_id, sampling))
+        return generation_of(final, held)
 
     async def generate_batch(self, requests: Sequence[SampleRequest]) -> list[Generation]:
         """Sample all requests; the scheduler is paused while they are admitted."""
@@ -144,18 +146,21 @@ class VLLMEngine(InferenceEngine):
 
         prepared = [(r, sampling_parameters(r.request_id, r.sampling)) for r in requests]
         admitted: list[Any] = []
-        with self._alive():
+        with self._alive(), contextlib.ExitStack() as using:
+            adapters = [using.enter_context(self._use(request.request_id)) for request in requests]
             try:
                 async with self._pausing:
                     if not self._paused:
                         await compat.pause(self._llm, "keep")
-                    for request, parameters in prepared:
+                    for (request, parameters), held in zip(prepared, adapters, strict=True):
                         prompt = compat.tokens_input(list(request.prompt_token_ids))
+                        options = compat.adapter_option(held)
                         with refusals(request.request_id):
-                            admitted.append(await self._llm.add_request(request.request_id, prompt, parameters))
+                            queue = await self._llm.add_request(request.request_id, prompt, parameters, **options)
+                            admitted.append(queue)
                     if not self._paused:
                         await self._llm.resume_generation()
-                return [generation_of(await queue.get()) for queue in admitted]
+                finals = [await queue.get() for queue in admitted]
             except BaseException:
                 with contextlib.suppress(Exception):  # a dying engine does not answer
                     async with asyncio.timeout(WITHDRAW_S):
@@ -163,25 +168,43 @@ class VLLMEngine(InferenceEngine):
                         if not self._paused:
                             await self._llm.resume_generation()
                 raise
+        return [
+            await self.generate(r.request_id, r.prompt_token_ids, r.sampling)
+            if held is not None and held.evicted
+            else generation_of(final, held)
+            for r, final, held in zip(requests, finals, adapters, strict=True)
+        ]
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Score by the weights that serve, or by those of an update that are still to be published."""
         request_id = f"score-{uuid.uuid4().hex}"
         parameters = sampling_parameters(request_id, {"max_tokens": 1, "prompt_logprobs": 0, "logprobs": None})
-        final = await self._finished(request_id, token_ids, parameters)
+        candidate = self._adapters.candidate if self._adapters else None
+        final, _ = await self._finished(request_id, token_ids, parameters, candidate)
         scored = zip(token_ids[1:], final.prompt_logprobs[1:], strict=True)
         return [position[token].logprob for token, position in scored]
 
-    async def _finished(self, request_id: str, token_ids: Sequence[int], parameters: Any) -> Any:
-        """Return vLLM's output of one request."""
+    async def _finished(
+        self, request_id: str, token_ids: Sequence[int], parameters: Any, candidate: Held | None = None
+    ) -> tuple[Any, Held | None]:
+        """Return vLLM's output of one request, and the adapter that it was sampled with; one whose adapter had to
+        leave starts over."""
         from skyrl_megatron.inference.vllm import compat
 
-        output = None
-        with self._alive(), refusals(request_id):
-            async for latest in self._llm.generate(compat.tokens_input(list(token_ids)), parameters, request_id):
-                output = latest
-        if output is None:
-            raise EngineGoneError(f"request {request_id}: the engine returned nothing")
-        return output
+        while True:
+            output = None
+            with self._alive(), refusals(request_id), self._use(request_id) as serving:
+                held = candidate or serving
+                prompt, options = compat.tokens_input(list(token_ids)), compat.adapter_option(held)
+                async for latest in self._llm.generate(prompt, parameters, request_id, **options):
+                    output = latest
+            if output is None:
+                raise EngineGoneError(f"request {request_id}: the engine returned nothing")
+            if held is None or not held.evicted:
+                return output, held
+
+    def _use(self, request_id: str) -> contextlib.AbstractContextManager[Held | None]:
+        return contextlib.nullcontext() if self._adapters is None else self._adapters.use(request_id)
 
     async def abort(self, request_id: str) -> None:
         with self._alive():
@@ -207,10 +230,10 @@ class VLLMEngine(InferenceEngine):
             await self._llm.reset_prefix_cache()
 
     async def sleep(self, level: int = 1) -> None:
-        """Free memory; without GPUs there is none to free."""
+        """Free memory; without GPUs there is none to free. Weights that no update brings again are kept (level 1)."""
         if self.settings.sleep_mode:
             with self._alive():
-                await self._llm.sleep(level, mode="keep")
+                await self._llm.sleep(1 if self._adapters else level, mode="keep")
 
     async def wake(self, tags: Sequence[str] | None = None) -> None:
         if self.settings.sleep_mode:
@@ -224,8 +247,10 @@ class VLLMEngine(InferenceEngine):
             if self._openai is None:
                 name = self.settings.served_model_name or self.settings.model
                 self._openai = await compat.openai_app(self._llm, str(self.settings.folder), name)
-            async for piece in call_app(self._openai, path, body):
-                yield piece
+            with self._use("") as held:
+                compat.serve_adapter(self._openai, held)
+                async for piece in call_app(self._openai, path, body):
+                    yield piece
 
     # ------------------------------------------------------------------ weights
     async def worker_count(self) -> int:
@@ -243,33 +268,77 @@ class VLLMEngine(InferenceEngine):
 
     async def start_update(self) -> None:
         with self._alive("start"):
-            await self._llm.start_weight_update()
+            if self._adapters is None:
+                await self._llm.start_weight_update()
+            else:
+                if aborted := self._adapters.make_room():
+                    await self._llm.abort(aborted)
+                await self._keep_adapters()
 
     async def receive_weights(self, metadata: WeightMetadata) -> list[list[list[int]]]:
         """Receive and load; metadata equal to those of the update before are not sent to the workers again."""
-        from skyrl_megatron.inference.vllm import compat
-        from skyrl_megatron.weight_sync.vllm_backend import WeightTransferUpdateRequest
-
         plain = plain_metadata(metadata)
-        info = {"senders": None if plain == self._metadata else plain}
+        senders = None if plain == self._metadata else plain
         with self._alive("receive"):
             self._metadata = None
-            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+            checksums = await (self._load(senders) if self._adapters is None else self._stage(senders))
             self._metadata = plain
-        with self._alive():
-            checksums: list[list[list[int]]] = await compat.on_every_worker(self._llm, "skyrl_checksums")
         if len(checksums) != self.settings.workers:
             raise WeightSyncError(f"receive: checksums of {len(checksums)} of {self.settings.workers} workers")
         return checksums
 
+    async def _load(self, senders: list[list[list[Any]]] | None) -> list[list[list[int]]]:
+        from skyrl_megatron.inference.vllm import compat
+        from skyrl_megatron.weight_sync.vllm_backend import WeightTransferUpdateRequest
+
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info={"senders": senders}))
+        checksums: list[list[list[int]]] = await compat.on_every_worker(self._llm, "skyrl_checksums")
+        return checksums
+
+    async def _stage(self, senders: list[list[list[Any]]] | None) -> list[list[list[int]]]:
+        """Receive an adapter beside the one that serves. Raises WeightSyncError where it has more than the engine."""
+        from skyrl_megatron.inference.vllm import compat
+
+        answers = await compat.on_every_worker(self._llm, "skyrl_stage_adapter", senders)
+        nowhere = set.intersection(*(set(left) for _, left in answers))
+        if nowhere:
+            assert self.settings.adapters is not None
+            raise WeightSyncError(
+                f"receive: {min(nowhere)} has an adapter that the engine would ignore ({len(nowhere)} in all): it was "
+                f"started with lora_target_modules={','.join(self.settings.adapters.targets)}"
+            )
+        return [checksums for checksums, _ in answers]
+
     async def finish_update(self, version: str) -> None:
+        """Process what was loaded. An adapter is ready to be scored then, and serves from :meth:`set_version` on."""
+        from skyrl_megatron.inference.vllm import compat
+
         with self._alive("finish"):
-            await self._llm.finish_weight_update(version)
-            await self._llm.reset_prefix_cache()
+            if self._adapters is None:
+                await self._llm.finish_weight_update(version)
+                await self._llm.reset_prefix_cache()
+            else:
+                number = self._adapters.add(version).number
+                await compat.on_every_worker(self._llm, "skyrl_activate_adapter", number)
+                held = await self._keep_adapters()
+                if missing := [worker for worker, numbers in enumerate(held) if number not in numbers]:
+                    raise WeightSyncError(f"finish: adapter {version} is not active on worker {missing[0]}")
 
     async def abort_update(self) -> None:
+        """Leave an update; an engine of adapters serves on with what it had."""
         with self._alive("abort"):
-            await self._llm.collective_rpc("skyrl_abort_update")
+            if self._adapters is None:
+                await self._llm.collective_rpc("skyrl_abort_update")
+            else:
+                self._adapters.leave()
+                await self._keep_adapters()
+
+    async def _keep_adapters(self) -> list[list[int]]:
+        """Drop the adapters that are not held any more; return those that each worker has active."""
+        from skyrl_megatron.inference.vllm import compat
+
+        assert self._adapters is not None
+        return await compat.on_every_worker(self._llm, "skyrl_keep_adapters", self._adapters.numbers())
 
     async def version(self) -> str:
         with self._alive():
@@ -277,6 +346,8 @@ class VLLMEngine(InferenceEngine):
 
     async def set_version(self, version: str) -> None:
         with self._alive():
+            if self._adapters is not None:
+                self._adapters.commit(version)
             await self._llm.update_weight_version(version)
 
     # ------------------------------------------------------------------ errors

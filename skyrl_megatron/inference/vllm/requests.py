@@ -9,6 +9,7 @@ from typing import Any
 from skyrl_megatron.errors import RequestError
 from skyrl_megatron.inference.protocol import Generation
 from skyrl_megatron.inference.sampling import unknown_key
+from skyrl_megatron.inference.vllm.adapters import Held
 
 
 def sampling_parameters(request_id: str, sampling: Mapping[str, Any]) -> Any:
@@ -26,18 +27,20 @@ def sampling_parameters(request_id: str, sampling: Mapping[str, Any]) -> Any:
         return compat.SamplingParams(**keys, output_kind=compat.RequestOutputKind.FINAL_ONLY, skip_clone=True)
 
 
-def generation_of(final: Any) -> Generation:
-    """Turn vLLM's last output of a request into ours; raise the error if it ended with one."""
+def generation_of(final: Any, held: Held | None = None) -> Generation:
+    """Turn vLLM's last output of a request into ours; raise the error if it ended with one. ``held``: the adapter that
+    all of it was sampled with."""
     if isinstance(final, BaseException):
         raise final
     sample = final.outputs[0]
     ids = list(sample.token_ids)
     logprobs = sample.logprobs
+    spans = [(span.version, span.start, span.end) for span in sample.weight_versions or []]
     return Generation(
         token_ids=ids,
         logprobs=[] if logprobs is None else [at[token].logprob for token, at in zip(ids, logprobs, strict=True)],
         finish_reason=sample.finish_reason or "abort",
-        versions=[(span.version, span.start, span.end) for span in sample.weight_versions or []],
+        versions=spans if held is None else [(held.version, 0, len(ids))],
         routed_experts=sample.routed_experts,
     )
 

@@ -11,7 +11,9 @@ from skyrl_megatron import device, hub
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.hf_model import rope_parameters
 from skyrl_megatron.inference.sampling import truncations, warn_of_truncation
+from skyrl_megatron.inference.vllm.adapters import AdapterSlots, adapter_slots
 from skyrl_megatron.inference.vllm.model_folder import cpu_kv_cache_bytes, cpu_weight_bytes, hf_config
+from skyrl_megatron.weight_sync.adapter_tensors import configured_pairs
 
 PROCESS_BYTES = 1 << 30
 """Memory of an engine process on CPU beside weights and KV cache: measured 0.9 to 1.1 GB with vLLM 0.32."""
@@ -74,6 +76,8 @@ class EngineSettings:
     """Where the processes' output goes. None: a temporary file."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Fields of vLLM's engine arguments, applied last."""
+    adapters: AdapterSlots | None = None
+    """Updates bring adapters to the weights of the folder. None: they bring weights."""
 
     @property
     def folder(self) -> Path:
@@ -120,6 +124,15 @@ class EngineSettings:
             arguments["kv_cache_memory_bytes"] = self.kv_cache_bytes
         else:
             arguments["gpu_memory_utilization"] = self.gpu_memory_utilization
+        if self.adapters is not None:
+            arguments |= {
+                "enable_lora": True,
+                "max_loras": self.adapters.slots,
+                "max_cpu_loras": self.adapters.slots,
+                "max_lora_rank": self.adapters.rank,
+                "lora_target_modules": list(self.adapters.targets),
+                "enable_mixed_moe_lora_format": "experts" in self.adapters.targets,
+            }
         if self.rope:
             arguments["hf_overrides"] = {"rope_parameters": rope_parameters(hf_config(self.folder)) | dict(self.rope)}
         return arguments | dict(self.extra)
@@ -139,6 +152,7 @@ def engine_settings(cfg: SkyRLTrainConfig, **changes: Any) -> EngineSettings:
     responses = max(generator.sampling_params.max_generate_length, evaluation.max_generate_length if evaluation else 0)
     longest = extra.get("max_model_len") or (generator.max_input_length or cfg.trainer.max_prompt_length) + responses
     kv_cache_bytes = extra.pop("kv_cache_memory_bytes", None)
+    adapters = adapter_slots(configured_pairs(cfg), extra.pop("max_loras", None))
     rope = dict(generator.rope_scaling or {})
     if generator.rope_theta is not None:
         rope["rope_theta"] = generator.rope_theta
@@ -159,5 +173,6 @@ def engine_settings(cfg: SkyRLTrainConfig, **changes: Any) -> EngineSettings:
         "rope": rope,
         "logprobs_at_temperature": bool(truncations(generator.sampling_params)),
         "extra": extra,
+        "adapters": adapters,
     }
     return EngineSettings(**(settings | changes))

@@ -21,7 +21,7 @@ from skyrl_megatron.runtime.hf.export import HfPiece, write_pieces
 from skyrl_megatron.runtime.lora.adapter import AdapterSettings
 from skyrl_megatron.runtime.lora.attach import Adapters
 from skyrl_megatron.runtime.lora.names import HfFactor, UnfitFactor, fill_factors, stream_factors
-from skyrl_megatron.runtime.lora.targets import KEY, Selection, Target
+from skyrl_megatron.runtime.lora.targets import KEY, Selection, adapted
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
 
@@ -89,16 +89,8 @@ def _declared(adapters: Adapters) -> dict[str, tuple[Shape, torch.dtype]]:
 
 def selected_modules(selection: Selection, adapters: Adapters) -> dict[str, Shape]:
     """Return HF module → shape of its weight for every adapted projection of the whole model, in model order."""
-    found: dict[str, Shape] = {}
-    for entry in adapters.model.hf.plan.entries:
-        taken = selection.modules.get(entry.name.removesuffix(".weight"))
-        if taken is None:
-            continue
-        target = Target(entry)
-        for piece, module, projection in zip(entry.hf, target.hf_modules, target.projections, strict=True):
-            if projection in taken:
-                found[module] = piece.shape
-    return found
+    pieces = adapted(adapters.model.hf.plan, selection)
+    return {piece.name.removesuffix(".weight"): piece.shape for _, piece in pieces}
 
 
 def _config(adapters: Adapters) -> bytes:

@@ -68,12 +68,13 @@ def _of_experts(adapters: Adapters, adapter: Adapter, factor: Factor, whole: Ten
     for expert, matrix in factor.matrices(whole):
         if expert is None and adapter.experts is not None:  # one for all experts of the layer
             for each in range(adapters.model.config.num_moe_experts or 0):
-                yield _entry(adapters, adapter, each), matrix
+                yield entry_of(adapters, adapter, each), matrix
         else:
-            yield _entry(adapters, adapter, expert), matrix
+            yield entry_of(adapters, adapter, expert), matrix
 
 
-def _entry(adapters: Adapters, adapter: Adapter, expert: int | None) -> Entry:
+def entry_of(adapters: Adapters, adapter: Adapter, expert: int | None) -> Entry:
+    """Return the weight of the map that an adapter stands beside (of one of its experts)."""
     name = adapter.name if expert is None else adapter.name.replace(".experts.", f".experts.{expert}.")
     return adapters.model.hf.plan.by_name[f"{name}.weight"]
 
@@ -113,7 +114,7 @@ def _whole(
     adapters: Adapters, adapter: Adapter, factor: Factor, expert: int | None, find: Callable[[str, str], Tensor]
 ) -> Tensor:
     any_expert = 0 if adapter.experts is not None and expert is None else expert
-    entry = _entry(adapters, adapter, any_expert)
+    entry = entry_of(adapters, adapter, any_expert)
     letter = factor.name[-1]
     modules = [piece.name.removesuffix(".weight") for piece in entry.hf]
     if not adapter.is_joined:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from bridges.conversions import DeinterleaveGateUp, Transpose
 from bridges.plan import Plan
-from bridges.rules import Entry
+from bridges.rules import Entry, HfSlice
 from skyrl_megatron.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -144,6 +144,17 @@ def _unknown(everything: Sequence[Target], names: Sequence[str], key: str) -> li
         fix = f"no linear layer of this model is called so; {'nearest' if near else 'there are'}: "
         problems.append(Problem(key, name, fix + ", ".join(near or sorted(known))))
     return problems
+
+
+def adapted(plan: Plan, selection: Selection) -> Iterator[tuple[Entry, HfSlice]]:
+    """Yield every adapted HF projection of the model, in order, with the Megatron weight that it is rows of."""
+    for entry in plan.entries:
+        taken = selection.modules.get(entry.name.removesuffix(".weight"))
+        if taken is not None:
+            target = Target(entry)
+            for piece, projection in zip(entry.hf, target.projections, strict=True):
+                if projection in taken:
+                    yield entry, piece
 
 
 def configured_selection(cfg: SkyRLTrainConfig, plan: Plan) -> Selection:

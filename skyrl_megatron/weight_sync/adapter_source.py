@@ -1,0 +1,134 @@
+"""The adapters of a Megatron model as a source of tensors for engines that hold the base: the factors alone.
+
+They are sent from where the optimizer keeps them. Which rows of which rank's share make up a factor follows from the
+map that it stands beside, as for the map's own weight (``megatron_source.py``); nothing is gathered first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from skyrl_megatron.runtime.lora.adapter import Adapter, Factor
+from skyrl_megatron.runtime.lora.attach import Adapters, adapter_modules
+from skyrl_megatron.runtime.lora.names import entry_of
+from skyrl_megatron.runtime.model.build import ModelChunks
+from skyrl_megatron.runtime.parallel_state import ProcessGroups
+from skyrl_megatron.weight_sync.adapter_tensors import FactorName, stacked
+from skyrl_megatron.weight_sync.bucket import TensorMeta
+from skyrl_megatron.weight_sync.megatron_source import MegatronWeightSource, ranges_in_shards
+from skyrl_megatron.weight_sync.merged_source import MergedWeightSource
+from skyrl_megatron.weight_sync.source import RowRange, TensorShard, WeightSource, as_rows, dtype_name, place_of
+
+
+class AdapterSource:
+    """The factors that a rank holds, named as in ``adapter_tensors.py``, in module order.
+
+    Of the ranks that hold shares or copies of a factor, the first of the first replica sends it. What products are
+    multiplied by is multiplied into ``lora_B`` in the bucket.
+    """
+
+    def __init__(self, adapters: Adapters, groups: ProcessGroups) -> None:
+        self.adapters, self.groups = adapters, groups
+
+    def metadata(self) -> Sequence[TensorMeta]:
+        return [shard.meta for shard in self.shards() if shard.rank == 0]
+
+    def shards(self) -> Sequence[TensorShard]:
+        shards: list[TensorShard] = []
+        place = 0  # of a tensor, the same on all ranks of the groups it is put together in
+        for chunk in self.adapters.model.chunks:
+            for adapter in adapter_modules(chunk):
+                for factor in adapter.factors():
+                    found = list(self._tensors(adapter, factor))
+                    if self._takes_part(factor):
+                        shards += [self._shard(adapter, factor, place + n, *each) for n, each in enumerate(found)]
+                    place += len(found)
+        return shards
+
+    def refresh(self) -> None:
+        """Do nothing: shards are views of the factors themselves."""
+
+    def addresses(self) -> list[int]:
+        return [number for factor in self.adapters.factors() for number in place_of(factor.tensor)]
+
+    def _takes_part(self, factor: Factor) -> bool:
+        """Return whether this rank's share goes into what is sent."""
+        over, replicas = self._groups(factor)
+        return replicas.rank() == 0 and (factor.split is not None or over.rank() == 0)
+
+    def _groups(self, factor: Factor) -> tuple[Any, Any]:
+        """Return the groups that a factor is split over and replicated over."""
+        groups = self.groups
+        return (groups.tp, groups.dp_cp) if factor.experts is None else (groups.etp, groups.edp)
+
+    def _tensors(self, adapter: Adapter, factor: Factor) -> Iterator[tuple[FactorName, int, Sequence[RowRange]]]:
+        """Yield (name, rows, ranges) of what is sent of a factor; rows and ranges are of one expert's."""
+        size = 1 if factor.split is None else self._groups(factor)[0].size()
+        letter, matrix = factor.name[-1], next(factor.matrices())[1]
+        held, width = matrix.shape
+        entry = entry_of(self.adapters, adapter, None if adapter.experts is None else adapter.experts[0])
+        modules = [stacked(piece.name.removesuffix(".weight")) for piece in entry.hf]
+        if adapter.is_joined and letter == "B":
+            found = ranges_in_shards(entry, size, matrix)
+            for module, piece, rows_of_it in zip(modules, entry.hf, found, strict=True):
+                yield FactorName((module,), letter), piece.shape[0], rows_of_it
+            return
+        if not adapter.is_joined:
+            modules = [module for module in modules if module.endswith(f".{factor.name.split('.')[-2]}")]
+        if factor.split == 0:
+            ranges = [RowRange(owner, owner * held, held, 0) for owner in range(size)]
+            yield FactorName(tuple(modules), letter), size * held, ranges
+        else:
+            ranges = [RowRange(owner, 0, held, 0, column=owner * width) for owner in range(size)]
+            yield FactorName(tuple(modules), letter), held, ranges
+
+    def _shard(
+        self, adapter: Adapter, factor: Factor, place: int, name: FactorName, rows: int, ranges: Sequence[RowRange]
+    ) -> TensorShard:
+        over, _ = self._groups(factor)
+        size = 1 if factor.split is None else over.size()
+        held, width = next(factor.matrices())[1].shape
+        columns = width * (size if factor.split == 1 else 1)
+        shape: tuple[int, ...] = (rows, columns)
+        sent: tuple[int, int] | None = None
+        if factor.experts is not None:
+            shape = (self.adapters.model.config.num_moe_experts or 0, *shape)
+            sent = factor.experts[0], factor.experts[-1] + 1
+            ranges = _of_every_expert(ranges, len(factor.experts), rows, held)
+        elif adapter.experts is not None:
+            shape = (1, *shape)
+        meta = TensorMeta(str(name), dtype_name(factor.tensor), shape, sent, position=place)
+        shard = TensorShard(meta, as_rows(factor.name, factor.tensor), ranges, over if size > 1 else None)
+        scales = name.letter == "B" and shard.rank == 0 and adapter.scale != 1
+        return replace(shard, finish=_multiply(adapter.scale)) if scales else shard
+
+
+def _of_every_expert(ranges: Sequence[RowRange], experts: int, rows: int, held: int) -> list[RowRange]:
+    """Repeat the ranges of one expert's factor, [rows, …], for all; each owner holds ``held`` rows of an expert."""
+    if all(span.count == rows == held and span.step == 1 for span in ranges):
+        return [replace(span, count=experts * rows) for span in ranges]
+    return [
+        replace(span, start=span.start + expert * rows, first=span.first + expert * held)
+        for expert in range(experts)
+        for span in ranges
+    ]
+
+
+def _multiply(scale: float) -> Callable[[Tensor, range], None]:
+    def finish(rows_in_bucket: Tensor, rows: range) -> None:
+        rows_in_bucket.mul_(scale)
+
+    return finish
+
+
+def weight_source(
+    model: ModelChunks, adapters: Adapters | None, groups: ProcessGroups, *, adapters_alone: bool
+) -> WeightSource:
+    """Return what a rank sends to engines: the weights, with adapters added where it trains some, or these alone."""
+    if adapters is None:
+        return MegatronWeightSource(model, groups)
+    return AdapterSource(adapters, groups) if adapters_alone else MergedWeightSource(adapters, groups)
