@@ -110,12 +110,12 @@ def adapter_pairs(plan: Plan, selection: Selection, rank: int, expert_rank: int)
     """Return the sizes of every adapted projection's factors, by its name (:func:`stacked`), in model order."""
     pairs: dict[str, PairShape] = {}
     for entry, piece in adapted(plan, selection):
-        module = stacked(piece.name.removesuffix(".weight"))
+        module, (rows, columns) = stacked(piece.name.removesuffix(".weight")), piece.shape
         if entry.expert is None:
-            pairs[module] = PairShape(rank, *piece.shape)
+            pairs[module] = PairShape(rank, rows, columns)
         else:
             before = pairs[module].experts or 0 if module in pairs else 0
-            pairs[module] = PairShape(expert_rank, *piece.shape, experts=before + 1)
+            pairs[module] = PairShape(expert_rank, rows, columns, before + 1)
     return pairs
 
 

@@ -190,6 +190,26 @@ RULES = {
         "trainer.placement.colocate_all",
         "elsewhere",
     ),
+    "adapter alone to engines elsewhere": (
+        [
+            "trainer.policy.model.lora.rank=8",
+            "trainer.policy.model.lora.sync_mode=memory",
+            "trainer.placement.colocate_all=false",
+            f"{E}run_engines_locally=false",
+            f"{E}external_server_urls=['http://a:1']",
+        ],
+        "trainer.policy.model.lora.sync_mode",
+        "vLLM engines that the run starts",
+    ),
+    "one slot for adapters": (
+        [
+            "trainer.policy.model.lora.rank=8",
+            "trainer.policy.model.lora.sync_mode=memory",
+            f"{E}engine_init_kwargs.max_loras=1",
+        ],
+        f"{E}engine_init_kwargs.max_loras",
+        "at least 2",
+    ),
     "adapter alone and merged": (
         [f"{LORA}rank=4", f"{LORA}sync_mode=memory", f"{M}lora_config.merge_lora=true"],
         f"{LORA}sync_mode",

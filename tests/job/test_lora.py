@@ -52,3 +52,13 @@ def test_a_run_of_adapters_and_its_continuation(folder):
     other = runs.run(folder, trainer__max_training_steps=4, trainer__algorithm__use_kl_loss="true")
     assert other.returncode == 1 and "holds adapters: set trainer.policy.model.lora.rank" in other.err
     assert "Traceback" not in other.err
+
+
+@pytest.mark.full_matrix
+def test_a_run_whose_adapters_travel_alone(folder):
+    """The engine keeps the base and gets adapters; a continued run's engine starts anew and gets what was saved."""
+    alone = LORA | {"trainer__policy__model__lora__sync_mode": "memory"}
+    done = runs.run(folder, **alone).check()
+    assert len(done.lines) == 2 and max(line[GAP] for line in done.lines) <= AGREE
+    again = runs.run(folder, **alone, trainer__max_training_steps=3).check()
+    assert "(step 2 of 3)" in again.out and again.lines[-1][GAP] <= AGREE

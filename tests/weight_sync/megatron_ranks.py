@@ -18,11 +18,11 @@ from tests.weight_sync.trainer_process import FaultySender
 ANSWER_S = 120.0
 
 
-def serve(folder: Path, world: int, layout: dict[str, Any], sockets: str, bucket_bytes: int) -> None:
+def serve(kind: type[Rank], folder: Path, world: int, layout: dict[str, Any], sockets: str, bucket_bytes: int) -> None:
     """Body of a rank: build the model in ``layout``, then answer (method, arguments) until None comes."""
     import torch.distributed as dist
 
-    rank = Rank(folder, world, layout, bucket_bytes)
+    rank = kind(folder, world, layout, bucket_bytes)
     with Listener(f"{sockets}/{dist.get_rank()}") as listener, listener.accept() as pipe:
         while (call := pipe.recv()) is not None:
             method, *arguments = call
@@ -52,10 +52,13 @@ class Rank:
 
         save_hf(self.engine.model, self.engine.groups, folder)
 
-    def weight_metadata(self):
+    def source(self):
         from skyrl_megatron.weight_sync.megatron_source import MegatronWeightSource
 
-        self.sender = FaultySender(MegatronWeightSource(self.engine.model, self.engine.groups), self.bucket_bytes)
+        return MegatronWeightSource(self.engine.model, self.engine.groups)
+
+    def weight_metadata(self):
+        self.sender = FaultySender(self.source(), self.bucket_bytes)
         return list(self.sender.metadata())
 
     def plant(self, fault: str) -> None:
@@ -78,13 +81,16 @@ class Rank:
 
 
 class MegatronRanks:
-    """A model in a layout, until the ``with`` block ends. ``handles``: one ``TrainerRank`` per rank."""
+    """A model in a layout, until the ``with`` block ends. ``handles``: one ``TrainerRank`` per rank; ``kind``: of the
+    ranks."""
 
-    def __init__(self, pool, folder: Path, world: int, layout: dict[str, Any], bucket_bytes: int) -> None:
+    def __init__(
+        self, pool, folder: Path, world: int, layout: dict[str, Any], bucket_bytes: int, *, kind: type[Rank] = Rank
+    ) -> None:
         self._sockets = tempfile.mkdtemp(prefix="ranks")
         self._thread = ThreadPoolExecutor(1)
-        self._run = self._thread.submit(pool, world, serve, folder, world, layout, self._sockets, bucket_bytes)
-        self._world = world
+        self._run = self._thread.submit(pool, world, serve, kind, folder, world, layout, self._sockets, bucket_bytes)
+        self._world, self.folder = world, folder
         self.may_die = False
         """Whether it is no failure of the test when a rank's process ends."""
 

@@ -29,7 +29,8 @@ class SkyRLLoraConfig(BaseConfig):
     """How the first adapter matrix starts. The second starts at zero, so that training begins from the base model;
     with `zero` it is the first that is zero."""
     sync_mode: Annotated[str | None, OneOf("memory", "merged")] = None
-    """What travels to the engines: `memory` sends the adapter alone, `merged` the base weights with the adapter added.
+    """What travels to the engines: `memory` sends the adapter alone, to engines that hold the base model (of
+    `engine_init_kwargs.max_loras` versions at once, default 2), `merged` the base weights with the adapter added.
     None: `merged` if `megatron_config.lora_config.merge_lora`, else `memory`."""
     train_attn: bool = True
     """Whether layers of attention get adapters."""

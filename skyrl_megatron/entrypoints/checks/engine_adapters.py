@@ -21,7 +21,7 @@ _NOT_HELD = {
 
 
 def engine_adapters(cfg: SkyRLTrainConfig, plan: Plan, selection: Selection, expert_rank: int) -> Iterator[Problem]:
-    """Yield what engines cannot take of an adapter that travels alone; with weights that it is merged into they can."""
+    """Yield what engines cannot take of an adapter that travels alone; merged weights they can."""
     lora, engine = cfg.trainer.policy.model.lora, cfg.generator.inference_engine
     if lora.sync_mode != "memory":
         return
@@ -41,8 +41,8 @@ def engine_adapters(cfg: SkyRLTrainConfig, plan: Plan, selection: Selection, exp
     for module, pair in pairs.items():
         if pair.experts is not None and pair.experts != experts[module]:
             fix = (
-                f"{module}: {pair.experts} of {experts[module]} experts have adapters, engines hold those of all or none: "
-                f"name whole layers, or set {MERGED}"
+                f"{module}: {pair.experts} of {experts[module]} experts have adapters, engines hold those of all or "
+                f"none: name whole layers, or set {MERGED}"
             )
             yield Problem(f"{KEY}.target_modules", lora.target_modules, fix)
             break

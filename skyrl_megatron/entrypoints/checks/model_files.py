@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config.rules.role_layout import active_roles, role_layout
 from skyrl_megatron.entrypoints.checks.declared_fields import source_of
-from skyrl_megatron.entrypoints.checks.engine_adapters import engine_adapters
 from skyrl_megatron.entrypoints.checks.planned_run import NotChecked, PlannedRun
 from skyrl_megatron.errors import ConfigError, ModelLoadError, Problem
 from skyrl_megatron.hub import cached_folder
@@ -62,6 +61,7 @@ def _read(run: PlannedRun, role: str, folder: Path) -> tuple[HfModel | None, str
 
 def _adapters(run: PlannedRun, model: HfModel) -> Iterator[Problem]:
     """Yield what stands against low-rank adapters on the policy's model: names, ranks."""
+    from skyrl_megatron.entrypoints.checks.engine_adapters import engine_adapters
     from skyrl_megatron.runtime.lora.targets import configured_selection, expert_rank, rank_problems
 
     rank = run.cfg.trainer.policy.model.lora.rank

@@ -309,6 +309,7 @@ MODELS = {
     f"{T}strategy": Row("fsdp2", "warns"),
 }
 
+ALONE = {f"{P}model.lora.rank": 4, f"{P}model.lora.sync_mode": "memory"}
 ADAPTED = {f"{P}model.lora.rank": 4, f"{OPT}lr": 0.01}
 ADAPTERS = {
     f"{P}model.lora.rank": Row(2, "adapters"),
@@ -323,6 +324,9 @@ ADAPTERS = {
     f"{M}lora_config.lora_type": Row("canonical_lora", "adapters", ADAPTED),
     f"{M}lora_config.experts_shared_outer_loras": Row(True, "adapters", ADAPTED),
     f"{M}lora_config.normalize_moe_lora": Row(True, "adapters", ADAPTED),
+    f"{P}model.lora.sync_mode": Row("memory", engines.arguments, {f"{P}model.lora.rank": 4}),
+    f"{M}lora_config.merge_lora": Row(False, engines.arguments, {f"{P}model.lora.rank": 4}),
+    f"{E}fully_sharded_loras": Row(True, engines.arguments, ALONE),
 }
 
 ROWS = OBJECTIVE | LOOP | ROLLOUT | ENGINES | MODELS | ADAPTERS
@@ -336,8 +340,6 @@ REFUSED_BY_RANKS = {
 """Settings that a rank refuses, which knows the tensors of its model."""
 REFUSED = {
     f"{P}model.lora.train_unembed": True,
-    f"{P}model.lora.sync_mode": "memory",
-    f"{M}lora_config.merge_lora": False,
     f"{T}ref.model.lora.rank": 8,
     f"{T}critic.model.path": "/model",
     f"{M}moe_enable_routing_replay": True,
@@ -365,7 +367,6 @@ NO_EFFECT = (
     f"{T}placement.critic_num_gpus_per_node",
     f"{A}value_clip",
     f"{P}model.lora.lora_sync_path",
-    f"{E}fully_sharded_loras",
     f"{T}ref.model.lora.",
     f"{T}ref.megatron_config.",
     f"{T}sequence_parallel_backend",

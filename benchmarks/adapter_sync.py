@@ -1,0 +1,190 @@
+"""Sync of an adapter alone into a live engine: as many tensors as expert adapters of Qwen3-30B-A3B have.
+
+    python benchmarks/adapter_sync.py [--rounds 5] [--layers 48] [--experts 128]
+
+A Megatron rank sends, one vLLM engine receives, on this machine; 48 layers of 128 experts of small sizes, so that the
+number of tensors is what costs. In one run, medians of the rounds: a sync without its probe, and a raw broadcast of
+the same bytes. Wanted: at most 20 ms + the bytes at the rate of the raw broadcast + 2 µs a tensor, as engines count
+them (A and B of every projection of every expert).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+
+from benchmarks.weight_sync import Rank, broadcast  # noqa: E402  # after the environment
+
+RANK = 16
+SIZES = dict(hidden_size=64, moe_intermediate_size=32, num_attention_heads=2, num_key_value_heads=2, head_dim=32)
+FIXED_S, PER_TENSOR_S = 0.020, 2e-6
+
+
+@dataclass(frozen=True)
+class AdapterSync:
+    """Medians over the rounds."""
+
+    seconds: float
+    """From the first pause to the last resume, probe apart."""
+    phases: dict[str, float]
+    nbytes: int
+    sent: int
+    """Tensors that travel."""
+    tensors: int
+    """Tensors as engines count them: two for each projection of each expert."""
+    raw_seconds: float
+    """A raw broadcast of the same bytes."""
+
+    @property
+    def wanted(self) -> float:
+        """Seconds that a sync may take."""
+        return FIXED_S + self.raw_seconds + PER_TENSOR_S * self.tensors
+
+
+def trainer(pipe: Any, bucket_bytes: int) -> None:
+    """Answer the calls of ``workers/sync_calls.py`` with the adapters of a folder's model in one Megatron rank."""
+    import torch
+    import torch.distributed as dist
+
+    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.runtime import parallel_state
+    from skyrl_megatron.runtime.cpu import megatron_patches
+    from skyrl_megatron.runtime.lora.adapter import AdapterSettings
+    from skyrl_megatron.runtime.lora.attach import attach
+    from skyrl_megatron.runtime.lora.targets import select
+    from skyrl_megatron.runtime.model.build import build_model
+    from skyrl_megatron.weight_sync.adapter_source import AdapterSource
+    from skyrl_megatron.weight_sync.sender import WeightSender
+    from skyrl_megatron.weight_sync.transport import open_transport
+
+    torch.set_num_threads(1)
+    megatron_patches.install()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    groups = parallel_state.initialize(ParallelConfig(world_size=1))
+    address: tuple[str, int] = ("", 0)
+    sender: Any = None
+    while (job := pipe.recv()) is not None:
+        method, *arguments = job
+        answer: Any = None
+        if method == "load":
+            model = build_model(arguments[0], groups, dtype=torch.bfloat16)
+            selection = select(model.hf.plan, "all-linear")
+            adapters = attach(model, groups, selection, AdapterSettings(RANK, 2 * RANK, 0.0, "kaiming"))
+            sender = WeightSender(AdapterSource(adapters, groups), bucket_bytes=bucket_bytes)
+        elif method == "metadata":
+            answer = list(sender.metadata())
+        elif method == "listen":
+            answer = address = sender.listen("127.0.0.1")
+        elif method == "connect":
+            sender.connect(*address, *arguments)
+        elif method == "send":
+            answer = sender.send()
+        elif method == "broadcast":
+            host, port, nbytes = arguments
+            transport = open_transport(sender.transport_name, host, port, 1, 2, 60.0, None)
+            answer = broadcast(transport, nbytes, bucket_bytes)
+        pipe.send(answer)
+
+
+async def _syncs(folder: Path, rank: Rank, rounds: int, bucket_bytes: int) -> tuple[dict[str, float], int, int, int]:
+    from bridges.plan import Plan
+    from skyrl_megatron.inference.pool import EnginePool
+    from skyrl_megatron.inference.vllm.adapters import adapter_slots
+    from skyrl_megatron.inference.vllm.engine import VLLMEngine
+    from skyrl_megatron.inference.vllm.settings import EngineSettings
+    from skyrl_megatron.runtime.lora.targets import select
+    from skyrl_megatron.weight_sync.adapter_tensors import adapter_pairs
+    from skyrl_megatron.workers import weight_synchronizer
+    from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
+
+    weight_synchronizer.is_due = lambda *_: False  # type: ignore[attr-defined]  # the probe is measured apart
+    hf = json.loads((folder / "config.json").read_text())
+    plan = Plan.of(hf)
+    pairs = adapter_pairs(plan, select(plan, "all-linear"), RANK, RANK)
+    settings = EngineSettings(
+        str(folder),
+        dtype="bfloat16",
+        max_model_len=256,
+        max_num_seqs=8,
+        max_num_batched_tokens=512,
+        kv_cache_bytes=64 << 20,
+        adapters=adapter_slots(pairs),
+    )
+    pool = EnginePool([lambda: VLLMEngine(settings)])
+    await pool.start()
+    try:
+        rank.ask("load", str(folder))
+        ranks: list[Any] = [rank]
+        options: dict[str, Any] = dict(hf_config=hf, dtype="bfloat16", bucket_bytes=bucket_bytes, adapter=pairs)
+        synchronizer = WeightSynchronizer(pool, ranks, **options)
+        await synchronizer.sync("first")
+        found: dict[str, list[float]] = defaultdict(list)
+        for number in range(rounds):
+            report = await synchronizer.sync(str(number))
+            for phase, value in report.seconds.items():
+                found[phase].append(value)
+    finally:
+        await pool.shutdown()
+    tensors = sum(2 * (pair.experts or 1) for pair in pairs.values())
+    phases = {phase: statistics.median(values) for phase, values in found.items()}
+    return phases, report.nbytes, len(rank.ask("metadata")), tensors
+
+
+def measure(*, layers: int = 48, experts: int = 128, rounds: int = 5) -> AdapterSync:
+    """Sync the adapter of a model of so many layers and experts, ``rounds`` times after a first one."""
+    from skyrl_megatron.weight_sync import DEFAULT_BUCKET_BYTES
+    from skyrl_megatron.weight_sync.transport import default_transport, listen, open_transport
+    from tests.support.tiny_models import write_tiny_model
+
+    bucket_bytes = DEFAULT_BUCKET_BYTES
+    pipe, theirs = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=trainer, args=(theirs, bucket_bytes))
+    process.start()
+    rank = Rank(pipe)
+    try:
+        with tempfile.TemporaryDirectory() as root:
+            sizes = SIZES | dict(num_hidden_layers=layers, num_experts=experts, num_experts_per_tok=2)
+            folder = write_tiny_model("qwen3_moe", Path(root) / "model", dtype="bfloat16", **sizes)
+            phases, nbytes, sent, tensors = asyncio.run(_syncs(folder, rank, rounds, bucket_bytes))
+        listener = listen("127.0.0.1")
+        port = listener.getsockname()[1]
+        pipe.send(("broadcast", "127.0.0.1", port, nbytes))
+        ours = open_transport(default_transport(), "127.0.0.1", port, 0, 2, 60.0, listener)
+        raw = broadcast(ours, nbytes, bucket_bytes)
+        pipe.recv()
+    finally:
+        pipe.send(None)
+        process.join(10)
+    return AdapterSync(sum(phases.values()), phases, nbytes, sent, tensors, raw)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--experts", type=int, default=128)
+    args = parser.parse_args()
+    found = measure(layers=args.layers, experts=args.experts, rounds=args.rounds)
+    print(f"{found.tensors:,} tensors of engines, sent as {found.sent:,}: {found.nbytes / 1e6:.1f} MB")
+    print(f"sync, probe apart   {found.seconds * 1e3:7.1f} ms (wanted: at most {found.wanted * 1e3:.1f})")
+    print("  " + ", ".join(f"{phase} {value * 1e3:.1f}" for phase, value in found.phases.items()))
+    print(f"raw broadcast       {found.raw_seconds * 1e3:7.1f} ms")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Real Megatron ranks whose adapters go to engines, and mistakes that can be planted on either side."""
+
+from __future__ import annotations
+
+from tests.lora import bodies, reference
+from tests.weight_sync.megatron_ranks import MegatronRanks, Rank
+
+BUCKET_BYTES = 1 << 17
+
+
+class AdapterRank(Rank):
+    """One rank's adapters; what is asked for with ``fault`` is sent by mistake."""
+
+    def adapt(self, seed: int) -> None:
+        """Take the factors drawn from ``seed``."""
+        from skyrl_megatron.runtime.lora.names import by_module, fill_factors
+
+        adapters = self.engine.adapters
+        factors = reference.start_factors(adapters.model.hf.plan, separate=False, seed=seed)
+        fill_factors(adapters, self.engine.groups, by_module(factors))
+
+    def export(self, folder) -> None:
+        """Write the merged model."""
+        from skyrl_megatron.runtime.hf.export import save_hf
+
+        save_hf(self.engine.model, self.engine.groups, folder, of=self.engine.adapters.merged)
+
+    def source(self):
+        from skyrl_megatron.weight_sync.adapter_source import AdapterSource
+
+        engine, fault = self.engine, getattr(self, "mistake", None)
+
+        class Source(AdapterSource):
+            """Factors as they are, or under the wrong names."""
+
+            def shards(self):
+                return [shard for shard in map(self.mistaken, super().shards()) if shard is not None]
+
+            def mistaken(self, shard):
+                from dataclasses import replace
+
+                name = shard.meta.name
+                if fault == "gate and up are swapped":
+                    other = {"gate_proj.lora_B": "up_proj.lora_B", "up_proj.lora_B": "gate_proj.lora_B"}
+                    for one, two in other.items():
+                        if name.endswith(f".{one}"):
+                            return replace(shard, meta=replace(shard.meta, name=name.replace(one, two)))
+                if fault == "a factor is missing" and name.endswith("layers.2.mlp.experts.down_proj.lora_B"):
+                    return None
+                return shard
+
+        return Source(engine.adapters, engine.groups)
+
+    def make(self, mistake: str | None) -> None:
+        """Choose the mistake of the next connection."""
+        self.mistake = mistake
+
+
+def ranks_with_adapters(pool, folder, layout, overrides=None):
+    """``MegatronRanks`` on ``layout`` (``world`` included) of a model with adapters of rank 4."""
+    degrees = {name: degree for name, degree in layout.items() if name != "world"}
+    keys = bodies.KEYS | {f"{bodies.LORA}sync_mode": "memory"} | (overrides or {})
+    return MegatronRanks(pool, folder, layout["world"], degrees | {"overrides": keys}, BUCKET_BYTES, kind=AdapterRank)

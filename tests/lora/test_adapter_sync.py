@@ -1,0 +1,273 @@
+"""Adapters that travel alone from real Megatron ranks to real engines: what these serve, and what happens when an
+update goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+import pytest
+
+from tests.lora import bodies
+from tests.lora.adapter_ranks import BUCKET_BYTES, ranks_with_adapters
+from tests.support.engines import LoopThread, largest_gap, reference_logprobs, tiny_settings
+from tests.support.tiny_models import write_tiny_model
+from tests.training.bodies import config
+
+pytestmark = [pytest.mark.vllm, pytest.mark.full_matrix]
+TOKENS = [(7 * i + 3 * i * i) % 400 + 5 for i in range(64)]
+SAMPLING = {"max_tokens": 96, "temperature": 1.0, "ignore_eos": True}
+EXACT = 1e-5
+"""Nats: how far an engine with an adapter may be from the merged model."""
+LAYOUT = dict(world=2, tp=2, ep=2)
+SWAPS = 20
+GROWTH = 8 << 20
+"""Bytes that a worker may grow by over the second half of the swaps; one adapter is as large as the base, 2.6 MB."""
+ATTENTION = {f"{bodies.LORA}train_mlp": False}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_model("qwen3_moe", tmp_path_factory.mktemp("model"), 0)
+
+
+@pytest.fixture(scope="module")
+def loop():
+    loop = LoopThread()
+    yield loop
+    loop.close()
+
+
+def pairs_of(folder, overrides=None):
+    """The adapter of a run on ``folder``."""
+    from skyrl_megatron.weight_sync.adapter_tensors import configured_pairs
+
+    memory = {f"{bodies.LORA}sync_mode": "memory"}
+    return configured_pairs(config(folder, overrides=bodies.KEYS | memory | (overrides or {})))
+
+
+def engine(folder, overrides=None, **settings):
+    """An engine for the adapter of a run on ``folder``; it is not started."""
+    from skyrl_megatron.inference.vllm.adapters import adapter_slots
+    from skyrl_megatron.inference.vllm.engine import VLLMEngine
+
+    extra = {"worker_extension_cls": "tests.lora.faulty_workers.FaultyWorker"}
+    slots = adapter_slots(pairs_of(folder, overrides))
+    return VLLMEngine(tiny_settings(folder, **{"adapters": slots, "extra": extra} | settings))
+
+
+def synchronizer(pool, trainer, folder, overrides=None, **options):
+    from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
+
+    options = dict(dtype="float32", bucket_bytes=BUCKET_BYTES, phase_s=60.0, deadline_s=300.0) | options
+    hf = json.loads((folder / "config.json").read_text())
+    return WeightSynchronizer(pool, trainer.handles, hf_config=hf, adapter=pairs_of(folder, overrides), **options)
+
+
+@pytest.fixture(scope="module")
+def pool(folder, loop):
+    """Two engines: one worker, and two."""
+    from skyrl_megatron.inference.pool import EnginePool
+
+    pool = EnginePool([lambda: engine(folder), lambda: engine(folder, tensor_parallel_size=2)], wait_s=20)
+    loop(pool.start(), 590)
+    yield pool
+    loop(pool.shutdown())
+
+
+@pytest.fixture
+def trained(ranks, pool, loop, folder):
+    """``trained(seed, version)`` gives the engines the adapter of a seed."""
+    with ranks_with_adapters(ranks, folder, LAYOUT) as trainer:
+        trainer.sync = synchronizer(pool, trainer, folder)
+
+        def give(seed, version):
+            trainer.together("adapt", seed)
+            return loop(trainer.sync.sync(version), 400)
+
+        give.trainer = trainer
+        yield give
+
+
+@pytest.fixture
+def merged(tmp_path):
+    """``merged(trained, seed)`` → scores of the model with the adapter merged, by transformers."""
+
+    def scores(trainer, seed):
+        trainer.together("adapt", seed)
+        trainer.together("export", tmp_path / str(seed))
+        return reference_logprobs(tmp_path / str(seed), TOKENS)
+
+    return scores
+
+
+def scores(pool, loop):
+    return [loop(slot.engine.score(TOKENS)) for slot in pool.alive()]
+
+
+def plant(pool, loop, fault):
+    for slot in pool.slots:
+        loop(slot.engine._llm.collective_rpc("plant", None, (fault,)))
+
+
+def test_engines_with_adapters_equal_the_merged_model(pool, loop, trained, merged, folder):
+    base = reference_logprobs(folder, TOKENS)
+    for seed in (3, 4, 3):
+        expected = merged(trained.trainer, seed)
+        report = trained(seed, f"of seed {seed}")
+        assert not report.failures and set(report.logprob_diffs) == {"engine 0", "engine 1"}
+        for found in scores(pool, loop):
+            assert largest_gap(found, expected) <= EXACT
+        assert largest_gap(base, expected) > 100 * EXACT
+        for slot in pool.slots:
+            sample = loop(slot.engine.generate("one", TOKENS[:20], SAMPLING))
+            assert sample.versions == [(f"of seed {seed}", 0, 96)]
+
+
+def test_adapters_of_attention_alone(ranks, loop, folder, merged):
+    """vLLM's own kernel for experts, and a trainer in another layout."""
+    from skyrl_megatron.inference.pool import EnginePool
+
+    pool = EnginePool([lambda: engine(folder, ATTENTION)], wait_s=20)
+    loop(pool.start(), 590)
+    try:
+        assert pool.slots[0].engine.settings.adapters.targets == ("k_proj", "o_proj", "q_proj", "v_proj")
+        with ranks_with_adapters(ranks, folder, dict(world=2, pp=2), ATTENTION) as trainer:
+            expected = merged(trainer, 3)
+            loop(synchronizer(pool, trainer, folder, ATTENTION).sync("attention"), 300)
+        [found] = scores(pool, loop)
+        assert largest_gap(found, expected) <= EXACT
+    finally:
+        loop(pool.shutdown())
+
+
+def test_an_engine_of_merged_weights_agrees(trained, pool, loop, folder, tmp_path):
+    from skyrl_megatron.inference.vllm.engine import VLLMEngine
+
+    trained(5, "merged too")
+    trained.trainer.together("export", tmp_path / "merged")
+    other = VLLMEngine(tiny_settings(tmp_path / "merged"))
+    loop(other.start(), 590)
+    try:
+        expected = loop(other.score(TOKENS))
+    finally:
+        loop(other.shutdown())
+    for found in scores(pool, loop):
+        assert largest_gap(found, expected) <= EXACT
+
+
+def test_swaps_under_load_leave_nothing_stale(pool, loop, trained, merged):
+    expected = {seed: merged(trained.trainer, seed) for seed in (3, 4)}
+    trained.trainer.sync.probe_interval = 0
+    before = None
+    for number in range(SWAPS):
+        seed = 3 + number % 2
+        running = [
+            loop.start(slot.engine.generate(f"{number}.{each}", TOKENS[: 8 + each], SAMPLING | {"seed": each}))
+            for slot in pool.slots
+            for each in range(8)
+        ]
+        trained(seed, f"swap {number}")
+        samples = [each.result(120) for each in running]
+        for sample in samples:  # each is of one version from its first token to its last
+            [(version, start, stop)] = sample.versions
+            assert (start, stop) == (0, len(sample.token_ids)) == (0, 96)
+            assert version in pool.published_before
+        for found in scores(pool, loop):
+            assert largest_gap(found, expected[seed]) <= EXACT, f"swap {number} is stale"
+        for slot in pool.slots:
+            held = loop(slot.engine._keep_adapters())
+            assert all(len(numbers) <= slot.engine.settings.adapters.slots for numbers in held)
+        memory = [size for slot in pool.slots for size in loop(slot.engine._llm.collective_rpc("memory"))]
+        if number == SWAPS // 2:
+            before = memory
+    assert max(after - then for after, then in zip(memory, before, strict=True)) <= GROWTH
+
+
+def test_a_cached_prefix_belongs_to_its_version(pool, loop, trained):
+    """The same prompt before and after a swap and a swap back."""
+    greedy = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
+    answers = []
+    for number, seed in enumerate((3, 4, 3)):
+        trained(seed, f"prefix {number}")
+        for _ in range(2):
+            sample = loop(pool.slots[0].engine.generate("prefix", TOKENS, greedy))
+            answers.append((sample.token_ids, sample.logprobs))
+    assert answers[0][0] == answers[1][0] == answers[4][0] == answers[5][0]
+    assert largest_gap(answers[0][1], answers[5][1]) <= EXACT
+    assert answers[2] != answers[0] and answers[2][0] == answers[3][0]
+
+
+@pytest.mark.parametrize(
+    "mistake, sent, worker, message",
+    [
+        ("a factor is missing", None, None, "1 factors are missing: model.layers.2.mlp.experts.down_proj.lora_B"),
+        ("gate and up are swapped", None, None, "differ from the trainer's"),
+        (None, "a byte flips on the way", None, "checksums differ"),
+        (None, "the last bucket is skipped", None, "is gone or silent"),
+        (None, None, "fails to activate", "finish: .*out of slots, says the test"),
+        (None, None, "activates nothing", "differ from the trainer's"),
+        (None, None, "ignores experts", "differ from the trainer's"),
+    ],
+)
+def test_after_a_failed_update_the_old_adapter_serves(pool, loop, trained, mistake, sent, worker, message):
+    from skyrl_megatron.errors import WeightSyncError
+    from skyrl_megatron.inference.client import InferenceClient
+
+    trained(3, "good")
+    old = scores(pool, loop)
+    trainer = trained.trainer
+    trainer.sync = synchronizer(pool, trainer, trainer.folder, phase_s=8.0 if sent else 60.0)
+    trainer.together("make", mistake)
+    if sent is not None:
+        trainer.together("weight_metadata")
+        trainer.sync._connected = []
+        original = trainer.handles[0].send_weights
+
+        async def planted():
+            await trainer.handles[0]("plant", sent)
+            return await original()
+
+        trainer.handles[0].send_weights = planted
+    plant(pool, loop, worker)
+    with pytest.raises(WeightSyncError, match=message) as caught:
+        trained(4, "bad")
+    assert "version bad is not published" in str(caught.value) or mistake == "a factor is missing"
+    plant(pool, loop, None)
+    assert pool.published == "good" and all(slot.state.value == "serving" for slot in pool.slots)
+    assert all(largest_gap(*both) <= EXACT for both in zip(scores(pool, loop), old, strict=True))
+    sample = loop(InferenceClient(pool).sample(TOKENS[:20], SAMPLING))
+    assert sample.versions == [("good", 0, 96)]
+    trainer.together("make", None)
+    trainer.handles[0].__dict__.pop("send_weights", None)
+    trainer.sync = synchronizer(pool, trainer, trainer.folder)
+    assert not trained(4, "good again").failures
+
+
+def test_an_engine_that_would_ignore_experts_says_so(ranks, loop, folder):
+    from skyrl_megatron.errors import WeightSyncError
+    from skyrl_megatron.inference.pool import EnginePool
+    from skyrl_megatron.inference.vllm.adapters import AdapterSlots
+
+    slots = AdapterSlots(8, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
+    pool = EnginePool([lambda: engine(folder, adapters=slots)], wait_s=20)
+    loop(pool.start(), 590)
+    try:
+        with ranks_with_adapters(ranks, folder, dict(world=1)) as trainer:
+            with pytest.raises(
+                WeightSyncError, match=r"experts\.down_proj has an adapter that the engine would ignore"
+            ):
+                loop(synchronizer(pool, trainer, folder).sync("ignored"), 300)
+    finally:
+        loop(pool.shutdown())
+
+
+def test_a_killed_engine_gets_base_and_adapter_again(pool, loop, trained, merged):
+    expected = merged(trained.trainer, 4)
+    trained(3, "before")
+    os.kill(pool.slots[1].engine.process_ids()[-1], signal.SIGKILL)
+    report = trained(4, "after")
+    assert report.failures and "engine 1" in report.failures[0]
+    for found in scores(pool, loop):
+        assert largest_gap(found, expected) <= EXACT
