@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+
 from tests.lora import bodies, reference
+from tests.support.engines import tiny_settings
+from tests.training.bodies import config
 from tests.weight_sync.megatron_ranks import MegatronRanks, Rank
 
-BUCKET_BYTES = 1 << 17
+BUCKET_BYTES = 1 << 15  # several from each rank
 
 
 class AdapterRank(Rank):
@@ -61,3 +65,29 @@ def ranks_with_adapters(pool, folder, layout, overrides=None):
     degrees = {name: degree for name, degree in layout.items() if name != "world"}
     keys = bodies.KEYS | {f"{bodies.LORA}sync_mode": "memory"} | (overrides or {})
     return MegatronRanks(pool, folder, layout["world"], degrees | {"overrides": keys}, BUCKET_BYTES, kind=AdapterRank)
+
+
+def pairs_of(folder, overrides=None):
+    """The adapter of a run on ``folder``."""
+    from skyrl_megatron.weight_sync.adapter_tensors import configured_pairs
+
+    memory = {f"{bodies.LORA}sync_mode": "memory"}
+    return configured_pairs(config(folder, overrides=bodies.KEYS | memory | (overrides or {})))
+
+
+def engine(folder, overrides=None, **settings):
+    """An engine for the adapter of a run on ``folder``; it is not started."""
+    from skyrl_megatron.inference.vllm.adapters import adapter_slots
+    from skyrl_megatron.inference.vllm.engine import VLLMEngine
+
+    extra = {"worker_extension_cls": "tests.lora.faulty_workers.FaultyWorker"}
+    slots = adapter_slots(pairs_of(folder, overrides))
+    return VLLMEngine(tiny_settings(folder, **{"adapters": slots, "extra": extra} | settings))
+
+
+def synchronizer(pool, trainer, folder, overrides=None, **options):
+    from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
+
+    options = dict(dtype="float32", bucket_bytes=BUCKET_BYTES, phase_s=60.0, deadline_s=300.0) | options
+    hf = json.loads((folder / "config.json").read_text())
+    return WeightSynchronizer(pool, trainer.handles, hf_config=hf, adapter=pairs_of(folder, overrides), **options)

@@ -3,17 +3,14 @@ update goes wrong."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 
 import pytest
 
-from tests.lora import bodies
-from tests.lora.adapter_ranks import BUCKET_BYTES, ranks_with_adapters
+from tests.lora.adapter_ranks import engine, ranks_with_adapters, synchronizer
 from tests.support.engines import LoopThread, largest_gap, reference_logprobs, tiny_settings
 from tests.support.tiny_models import write_tiny_model
-from tests.training.bodies import config
 
 pytestmark = [pytest.mark.vllm, pytest.mark.full_matrix]
 TOKENS = [(7 * i + 3 * i * i) % 400 + 5 for i in range(64)]
@@ -24,7 +21,6 @@ LAYOUT = dict(world=2, tp=2, ep=2)
 SWAPS = 20
 GROWTH = 8 << 20
 """Bytes that a worker may grow by over the second half of the swaps; one adapter is as large as the base, 2.6 MB."""
-ATTENTION = {f"{bodies.LORA}train_mlp": False}
 
 
 @pytest.fixture(scope="module")
@@ -39,32 +35,6 @@ def loop():
     loop.close()
 
 
-def pairs_of(folder, overrides=None):
-    """The adapter of a run on ``folder``."""
-    from skyrl_megatron.weight_sync.adapter_tensors import configured_pairs
-
-    memory = {f"{bodies.LORA}sync_mode": "memory"}
-    return configured_pairs(config(folder, overrides=bodies.KEYS | memory | (overrides or {})))
-
-
-def engine(folder, overrides=None, **settings):
-    """An engine for the adapter of a run on ``folder``; it is not started."""
-    from skyrl_megatron.inference.vllm.adapters import adapter_slots
-    from skyrl_megatron.inference.vllm.engine import VLLMEngine
-
-    extra = {"worker_extension_cls": "tests.lora.faulty_workers.FaultyWorker"}
-    slots = adapter_slots(pairs_of(folder, overrides))
-    return VLLMEngine(tiny_settings(folder, **{"adapters": slots, "extra": extra} | settings))
-
-
-def synchronizer(pool, trainer, folder, overrides=None, **options):
-    from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
-
-    options = dict(dtype="float32", bucket_bytes=BUCKET_BYTES, phase_s=60.0, deadline_s=300.0) | options
-    hf = json.loads((folder / "config.json").read_text())
-    return WeightSynchronizer(pool, trainer.handles, hf_config=hf, adapter=pairs_of(folder, overrides), **options)
-
-
 @pytest.fixture(scope="module")
 def pool(folder, loop):
     """Two engines: one worker, and two."""
@@ -76,18 +46,23 @@ def pool(folder, loop):
     loop(pool.shutdown())
 
 
-@pytest.fixture
-def trained(ranks, pool, loop, folder):
-    """``trained(seed, version)`` gives the engines the adapter of a seed."""
+@pytest.fixture(scope="module")
+def trainer(ranks, folder):
     with ranks_with_adapters(ranks, folder, LAYOUT) as trainer:
-        trainer.sync = synchronizer(pool, trainer, folder)
+        yield trainer
 
-        def give(seed, version):
-            trainer.together("adapt", seed)
-            return loop(trainer.sync.sync(version), 400)
 
-        give.trainer = trainer
-        yield give
+@pytest.fixture
+def trained(trainer, pool, loop, folder):
+    """``trained(seed, version)`` gives the engines the adapter of a seed."""
+    trainer.sync = synchronizer(pool, trainer, folder)
+
+    def give(seed, version):
+        trainer.together("adapt", seed)
+        return loop(trainer.sync.sync(version), 400)
+
+    give.trainer = trainer
+    return give
 
 
 @pytest.fixture
@@ -123,23 +98,6 @@ def test_engines_with_adapters_equal_the_merged_model(pool, loop, trained, merge
         for slot in pool.slots:
             sample = loop(slot.engine.generate("one", TOKENS[:20], SAMPLING))
             assert sample.versions == [(f"of seed {seed}", 0, 96)]
-
-
-def test_adapters_of_attention_alone(ranks, loop, folder, merged):
-    """vLLM's own kernel for experts, and a trainer in another layout."""
-    from skyrl_megatron.inference.pool import EnginePool
-
-    pool = EnginePool([lambda: engine(folder, ATTENTION)], wait_s=20)
-    loop(pool.start(), 590)
-    try:
-        assert pool.slots[0].engine.settings.adapters.targets == ("k_proj", "o_proj", "q_proj", "v_proj")
-        with ranks_with_adapters(ranks, folder, dict(world=2, pp=2), ATTENTION) as trainer:
-            expected = merged(trainer, 3)
-            loop(synchronizer(pool, trainer, folder, ATTENTION).sync("attention"), 300)
-        [found] = scores(pool, loop)
-        assert largest_gap(found, expected) <= EXACT
-    finally:
-        loop(pool.shutdown())
 
 
 def test_an_engine_of_merged_weights_agrees(trained, pool, loop, folder, tmp_path):
@@ -243,24 +201,6 @@ def test_after_a_failed_update_the_old_adapter_serves(pool, loop, trained, mista
     trainer.handles[0].__dict__.pop("send_weights", None)
     trainer.sync = synchronizer(pool, trainer, trainer.folder)
     assert not trained(4, "good again").failures
-
-
-def test_an_engine_that_would_ignore_experts_says_so(ranks, loop, folder):
-    from skyrl_megatron.errors import WeightSyncError
-    from skyrl_megatron.inference.pool import EnginePool
-    from skyrl_megatron.inference.vllm.adapters import AdapterSlots
-
-    slots = AdapterSlots(8, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
-    pool = EnginePool([lambda: engine(folder, adapters=slots)], wait_s=20)
-    loop(pool.start(), 590)
-    try:
-        with ranks_with_adapters(ranks, folder, dict(world=1)) as trainer:
-            with pytest.raises(
-                WeightSyncError, match=r"experts\.down_proj has an adapter that the engine would ignore"
-            ):
-                loop(synchronizer(pool, trainer, folder).sync("ignored"), 300)
-    finally:
-        loop(pool.shutdown())
 
 
 def test_a_killed_engine_gets_base_and_adapter_again(pool, loop, trained, merged):
