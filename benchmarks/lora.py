@@ -5,10 +5,11 @@
 A Qwen3-MoE of hidden size 1024 with 32 experts top-4 (2 layers, 124 million parameters) in fp32, one process, as many
 threads as ``OMP_NUM_THREADS`` says (1). Both sides are a ``MegatronEngine`` of the same folder, one of them with
 adapters on every linear map, and take the same step: 8 sequences of 1024 tokens in one micro-batch, log-probs,
-objective, gradients, Adam. Rounds alternate; the fastest of each side are compared, as noise only ever adds.
+objective, gradients, Adam. Rounds alternate; the fastest of each side are compared, as noise only ever adds. Seconds
+are processor time, which with one thread is what a quiet machine takes.
 
-``memory`` runs each side in a process of its own and counts bytes of the tensors that are alive after a step, and the
-most that the process had resident: a second copy of the frozen weights would show in both.
+``memory`` runs each side in a process of its own and counts the bytes of all tensors that are alive after a step, and
+by how much the process has grown: a second copy of the frozen weights would show in both.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def one_process() -> None:
 
 # ---------------------------------------------------------------------------------------------------------- time
 def time_steps(model: Path, rank: int, rounds: int) -> None:
-    """Print the seconds of forward and backward and of the whole step, and the ratios."""
+    """Print the processor seconds of forward and backward and of the whole step, and the ratios."""
     from megatron.core import parallel_state
 
     engines = {}
@@ -124,11 +125,11 @@ def time_steps(model: Path, rank: int, rounds: int) -> None:
     best: dict[str, list[float]] = {}
     for number in range(rounds + 1):
         for side, engine in engines.items():
-            began = time.perf_counter()
+            began = time.process_time()
             engine.forward_backward(batch)
-            middle = time.perf_counter()
+            middle = time.process_time()
             engine.optim_step()
-            taken = [middle - began, time.perf_counter() - began]
+            taken = [middle - began, time.process_time() - began]
             if number:  # the first warms up
                 best[side] = [min(pair) for pair in zip(best.get(side, taken), taken, strict=True)]
     for side, (passes, step) in best.items():
@@ -139,59 +140,55 @@ def time_steps(model: Path, rank: int, rounds: int) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- memory
-def memory_of(side: str, model: Path, rank: int) -> dict[str, float]:
-    """Take two steps and count bytes."""
+def memory_of(side: str, model: Path, rank: int) -> dict[str, int]:
+    """Return bytes after a step of one sequence, and how many values are trained."""
     import psutil
     import torch
+    from megatron.core.distributed import DistributedDataParallel  # what is imported later is no growth  # noqa: F401
 
+    from skyrl_megatron.runtime import engine as _  # noqa: F401
+
+    process = psutil.Process()
+    before = process.memory_info().rss
     engine = build(side, model, rank)
-    batch = make_batch()
-    for _ in range(2):
-        engine.forward_backward(batch)
-        engine.optim_step()
+    engine.forward_backward(make_batch().select([0]))
+    engine.optim_step()
     gc.collect()
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in gc.get_objects()
-        if isinstance(tensor, torch.Tensor)
-    }
-    chunk = engine.model.chunks[0]
-    trained = [p for p in chunk.parameters() if p.requires_grad]
+    alive = [found for found in gc.get_objects() if isinstance(found, torch.Tensor)]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in alive}
+    parameters = list(engine.model.chunks[0].parameters())
     factors = {id(factor.tensor) for factor in engine.adapters.factors()} if engine.adapters else set()
-    state = [v for o in engine.optimizer.chained_optimizers for v in _state(o)]
+    optimizers = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])
+    state = [value for each in optimizers for of in each.optimizer.state.values() for value in of.values()]
     return {
-        "weights": sum(p.nbytes for p in chunk.parameters() if id(p) not in factors),
-        "trained": sum(p.numel() for p in trained),
-        "state": sum(tensor.nbytes for tensor in state),
+        "weights": sum(each.nbytes for each in parameters if id(each) not in factors),
+        "trained": sum(each.numel() for each in parameters if each.requires_grad),
+        "state": sum(value.nbytes for value in state if value.dim()),
         "alive": sum(storages.values()),
-        "resident": psutil.Process().memory_info().rss,
-        "peak": int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1]) * 1024,
+        "grown": process.memory_info().rss - before,
     }
-
-
-def _state(optimizer: Any) -> list[Any]:
-    return [tensor for state in optimizer.optimizer.state.values() for tensor in state.values() if tensor.dim()]
 
 
 def compare_memory(model: Path, rank: int) -> None:
     """Print what each side has, each in a process of its own."""
-    found: dict[str, Mapping[str, float]] = {}
+    found: dict[str, Mapping[str, int]] = {}
     for side in SIDES:
         command = [sys.executable, __file__, "--as", side, "--model", str(model), "--rank", str(rank)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             sys.exit(f"{side} failed:\n{done.stderr[-3000:]}")
-        found[side] = json.loads(done.stdout.splitlines()[-1])
-    for side, each in found.items():
+        found[side] = each = json.loads(done.stdout.splitlines()[-1])
         print(
-            f"{side:<9} "
-            + " · ".join(f"{name} {value / 1e6:,.1f}" for name, value in each.items())
-            + "  (million, MB)"
+            f"{side:<9} {each['trained']:,} trained values; MB: weights {each['weights'] / 1e6:,.1f}, optimizer state "
+            f"{each['state'] / 1e6:,.1f}, all tensors {each['alive'] / 1e6:,.1f}, process {each['grown'] / 1e6:,.1f}"
         )
-    for side in SIDES:
-        print(f"{side}: {found[side]['state'] / found[side]['trained']:.3f} bytes of optimizer state a trained value")
-    ours = found["adapters"]
-    print(f"beside weights, {(ours['alive'] - ours['weights']) / ours['trained']:.1f} bytes a trained value are alive")
+    full, ours = found["full"], found["adapters"]
+    same = full["state"] * ours["trained"] == ours["state"] * full["trained"]
+    print(f"optimizer state: {ours['state'] / ours['trained']:g} bytes a trained value, on both sides alike: {same}")
+    more = ours["alive"] - ours["weights"]
+    print(
+        f"beside the weights: {more / ours['weights']:.3f} of them, {more / ours['trained']:.1f} bytes a trained value"
+    )
 
 
 def main() -> None:

@@ -41,7 +41,8 @@ class _GroupedGemm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        # Beside a frozen weight the input need not be kept.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.counts = counts
         return torch.cat([gemm(rows, matrix) for rows, matrix in zip(x.split(counts), weight, strict=True)])
 

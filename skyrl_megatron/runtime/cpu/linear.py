@@ -28,7 +28,8 @@ class _Linear(torch.autograd.Function):
         if sequence_parallel:
             whole = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
             dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
-        ctx.save_for_backward(whole, weight)
+        ctx.save_for_backward(whole if ctx.needs_input_grad[1] else None, weight)  # a frozen weight needs none
+        ctx.shape = whole.shape
         ctx.allreduce_dgrad, ctx.sequence_parallel, ctx.group = allreduce_dgrad, sequence_parallel, group
         out = gemm(whole.flatten(0, -2), weight)
         if bias is not None:
@@ -42,11 +43,11 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = None
         if needs_x:
-            grad_x = gemm(grad, weight.t()).view(whole.shape)
+            grad_x = gemm(grad, weight.t()).view(ctx.shape)
             if ctx.allreduce_dgrad:
                 dist.all_reduce(grad_x, group=ctx.group)
             elif ctx.sequence_parallel:
-                mine = grad_x.new_empty(whole.shape[0] // ctx.group.size(), *whole.shape[1:])
+                mine = grad_x.new_empty(ctx.shape[0] // ctx.group.size(), *ctx.shape[1:])
                 dist.reduce_scatter_tensor(mine, grad_x, group=ctx.group)
                 grad_x = mine
         if needs_weight:

@@ -32,7 +32,7 @@ from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker
 from torch import Tensor
 from torch.nn import functional as F
 
-from skyrl_megatron.runtime.cpu.gemm import grouped_gemm
+from skyrl_megatron.runtime.lora.product import add_factor_product, factor_product
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
 
@@ -149,24 +149,25 @@ class LowRank(torch.nn.Module):
 
     def forward(self, x: Tensor, counts: Tensor | None) -> Tensor:
         """Map [..., in] → [..., out] without scale. ``counts`` [experts]: rows of ``x`` that each expert has."""
-        hidden = _apply(x, self.A, counts)
+        return factor_product(self.narrow(x, counts), self.B, counts)
+
+    def add_to(self, base: Tensor, x: Tensor, counts: Tensor | None, scale: float) -> Tensor:
+        """Add scale · :meth:`forward` to ``base``, as :func:`add_factor_product` does."""
+        return add_factor_product(base, self.narrow(x, counts), self.B, counts, scale)
+
+    def narrow(self, x: Tensor, counts: Tensor | None) -> Tensor:
+        """Map [..., in] → A·x [..., rank], for the tokens of the map's output."""
+        hidden = factor_product(x, self.A, counts)
         if self.groups.parallel.sequence_parallel and not self.expert:
             if self.tensor_split is TensorSplit.COLUMN:
                 hidden = gather_from_sequence_parallel_region(hidden, group=self.groups.tp)
             elif self.tensor_split is TensorSplit.ROW:
                 hidden = reduce_scatter_to_sequence_parallel_region(hidden, group=self.groups.tp)
-        return _apply(hidden, self.B, counts)
+        return hidden
 
     def product(self) -> Tensor:
         """Return this rank's share of B·A in fp32, [out, in] or [experts, out, in]."""
         return self.B.detach().float() @ self.A.detach().float()
-
-
-def _apply(x: Tensor, weight: Tensor, counts: Tensor | None) -> Tensor:
-    if weight.dim() == 2:
-        return F.linear(x, weight)
-    assert counts is not None
-    return grouped_gemm(x, weight, counts)
 
 
 class Adapter(torch.nn.Module):
@@ -194,8 +195,9 @@ class Adapter(torch.nn.Module):
         first = next(iter(low_ranks.values()))
         self.expert, self.groups = first.expert, first.groups
 
-    def forward(self, x: Tensor, counts: Tensor | None = None) -> Tensor:
-        """Map inputs of the linear map [..., in] to what is added to its output [..., out]."""
+    def forward(self, x: Tensor, counts: Tensor | None, base: Tensor) -> Tensor:
+        """Return ``base``, the linear map's output [..., out], which this may overwrite, with the adapter's added.
+        ``x``: inputs of the map [..., in]."""
         x = x.to(next(self.parameters()).dtype)
         if self.dropout and self.training:
             # Inputs differ between tp ranks, and so must the masks.
@@ -203,11 +205,14 @@ class Adapter(torch.nn.Module):
             with get_cuda_rng_tracker().fork(*fork):
                 x = F.dropout(x, self.dropout)
         if self.is_joined:
+            if base.dtype == x.dtype:
+                return low_rank_of(self, JOINED).add_to(base, x, counts, self.scale)
             joined: Tensor = self.low_ranks[JOINED](x, counts) * self.scale
-            return joined
+            return base + joined.to(base.dtype)
         outputs = {name: low_rank(x, counts) for name, low_rank in self.low_ranks.items()}
         some = next(iter(outputs.values()))
-        return self.order.join([outputs.get(name) for name in self.projections], some) * self.scale
+        ordered = self.order.join([outputs.get(name) for name in self.projections], some)
+        return base + (ordered * self.scale).to(base.dtype)
 
     @property
     def is_joined(self) -> bool:

@@ -180,7 +180,7 @@ class _Addition:
             x = F.rms_norm(x, self.norm.shape, self.norm, self.epsilon)
         counts = torch.as_tensor(inputs[1]) if self.adapter.expert and len(inputs) > 1 else None
         first = output[0] if isinstance(output, tuple) else output
-        added = first + self.adapter(x, counts).to(first.dtype)
+        added = self.adapter(x, counts, first)
         return (added, *output[1:]) if isinstance(output, tuple) else added
 
 
