@@ -130,6 +130,7 @@ def time_steps(model: Path, rank: int, rounds: int) -> None:
             middle = time.process_time()
             engine.optim_step()
             taken = [middle - began, time.process_time() - began]
+            print(f"  round {number}, {side}: {taken[0]:.2f} s, {taken[1]:.2f} s", flush=True)
             if number:  # the first warms up
                 best[side] = [min(pair) for pair in zip(best.get(side, taken), taken, strict=True)]
     for side, (passes, step) in best.items():

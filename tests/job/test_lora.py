@@ -3,10 +3,12 @@ adapters alone, and the export opens in PEFT."""
 
 import json
 
+import psutil
 import pytest
 
 from tests.job import runs
-from tests.job.test_run import AGREE, GAP
+from tests.job.test_run import AGREE, GAP, until_line
+from tests.job.test_run_matrix import HASHES
 
 pytestmark = pytest.mark.vllm
 
@@ -62,3 +64,32 @@ def test_a_run_whose_adapters_travel_alone(folder):
     assert len(done.lines) == 2 and max(line[GAP] for line in done.lines) <= AGREE
     again = runs.run(folder, **alone, trainer__max_training_steps=3).check()
     assert "(step 2 of 3)" in again.out and again.lines[-1][GAP] <= AGREE
+
+
+@pytest.mark.full_matrix
+def test_a_killed_run_of_adapters_goes_on_as_if_it_had_not_been(tmp_path):
+    """kill -9 behind step 3 of 4, with a checkpoint of step 2: SHA-256 over factors, moments, random states and all
+    ids sampled after the checkpoint."""
+    keys = LORA | {"trainer__max_training_steps": 4, "trainer__ckpt_interval": 2, "trainer__hf_save_interval": 0}
+    found = []
+    for name in ("whole", "killed"):
+        folder = tmp_path / name
+        folder.mkdir()
+        runs.prepare(folder)
+        if name == "killed":
+            process = runs.start(folder, HASHES, **keys)
+            try:
+                list(until_line(process, "step 3/4"))
+                children = psutil.Process(process.pid).children(recursive=True)
+            finally:
+                process.kill()
+                process.communicate(timeout=120)
+            assert not psutil.wait_procs(children, timeout=60)[1], "left behind"
+            assert not (folder / "exports/hashes.json").exists()
+        out = runs.run(folder, HASHES, **keys).check().out
+        assert ("(step 2 of 4)" in out) == (name == "killed")
+        found.append(json.loads((folder / "exports/hashes.json").read_text()))
+    whole, killed = found
+    assert whole == killed
+    factors = [name for rank in whole[0] for name in rank if name.endswith((".A", ".B"))]
+    assert factors and all("adapters." in name for name in factors)
