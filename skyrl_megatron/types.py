@@ -66,6 +66,8 @@ class TrainingBatch:
     """[B, S, L, K] uint8/int16: experts chosen by the engine, for routing replay."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Facts of the whole batch, carried along unchanged."""
+    adapters: list[str] = field(default_factory=list)
+    """[B] which of the policy's named adapters a row belongs to; empty: to the first, or there are no names."""
 
     def __len__(self) -> int:
         return self.sequences.shape[0]
@@ -83,7 +85,7 @@ class TrainingBatch:
             value = getattr(self, item.name)
             if isinstance(value, Tensor):
                 value = value[index.to(value.device)]
-            elif item.name == "uids":
+            elif isinstance(value, list):
                 value = [value[row] for row in index.tolist()] if value else []
             picked[item.name] = value
         return TrainingBatch(**picked)
@@ -103,4 +105,4 @@ class TrainingBatch:
             value = getattr(self, item.name)
             if isinstance(value, Tensor):
                 blank[item.name] = value.new_zeros(1, *value.shape[1:])
-        return TrainingBatch(**blank, uids=[""] if self.uids else [])
+        return TrainingBatch(**blank, uids=[""] if self.uids else [], adapters=self.adapters[:1])

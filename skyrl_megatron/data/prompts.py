@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ADAPTER_KEY = "adapter"
 READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 BATCH_ROWS = 1000
 
@@ -34,6 +35,9 @@ class PromptDataset:
 
     An item is ``(messages, env_class, extras, uid)``: ``env_class`` is None where the row has none, ``extras`` are all
     other columns, ``uid`` is the row's number over all sources and does not depend on what was filtered.
+
+    ``adapters``: names of the policy's adapters, where it has several: one of them in a row's ``adapter`` says which
+    answers it, the first where there is none; every item's extras name it.
 
     ``enough``: stop measuring once so many prompts are found, and hold only those (None: measure all).
 
@@ -52,6 +56,7 @@ class PromptDataset:
         template: str | None = None,
         template_kwargs: dict[str, Any] | None = None,
         enough: int | None = None,
+        adapters: Sequence[str] = (),
         hub_commits: Mapping[str, str] | None = None,
         say: Callable[[str], None] = logger.info,
     ) -> None:
@@ -71,6 +76,8 @@ class PromptDataset:
         sources = [load_source(name, num_workers, hub_commits or {}, say) for name in names]
         for name, source in zip(names, sources, strict=True):
             require_prompts(source, name, prompt_key)
+            require_adapters(source, name, adapters)
+        self.adapters = list(adapters)
         self.rows = _joined(sources, names, concatenate_datasets)
         self.kept = self._short_enough(names, [len(source) for source in sources], enough)
         self.num_filtered = 0 if enough is not None and len(self.kept) >= enough else len(self.rows) - len(self.kept)
@@ -90,7 +97,16 @@ class PromptDataset:
         number = int(self.kept[item])
         extras = dict(self.rows[number])
         messages, env_class = extras.pop(self.prompt_key), extras.pop(self.env_class_key, None)
+        if self.adapters:
+            extras[ADAPTER_KEY] = extras.get(ADAPTER_KEY) or self.adapters[0]
         return [_without_nulls(message) for message in messages], env_class, extras, str(number)
+
+    def adapters_of(self, uids: Sequence[str]) -> list[str]:
+        """Return the adapter that answers each of some items, by their uids; [] without several adapters."""
+        if not self.adapters or ADAPTER_KEY not in self.rows.column_names:
+            return [self.adapters[0]] * len(uids) if self.adapters else []
+        column = self.rows.select_columns([ADAPTER_KEY])
+        return [column[int(uid)][ADAPTER_KEY] or self.adapters[0] for uid in uids]
 
     def env_classes(self, default: str) -> set[str]:
         """Return the environments that the rows name; ``default`` for rows that name none."""
@@ -142,6 +158,19 @@ def require_prompts(rows: Dataset, name: str, prompt_key: str = "prompt") -> Non
     for row in sorted({0, len(rows) - 1}):
         if problem := _problem(rows[row][prompt_key]):
             raise DataError(f"{name}, row {row}: {prompt_key} {problem}")
+
+
+def require_adapters(rows: Dataset, name: str, adapters: Sequence[str]) -> None:
+    """Raise DataError, with file and row, where a row's ``adapter`` is none of ``adapters``, if there are any."""
+    if not adapters or ADAPTER_KEY not in rows.column_names:
+        return
+    unknown = [each for each in rows.unique(ADAPTER_KEY) if each is not None and each not in adapters]
+    if unknown:
+        row = next(number for number, each in enumerate(rows[ADAPTER_KEY]) if each == unknown[0])
+        raise DataError(
+            f"{name}, row {row}: {ADAPTER_KEY} {unknown[0]!r} is unknown; trainer.policy.model.lora.adapters has "
+            f"{', '.join(adapters)}"
+        )
 
 
 def load_source(

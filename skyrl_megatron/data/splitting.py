@@ -43,6 +43,19 @@ def counted_rows(batch: TrainingBatch) -> TrainingBatch:
     return batch.select(rows.numpy()) if 0 < len(rows) < len(batch) else batch
 
 
+def rows_by_adapter(batch: TrainingBatch, names: Sequence[str]) -> dict[str, np.ndarray]:
+    """Return name → rows [b] int64 that belong to each of the policy's adapters, ascending; all belong to the first
+    where the batch names none. Raises ValueError with row and names for one that is not among ``names``."""
+    if not batch.adapters:
+        return {name: np.arange(0 if number else len(batch)) for number, name in enumerate(names)}
+    for row, name in enumerate(batch.adapters):
+        if name not in names:
+            known = ", ".join(filter(None, names)) or "none: trainer.policy.model.lora.adapters is empty"
+            raise ValueError(f"row {row} of the batch belongs to adapter {name!r}; there are: {known}")
+    labels = np.asarray(batch.adapters)
+    return {name: np.flatnonzero(labels == name) for name in names}
+
+
 def split_for_dp(costs: np.ndarray, dp: int) -> list[np.ndarray]:
     """Assign rows to ``dp`` replicas so that their costs are balanced, with equal counts where they divide.
 

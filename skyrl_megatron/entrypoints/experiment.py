@@ -172,6 +172,7 @@ class BasePPOExp:
             self.cfg.trainer.max_prompt_length,
             template=load_template(self.cfg.generator.chat_template),
             template_kwargs=self.cfg.generator.chat_template_kwargs,
+            adapters=tuple(self.cfg.trainer.policy.model.lora.adapters),
             hub_commits=self.cfg.trainer.hub_commits,
             say=_say(self.cfg),
         )

@@ -13,6 +13,7 @@ the optimizer (``optimizer.py``) and memory that others need (``offload.py``).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import Iterator
@@ -20,29 +21,25 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from skyrl_megatron import device
 from skyrl_megatron.algorithms.metrics import ReducibleMetrics, merge_metrics, metric_values, pack_metrics
 from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.algorithms.reduction import StepTotals
+from skyrl_megatron.config.adapters import adapter_configs, adapter_names
 from skyrl_megatron.config.rules.role_layout import parallel_config
 from skyrl_megatron.config.run_folder import run_folder
-from skyrl_megatron.data.splitting import plan_micro_batches
+from skyrl_megatron.data.splitting import plan_micro_batches, rows_by_adapter
 from skyrl_megatron.runtime import loss_scale, parallel_state
 from skyrl_megatron.runtime.agreement import from_rank_0, group_maximum, raise_on_all_ranks
 from skyrl_megatron.runtime.batch_checks import find_problem
 from skyrl_megatron.runtime.cpu import megatron_patches
-from skyrl_megatron.runtime.engine_settings import (
-    attach_adapters,
-    ddp_config,
-    hf_model,
-    parameter_dtype,
-    transformer_kwargs,
-)
+from skyrl_megatron.runtime.engine_settings import ddp_config, hf_model, parameter_dtype, transformer_kwargs
 from skyrl_megatron.runtime.flops import model_flops, peak_flops
 from skyrl_megatron.runtime.forward_step import LogprobHead, LogprobStep, MicroBatch, PolicyStep
 from skyrl_megatron.runtime.hf.load import load_hf
@@ -51,14 +48,18 @@ from skyrl_megatron.runtime.model.build import build_model
 from skyrl_megatron.runtime.model.lm_head import return_hidden_states
 from skyrl_megatron.runtime.model.router import router_metrics
 from skyrl_megatron.runtime.offload import PARTS, Offload, Part
-from skyrl_megatron.runtime.optimizer import StepResult, build_lr_schedule, build_optimizer, step_if_finite
+from skyrl_megatron.runtime.optimizer import StepResult, build_lr_schedule, step_if_finite, together
 from skyrl_megatron.runtime.packed_inputs import pack
 from skyrl_megatron.runtime.profiling import MemoryRecorder, profiled
 from skyrl_megatron.runtime.schedule import run_schedule, share_from_last_stage
+from skyrl_megatron.runtime.trained import Trained, prepare_training
 from skyrl_megatron.runtime.vocab_parallel import SoftmaxSettings
 
 if TYPE_CHECKING:
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
     from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.runtime.lora.attach import Adapters
     from skyrl_megatron.types import TrainingBatch
 
 logger = logging.getLogger(__name__)
@@ -93,25 +94,21 @@ class MegatronEngine:
         )
         assert self.model.hf.path is not None
         load_hf(self.model, self.model.hf.path, self.groups)
-        self.chunks: list[Any] = list(self.model.chunks)
-        """The model's chunks, in :class:`DistributedDataParallel` when they are trained."""
         fused = cfg.trainer.fused_lm_head_logprob and self.groups.is_last_stage
         self._head_weight = return_hidden_states(self.model.chunks[-1], self.groups) if fused else None
         self.flops = model_flops(self.model.config, self.model.vocab_size)
         self.memory = MemoryRecorder(
             getattr(self.settings, "record_memory", False), Path(cfg.trainer.ckpt_path) / "memory_snapshots"
         )
-        self.steps = self.skipped_steps = 0
-        self._accumulated = StepTotals()
-        """Denominators of the gradients accumulated so far."""
-        self._reduced = False
-        self.adapters = attach_adapters(cfg, self.model, self.groups) if self.is_adapted else None
-        """The policy's low-rank adapters, which are trained instead of the weights."""
         self.base = self._fingerprint() if self.is_adapted else None
         """Which weights the adapters are added to."""
-        if role != "ref":
-            self._prepare_training(total_steps)
-        self._memory = Offload(self.chunks, getattr(self, "optimizer", None))
+        self.adapter_names = adapter_names(cfg) if role == "policy" else ("",)
+        """What is trained, in the order in which it takes turns: ``("",)`` unless the adapters have names."""
+        self._trained = {"": Trained(list(self.model.chunks))} if role == "ref" else self._prepare(total_steps)
+        self._name = self.adapter_names[0]
+        self._now = self._trained[self._name]
+        chunks = [chunk for trained in self._trained.values() for chunk in trained.chunks]
+        self._memory = Offload(chunks, [trained.optimizer for trained in self._trained.values()])
 
     @property
     def is_adapted(self) -> bool:
@@ -123,34 +120,78 @@ class MegatronEngine:
         assert folder is not None
         return str(from_rank_0(fingerprint(folder) if dist.get_rank() == 0 else None))
 
-    def _prepare_training(self, total_steps: int | None) -> None:
-        config, (buffers, distributed) = self.model.config, ddp_config(self.megatron)
-        self.auxiliary_scale = loss_scale.sum_gradients(config, buffers)
-        if self.megatron.freeze_moe_router and not self.is_adapted:
-            for chunk in self.model.chunks:
-                for name, parameter in chunk.named_parameters():
-                    parameter.requires_grad_(".router." not in name)
-        self.chunks = [
-            DistributedDataParallel(
-                config, buffers, chunk, disable_bucketing=index > 0, pg_collection=self.groups.collection
-            )
-            for index, chunk in enumerate(self.model.chunks)
-        ]
-        if buffers.overlap_grad_reduce:
-            config.no_sync_func = [chunk.no_sync for chunk in self.chunks]
-            if len(self.chunks) == 1:
-                config.no_sync_func = config.no_sync_func[0]
-        self.optimizer = build_optimizer(
-            self.chunks,
-            self.settings.optimizer_config,
-            self.megatron.optimizer_config_kwargs,
-            self.groups,
-            params_dtype=parameter_dtype(self.cfg),
-            use_distributed_optimizer=distributed,
-            overlap_param_gather=buffers.overlap_param_gather,
-        )
-        self.overlaps_param_gather = distributed and buffers.overlap_param_gather
-        self.lr_schedule = build_lr_schedule(self.optimizer, self.settings.optimizer_config, total_steps)
+    def _prepare(self, total_steps: int | None) -> dict[str, Trained]:
+        buffers = ddp_config(self.megatron)
+        self.auxiliary_scale = loss_scale.sum_gradients(self.model.config, buffers)
+        self.overlaps_param_gather = buffers.use_distributed_optimizer and buffers.overlap_param_gather
+        configs = adapter_configs(self.cfg) if self.role == "policy" else {"": self.cfg}
+        trained: dict[str, Trained] = {}
+        for name, cfg in configs.items():
+            trained[name] = prepare_training(cfg, self.role, self.model, self.groups, buffers, total_steps)
+            if len(configs) > 1:
+                trained[name].end()
+        if len(configs) > 1:
+            trained[self.adapter_names[0]].begin()
+        return trained
+
+    # ------------------------------------------------------------------ what is trained
+    @property
+    def chunks(self) -> list[Any]:
+        """The model's chunks, in :class:`DistributedDataParallel` when they are trained."""
+        return self._now.chunks
+
+    @property
+    def adapters(self) -> Adapters | None:
+        """The low-rank adapters that are trained instead of the weights; of several, those of :attr:`adapter`."""
+        return self._now.adapters
+
+    @property
+    def optimizer(self) -> Any:
+        """Megatron's optimizer; None of a role that is not trained."""
+        return self._now.optimizer
+
+    @property
+    def lr_schedule(self) -> OptimizerParamScheduler | None:
+        """The optimizer's schedule; None of a role that is not trained."""
+        return self._now.lr_schedule
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of this engine."""
+        return self._now.steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Those that were skipped because the gradient was not finite."""
+        return self._now.skipped_steps
+
+    @property
+    def adapter(self) -> str:
+        """The name of the adapter that the model has now."""
+        return self._name
+
+    def set_adapter(self, name: str) -> None:
+        """Make the engine that of one of :attr:`adapter_names`, in all that it computes, saves and says of itself.
+
+        :meth:`compute_logprobs`, :meth:`forward_backward` and :meth:`optim_step` set those of their rows themselves.
+        Every rank sets the same.
+        """
+        if name == self._name:
+            return
+        self.onload("weights")
+        self._now.end()
+        self._name, self._now = name, self._trained[name]
+        self._now.begin()
+
+    def restart_schedule(self, lr: float | None, total_steps: int | None) -> None:
+        """Begin the learning-rate schedules anew: as configured, or constant at ``lr``."""
+        for name, cfg in adapter_configs(self.cfg).items():
+            settings, trained = getattr(cfg.trainer, self.role).optimizer_config, self._trained[name]
+            if lr is not None:
+                settings = dataclasses.replace(settings, lr=lr, scheduler="constant")
+            for group in trained.optimizer.param_groups:
+                group["max_lr"] = settings.lr  # a group's own peak goes before the schedule's
+            trained.lr_schedule = build_lr_schedule(trained.optimizer, settings, total_steps)
 
     # ------------------------------------------------------------------ place in the layout
     @property
@@ -178,10 +219,16 @@ class MegatronEngine:
         ``batch``: the rows of this replica. ``temperature`` defaults to ``algorithm.temperature``. ``adapters`` false:
         of the base model, which is the reference of a policy with adapters. Every rank gets the result of its replica.
         """
-        if self.adapters is not None and not adapters:
-            with self.adapters.disabled():
-                return self.compute_logprobs(batch, temperature=temperature)
         self.onload("weights")
+        out = torch.zeros(batch.response_mask.shape)
+        for name, rows in self._turns(batch):
+            self.set_adapter(name)
+            base = self.adapters is not None and not adapters
+            with self.adapters.disabled() if self.adapters and base else contextlib.nullcontext():
+                out[torch.from_numpy(rows)] = self._logprobs(_picked(batch, rows), temperature)
+        return out
+
+    def _logprobs(self, batch: TrainingBatch, temperature: float | None) -> Tensor:
         step = LogprobStep(self._head(temperature))
         micro_batches = self._micro_batches(batch, self.cfg.trainer.micro_forward_batch_size_per_gpu)
         self._set_training(False)
@@ -219,39 +266,61 @@ class MegatronEngine:
         prompt must come in one call; auxiliary losses of the calls are averaged). ``accumulate``: more calls follow;
         needed only with ``ddp_config.overlap_grad_reduce``. ``objective``: that of ``trainer.algorithm`` unless given.
 
+        With several adapters each learns from its own rows as if there were no others: its loss is a mean over them,
+        and its metrics come as ``adapter/<name>/…`` too.
+
         Raises the same error on every rank, with gradients cleared: ValueError for sequences over the token budget,
         for no trainable token and for inputs that are not finite; whatever a custom loss raises.
         """
-        if self._reduced:
+        if any(trained.reduced for trained in self._trained.values()):
             raise ValueError("gradients are reduced already: call optim_step() or clear_gradients() first")
         started = time.perf_counter()
         self.onload("weights", "gradients")
         self._memory.onload(("optimizer",))  # travels while the model computes
         objective = objective or PolicyObjective(self.cfg.trainer.algorithm)
+        measured: dict[str, list[ReducibleMetrics]] = {}
         with self._cleared_on_failure():
             positions = self.model.hf.config.get("max_position_embeddings")
             raise_on_all_ranks(find_problem(batch, objective, positions))
-            totals = self.step_totals(batch, objective)
-            if totals.tokens == 0:
+            for name, rows in self._turns(batch):
+                part = _picked(batch, rows)
+                if (totals := self.step_totals(part, objective)).tokens:
+                    self.set_adapter(name)
+                    measured[name] = self._add_gradient(part, totals, objective, accumulate)
+            if not measured:
                 raise ValueError("no trainable token in the mini-batch: the loss mask is 0 everywhere")
-            combined = self._accumulated + totals
-            share = self._weight(totals) / self._weight(combined)
-            if self._accumulated.tokens:
-                for chunk in self.chunks:
-                    chunk.scale_gradients(1.0 - share)
-            self.auxiliary_scale.over(self._count_valid_tokens(batch), share)
-            seed = (self.cfg.trainer.seed, self.steps, self.dp_rank)
-            step = PolicyStep(self._head(), objective, combined, entropy=objective.config.use_entropy_loss, seed=seed)
-            micro_batches = self._micro_batches(batch, self.cfg.trainer.micro_train_batch_size_per_gpu)
-            self._set_training(True)
-            with self._local_gradients(accumulate), self._profile("forward_backward"):
-                results = run_schedule(step, micro_batches, self.chunks, self.groups, forward_only=False)
-            raise_on_all_ranks(step.failure)
-            self._accumulated = combined
-        metrics = self._reduce(merge_metrics(*results))
+        seconds = time.perf_counter() - started
+        metrics = self._reduce(merge_metrics(*(each for results in measured.values() for each in results)))
         per_layer = self.megatron.moe_per_layer_logging
         metrics |= router_metrics(self.chunks, self.model.config, per_layer=per_layer)
-        return metrics | self._speed(batch, time.perf_counter() - started, len(micro_batches))
+        for name, results in measured.items() if self.adapter_names != ("",) else ():
+            own = self._reduce(merge_metrics(*results))
+            metrics |= {f"adapter/{name}/{metric}": value for metric, value in own.items()}
+        return metrics | self._speed(batch, seconds, sum(map(len, measured.values())))
+
+    def _add_gradient(
+        self, batch: TrainingBatch, totals: StepTotals, objective: PolicyObjective, accumulate: bool
+    ) -> list[ReducibleMetrics]:
+        """Add what ``batch``, rows of the adapter that is set, gives; returns the metrics of each micro-batch.
+
+        ``totals``: denominators over the rows of all replicas.
+        """
+        now = self._now
+        combined = now.accumulated + totals
+        share = self._weight(totals) / self._weight(combined)
+        if now.accumulated.tokens:
+            for chunk in now.chunks:
+                chunk.scale_gradients(1.0 - share)
+        self.auxiliary_scale.over(self._count_valid_tokens(batch), share)
+        seed = (self.cfg.trainer.seed, now.steps, self.dp_rank)
+        step = PolicyStep(self._head(), objective, combined, entropy=objective.config.use_entropy_loss, seed=seed)
+        micro_batches = self._micro_batches(batch, self.cfg.trainer.micro_train_batch_size_per_gpu)
+        self._set_training(True)
+        with self._local_gradients(accumulate), self._profile("forward_backward"):
+            results = run_schedule(step, micro_batches, now.chunks, self.groups, forward_only=False)
+        raise_on_all_ranks(step.failure)
+        now.accumulated = combined
+        return results
 
     def optim_step(self, *, more_follow: bool = False) -> StepResult:
         """Reduce the accumulated gradients over dp, clip, step and clear them.
@@ -262,23 +331,37 @@ class MegatronEngine:
         If a gradient is not finite on any rank, the step is skipped: weights, moments and schedule stay as they are,
         the result names the first such parameter, and :attr:`skipped_steps` counts it. Raises ValueError when there
         are no gradients.
+
+        Of several adapters those step, each by itself, that have gradients.
         """
         self.reduce_gradients()
         self.onload()
-        with self._profile("optim_step"):
-            result = step_if_finite(self.optimizer, self.lr_schedule, self.chunks)
-        self.clear_gradients()
-        if self.overlaps_param_gather and not more_follow:
-            for chunk in self.chunks:
-                chunk.start_param_sync(force_sync=True)
-        self.steps += 1
-        self.skipped_steps += result.skipped
-        if result.skipped and dist.get_rank() == 0:
-            logger.warning("the gradient of %s is not finite: the step is skipped", result.offender)
-        self.memory.snapshot(f"step_{self.steps}", dist.get_rank())
+        results: dict[str, StepResult] = {}
+        for name in self._waiting():
+            self.set_adapter(name)
+            results[name] = self._step(more_follow and len(self._trained) == 1)
         if self.megatron.empty_cuda_cache:
             device.empty_cache()
+        return together(results)
+
+    def _step(self, more_follow: bool) -> StepResult:
+        now = self._now
+        with self._profile("optim_step"):
+            result = step_if_finite(now.optimizer, now.lr_schedule, now.chunks)
+        self._clear(now)
+        if self.overlaps_param_gather and not more_follow:
+            for chunk in now.chunks:
+                chunk.start_param_sync(force_sync=True)
+        now.steps += 1
+        now.skipped_steps += result.skipped
+        if result.skipped and dist.get_rank() == 0:
+            logger.warning("the gradient of %s is not finite: the step is skipped", result.offender)
+        self.memory.snapshot(self._numbered("step"), dist.get_rank())
         return result
+
+    def _waiting(self) -> list[str]:
+        """Return what has gradients for a step."""
+        return [name for name, trained in self._trained.items() if trained.accumulated.tokens]
 
     def reduce_gradients(self) -> None:
         """Sum the accumulated gradients over all ranks that share a parameter, unless that is done already.
@@ -286,22 +369,27 @@ class MegatronEngine:
         :meth:`optim_step` calls it. Megatron's reduction is not idempotent, so no gradient can be added between it and
         the step. Raises ValueError when there are no gradients.
         """
-        if not self._accumulated.tokens:
+        if not self._waiting():
             raise ValueError("there are no gradients: call forward_backward() first")
-        if not self._reduced:
-            finalize_model_grads(self.chunks, None, pg_collection=self.groups.collection)
-            if self.adapters is not None:
-                self.adapters.sum_over_etp()
-            self._reduced = True
+        for name in self._waiting():
+            if not self._trained[name].reduced:
+                self.set_adapter(name)
+                finalize_model_grads(self.chunks, None, pg_collection=self.groups.collection)
+                if self.adapters is not None:
+                    self.adapters.sum_over_etp()
+                self._now.reduced = True
 
     def clear_gradients(self) -> None:
         """Forget the gradients accumulated since the last step."""
+        for trained in self._trained.values():
+            self._clear(trained)
+
+    def _clear(self, trained: Trained) -> None:
         if not self._memory.away("gradients"):
-            for chunk in self.chunks:
+            for chunk in trained.chunks:
                 chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        self._accumulated = StepTotals()
-        self._reduced = False
+        trained.optimizer.zero_grad()
+        trained.accumulated, trained.reduced = StepTotals(), False
 
     # ------------------------------------------------------------------ memory
     def offload(self, *parts: Part) -> None:
@@ -312,7 +400,7 @@ class MegatronEngine:
         ValueError for gradients that wait for :meth:`optim_step`.
         """
         leaving = set(parts or PARTS)
-        if self._accumulated.tokens and "gradients" in leaving:
+        if self._waiting() and "gradients" in leaving:
             raise ValueError(
                 "gradients are not kept: call optim_step() or clear_gradients() before they are offloaded"
             )
@@ -330,6 +418,20 @@ class MegatronEngine:
         return tuple(part for part in PARTS if self._memory.away(part))
 
     # ------------------------------------------------------------------ parts of the step
+    def _turns(self, batch: TrainingBatch) -> list[tuple[str, np.ndarray]]:
+        """Return (adapter, its rows of this replica) for every adapter that any replica has rows of, in the order in
+        which they take turns. Collective. Raises ValueError for a name that is unknown, on all ranks."""
+        if self.role != "policy" or (not batch.adapters and len(self.adapter_names) == 1):
+            return [(self._name, np.arange(len(batch)))]
+        rows, problem = {name: np.zeros(0, np.int64) for name in self.adapter_names}, None
+        try:
+            rows = rows_by_adapter(batch, self.adapter_names)
+        except ValueError as error:
+            problem = error
+        raise_on_all_ranks(problem)
+        counts = group_maximum([len(own) for own in rows.values()], self.groups.dp)
+        return [(name, own) for (name, own), count in zip(rows.items(), counts, strict=True) if count]
+
     def _head(self, temperature: float | None = None) -> LogprobHead:
         given = self.cfg.trainer.algorithm.temperature if temperature is None else temperature
         settings = SoftmaxSettings(
@@ -420,4 +522,12 @@ class MegatronEngine:
 
     def _profile(self, name: str) -> contextlib.AbstractContextManager[None]:
         settings = self.megatron.torch_profiler_config
-        return profiled(settings, run_folder(self.cfg), f"{name}_{self.steps}", dist.get_rank())
+        return profiled(settings, run_folder(self.cfg), self._numbered(name), dist.get_rank())
+
+    def _numbered(self, name: str) -> str:
+        """Return a name of what is done at this step, also where several adapters do it."""
+        return "_".join(filter(None, (name, self._name, str(self.steps))))
+
+
+def _picked(batch: TrainingBatch, rows: np.ndarray) -> TrainingBatch:
+    return batch if len(rows) == len(batch) else batch.select(rows)

@@ -70,22 +70,21 @@ def transformer_kwargs(cfg: SkyRLTrainConfig, role: str) -> dict[str, Any]:
     return fields
 
 
-def ddp_config(megatron: MegatronConfig) -> tuple[DistributedDataParallelConfig, bool]:
-    """Return (Megatron's gradient-buffer settings, whether the optimizer is distributed over dp).
+def ddp_config(megatron: MegatronConfig) -> DistributedDataParallelConfig:
+    """Return Megatron's gradient-buffer settings.
 
-    Distributed unless ``optimizer_config_kwargs.use_distributed_optimizer=false``. ``average_in_collective`` has no
-    effect: gradients are summed (``loss_scale.py``).
+    The optimizer is distributed over dp unless ``optimizer_config_kwargs.use_distributed_optimizer=false``.
+    ``average_in_collective`` has no effect: gradients are summed (``loss_scale.py``).
     """
     distributed = bool(megatron.optimizer_config_kwargs.get("use_distributed_optimizer", True))
     buffers = megatron.ddp_config
-    config = DistributedDataParallelConfig(
+    return DistributedDataParallelConfig(
         grad_reduce_in_fp32=buffers.grad_reduce_in_fp32,
         overlap_grad_reduce=buffers.overlap_grad_reduce,
         overlap_param_gather=buffers.overlap_param_gather,
         use_distributed_optimizer=distributed,
         average_in_collective=False,
     )
-    return config, distributed
 
 
 def attach_adapters(cfg: SkyRLTrainConfig, model: ModelChunks, groups: ProcessGroups) -> Adapters:

@@ -39,13 +39,13 @@ class _Emptied:
 
 
 class Offload:
-    """Where the parts of a model in training, or of one that only scores (without ``optimizer``), are.
+    """Where the parts of a model in training, or of one that only scores (without an optimizer), are.
 
-    ``chunks``: the model's, in Megatron's DDP where they are trained.
+    ``chunks``: the model's, in Megatron's DDP where they are trained; of several adapters, those of each.
     """
 
-    def __init__(self, chunks: Sequence[Any], optimizer: Any | None = None) -> None:
-        self._chunks, self._optimizer = chunks, optimizer
+    def __init__(self, chunks: Sequence[Any], optimizers: Sequence[Any] = ()) -> None:
+        self._chunks, self._optimizers = chunks, optimizers
         self._host = {part: HostMemory() for part in PARTS}
         self._emptied: dict[Part, list[_Emptied]] = {}
         self._arriving: dict[Part, Any] = {}  # CUDA events
@@ -117,9 +117,9 @@ class Offload:
     def _storages(self, part: Part) -> Iterator[torch.UntypedStorage]:
         """Yield the storages of a part on this device, each once."""
         tensors: dict[Part, Callable[[], Iterable[Tensor]]] = {
-            "weights": lambda: (parameter for chunk in self._chunks for parameter in chunk.parameters()),
+            "weights": lambda: (parameter for chunk in self._chunks for parameter in _parameters(chunk)),
             "gradients": lambda: (buffer.grad_data for chunk in self._chunks for buffer in _buffers(chunk)),
-            "optimizer": lambda: optimizer_tensors(self._optimizer),
+            "optimizer": lambda: (each for optimizer in self._optimizers for each in optimizer_tensors(optimizer)),
         }
         seen = {tensor.untyped_storage()._cdata for tensor in tensors["weights"]()} if part == "optimizer" else set()
         for tensor in tensors[part]():
@@ -142,6 +142,12 @@ def optimizer_tensors(optimizer: Any | None) -> Iterator[Tensor]:
             for state in inner.state.values():
                 yield from (value for value in state.values() if torch.is_tensor(value))
         yield from getattr(outer, "param_to_fp32_param", {}).values()
+
+
+def _parameters(chunk: Any) -> Iterator[Tensor]:
+    """Yield the model's, and those that a chunk in Megatron's DDP trains: another adapter may be on the model now."""
+    yield from chunk.parameters()
+    yield from getattr(chunk, "params_with_grad", ())
 
 
 def _buffers(chunk: Any) -> list[Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,6 +46,19 @@ class StepResult:
     """True when the gradient was not finite: weights, moments and schedule are as before."""
     offender: str | None = None
     """When skipped: the first parameter whose gradient is not finite, with its rank."""
+    adapters: Mapping[str, StepResult] = field(default_factory=dict)
+    """Of several adapters: each one's own, by name."""
+
+
+def together(results: Mapping[str, StepResult]) -> StepResult:
+    """Return the result of steps that were taken each by itself: that of the one without a name as it is."""
+    if "" in results:
+        return results[""]
+    parts = list(results.values())
+    norm = math.hypot(*(part.grad_norm for part in parts))
+    offender = next((f"{part.offender} of adapter {name}" for name, part in results.items() if part.skipped), None)
+    rate = max(part.learning_rate for part in parts)
+    return StepResult(norm, rate, any(part.skipped for part in parts), offender, dict(results))
 
 
 def build_optimizer(

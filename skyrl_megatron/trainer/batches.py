@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from skyrl_megatron.algorithms.advantages.groups import varied_rows
+from skyrl_megatron.data.splitting import rows_by_adapter
 from skyrl_megatron.rollout.interface import GeneratorOutput
+from skyrl_megatron.trainer.metrics import advantage_metrics
 from skyrl_megatron.types import TrainingBatch
 
 
@@ -31,6 +34,31 @@ def mask_groups_without_variety(batch: TrainingBatch) -> float:
     if (batch.loss_mask * varied[:, None]).any():
         batch.loss_mask *= varied[:, None]
     return float((~varied).sum())
+
+
+def for_each_adapter(
+    batch: TrainingBatch, names: Sequence[str], change: Callable[[TrainingBatch], dict[str, float]]
+) -> dict[str, float]:
+    """Let ``change`` set tensors of the rows of each adapter, and put them into ``batch``. Returns the sums of what it
+    counts; of named adapters also mean reward and advantage, as ``adapter/<name>/…``."""
+    if not batch.adapters:
+        return change(batch)
+    found: dict[str, float] = {}
+    for name, rows in rows_by_adapter(batch, names).items():
+        if not len(rows):
+            continue
+        part, index = batch.select(rows), torch.from_numpy(rows)
+        for counted, value in change(part).items():
+            found[counted] = found.get(counted, 0.0) + value
+        for item in dataclasses.fields(batch):
+            value = getattr(part, item.name)
+            if isinstance(value, Tensor):
+                if getattr(batch, item.name) is None:
+                    setattr(batch, item.name, value.new_zeros(len(batch), *value.shape[1:]))
+                getattr(batch, item.name)[index] = value
+        for metric, value in advantage_metrics(part).items():
+            found[metric.replace("loss/", f"adapter/{name}/")] = value
+    return found
 
 
 def dump_batch(batch: TrainingBatch, folder: Path, step: int) -> None:

@@ -46,19 +46,21 @@ def advantage_metrics(batch: TrainingBatch) -> dict[str, float]:
 
 
 def policy_metrics(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return ``policy/…`` of a step: means over its optimizer steps; of extremes the extreme, of the rate the last."""
+    """Return ``policy/…`` of a step, and ``adapter/<name>/…`` of named adapters: means over its optimizer steps; of
+    extremes the extreme, of the rate the last."""
     metrics: dict[str, float] = {}
-    for name in results[-1]:
+    for name in dict.fromkeys(name for result in results for name in result):
         values = [result[name] for result in results if name in result]
         if name.endswith("_min"):
             value = min(values)
         elif name.endswith("_max") or name.startswith("peak_"):
             value = max(values)
-        elif name == "lr":
+        elif name == "lr" or name.endswith("/lr"):
             value = values[-1]
-        elif name == "skipped":
+        elif name == "skipped" or name.endswith("/skipped"):
             value = sum(values)
         else:
             value = sum(values) / len(values)
-        metrics[f"policy/{RENAMED.get(name, name)}"] = value
+        own = name.startswith("adapter/")
+        metrics[name if own else f"policy/{RENAMED.get(name, name)}"] = value
     return metrics

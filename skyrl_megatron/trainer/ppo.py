@@ -23,6 +23,7 @@ from skyrl_megatron.algorithms.kl import get_kl_controller, penalize_rewards
 from skyrl_megatron.algorithms.metrics import metric_values
 from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.config import get_config_as_yaml_str
+from skyrl_megatron.config.adapters import adapter_names
 from skyrl_megatron.config.rules.role_layout import (
     active_roles,
     needs_reference,
@@ -36,7 +37,12 @@ from skyrl_megatron.progress import under_way
 from skyrl_megatron.rollout.dynamic_sampling import DynamicSampler
 from skyrl_megatron.rollout.interface import GeneratorInput, GeneratorOutput, TrainingPhase
 from skyrl_megatron.rollout.outputs import prepare_generator_input, to_training_batch
-from skyrl_megatron.trainer.batches import dump_batch, mask_groups_without_variety, with_token_rewards
+from skyrl_megatron.trainer.batches import (
+    dump_batch,
+    for_each_adapter,
+    mask_groups_without_variety,
+    with_token_rewards,
+)
 from skyrl_megatron.trainer.callbacks import TrainerCallback, notify
 from skyrl_megatron.trainer.checkpoints import run_checkpointer
 from skyrl_megatron.trainer.evaluate import evaluate
@@ -52,7 +58,7 @@ from skyrl_megatron.workers.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.runtime.checkpoint.checkpointer import Checkpointer
+    from skyrl_megatron.runtime.checkpoint.checkpointer import Checkpointer, RoleRanks
     from skyrl_megatron.trainer.tracking import Tracking
     from skyrl_megatron.workers.placement import Placement
     from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
@@ -192,7 +198,9 @@ class RayPPOTrainer:
         self.start_up.done(
             f"models: {built} Megatron ranks{layers}{'' if shared_gpus else ', loaded beside the engines'}"
         )
-        trained = {name: role for name, role in self.roles.items() if name != "ref"}
+        trained: dict[str, RoleRanks] = {}
+        for name, role in self.roles.items():
+            trained |= {} if name == "ref" else role.checkpointed()
         self.checkpoints = run_checkpointer(self.cfg, trained)
 
     def start_engines(self) -> None:
@@ -259,6 +267,8 @@ class RayPPOTrainer:
         """Return right-aligned tensors; samples that are not finite are masked with ``algorithm.nonfinite=skip``."""
         batch = to_training_batch(generator_output, uids)
         batch.metadata[PROMPT_UIDS] = uids
+        if self.cfg.trainer.policy.model.lora.adapters:
+            batch.adapters = self.train_dataset.adapters_of(uids)
         keep = finite_samples(batch, self.cfg.trainer.algorithm.nonfinite)
         batch.loss_mask *= keep[:, None]
         self.metrics["generate/nonfinite_samples"] = float((~keep).sum())
@@ -303,11 +313,16 @@ class RayPPOTrainer:
 
     @torch.no_grad()
     def compute_advantages_and_returns(self, batch: TrainingBatch) -> TrainingBatch:
-        """Add advantages and returns by the configured estimator."""
-        algorithm = self.cfg.trainer.algorithm
+        """Add advantages and returns by the configured estimator; rows of one adapter know nothing of another's."""
+        self.metrics |= for_each_adapter(batch, adapter_names(self.cfg), self._add_advantages)
+        self.metrics |= advantage_metrics(batch)
+        return batch
+
+    def _add_advantages(self, batch: TrainingBatch) -> dict[str, float]:
+        algorithm, metrics = self.cfg.trainer.algorithm, {}
         assert batch.rewards is not None
         if algorithm.zero_variance_filter:
-            self.metrics["loss/zero_variance_rows"] = mask_groups_without_variety(batch)
+            metrics["loss/zero_variance_rows"] = mask_groups_without_variety(batch)
         batch.advantages, batch.returns = compute_advantages_and_returns(
             token_level_rewards=batch.rewards,
             response_mask=batch.response_mask,
@@ -322,8 +337,7 @@ class RayPPOTrainer:
         )
         if algorithm.advantage_batch_normalize:
             batch.advantages = normalize_advantages(batch.advantages, batch.loss_mask)
-        self.metrics |= advantage_metrics(batch)
-        return batch
+        return metrics
 
     def train_critic_and_policy(self, batch: TrainingBatch) -> None:
         """Pass over the mini-batches ``update_epochs_per_batch`` times, an optimizer step each."""

@@ -103,6 +103,7 @@ class WarmedUpTrainer(RayPPOTrainer):
         encoded = self.tokenizer(truths, add_special_tokens=False)["input_ids"]
         responses = [[*ids, self.tokenizer.eos_token_id] for ids in encoded]
         batch = collate(prompts, responses, uids=[str(row["uid"]) for row in picked], rewards=[0.0] * rows)
+        batch.adapters = self.train_dataset.adapters_of([row["uid"] for row in picked])
         batch.advantages = batch.returns = torch.zeros_like(batch.response_mask)
         return batch
 

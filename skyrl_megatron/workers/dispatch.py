@@ -12,7 +12,7 @@ import ray
 import torch
 from torch import Tensor
 
-from skyrl_megatron.data.splitting import split_for_dp
+from skyrl_megatron.data.splitting import rows_by_adapter, split_for_dp
 from skyrl_megatron.runtime.flops import ModelFlops
 from skyrl_megatron.types import TrainingBatch
 
@@ -62,25 +62,33 @@ class ShardedBatch:
 def dispatch(batch: TrainingBatch, dp_size: int, flops: ModelFlops) -> ShardedBatch:
     """Cut ``batch`` over ``dp_size`` replicas, balanced by FLOPs, and put each chunk into the object store once.
 
-    A batch of fewer rows than replicas is filled up with blank rows, which weigh nothing.
+    The rows of each adapter are cut as if there were no others. Where they are fewer than replicas they are filled up
+    with blank rows, which weigh nothing.
     """
-    size = len(batch)
-    if size < dp_size:
-        batch = _filled(batch, dp_size)
-    rows = split_for_dp(flops.forward(batch.lengths), dp_size)
+    size, names = len(batch), list(dict.fromkeys(batch.adapters)) or [""]
+    for name, own in rows_by_adapter(batch, names).items():
+        if len(own) < dp_size:
+            batch = _filled(batch, dp_size - len(own), name)
+    costs = flops.forward(batch.lengths)
+    split = [
+        [own[mine] for mine in split_for_dp(costs[own], dp_size)] for own in rows_by_adapter(batch, names).values()
+    ]
+    rows = [np.sort(np.concatenate(shares)) for shares in zip(*split, strict=True)]
     chunks = [ray.put(to_arrays(batch if dp_size == 1 else batch.select(own))) for own in rows]
-    return ShardedBatch([own[own < size] for own in rows] if size < dp_size else rows, chunks, size)
+    return ShardedBatch([own[own < size] for own in rows], chunks, size)
 
 
-def _filled(batch: TrainingBatch, rows: int) -> TrainingBatch:
+def _filled(batch: TrainingBatch, rows: int, adapter: str) -> TrainingBatch:
+    """Add blank rows of an adapter, behind the others."""
     blank = batch.blank_row()
+    blank.adapters = [adapter] if batch.adapters else []
     fields: dict[str, Any] = {}
     for item in dataclasses.fields(batch):
         value, empty = getattr(batch, item.name), getattr(blank, item.name)
         if isinstance(value, Tensor):
-            value = torch.cat([value, *[empty] * (rows - len(batch))])
-        elif item.name == "uids":
-            value = [*value, *list(empty) * (rows - len(batch))]
+            value = torch.cat([value, *[empty] * rows])
+        elif isinstance(value, list):
+            value = [*value, *list(empty) * rows]
         fields[item.name] = value
     return TrainingBatch(**fields)
 

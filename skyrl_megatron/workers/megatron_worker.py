@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from skyrl_megatron.config.adapters import role_part
 from skyrl_megatron.hub import model_card
 from skyrl_megatron.plugins import load_plugins
 from skyrl_megatron.workers.ports import free_port
@@ -118,18 +119,16 @@ class MegatronWorker:
     def optim_step(self, more_follow: bool = False) -> dict[str, float]:
         """Step on the gradients added since the last one."""
         result = self.engine.optim_step(more_follow=more_follow)
-        return {"grad_norm": result.grad_norm, "lr": result.learning_rate, "skipped": float(result.skipped)}
+        named = {f"adapter/{name}/": own for name, own in result.adapters.items()}
+        return {
+            f"{prefix}{metric}": value
+            for prefix, own in {"": result, **named}.items()
+            for metric, value in (("grad_norm", own.grad_norm), ("lr", own.learning_rate), ("skipped", own.skipped))
+        }
 
     def restart_schedule(self, lr: float | None, total_steps: int | None) -> None:
         """Begin the learning-rate schedule anew: as configured, or constant at ``lr``."""
-        from skyrl_megatron.runtime.optimizer import build_lr_schedule
-
-        settings = self.engine.settings.optimizer_config
-        if lr is not None:
-            settings = dataclasses.replace(settings, lr=lr, scheduler="constant")
-        for group in self.engine.optimizer.param_groups:
-            group["max_lr"] = settings.lr  # a group's own peak goes before the schedule's
-        self.engine.lr_schedule = build_lr_schedule(self.engine.optimizer, settings, total_steps)
+        self.engine.restart_schedule(lr, total_steps)
 
     def memory_bytes(self) -> int:
         """Return the peak of this process so far."""
@@ -183,27 +182,31 @@ class MegatronWorker:
         return self.engine.away()
 
     # ------------------------------------------------------------------ checkpoints
-    def save_checkpoint(self, folder: str, step: int, background: bool) -> None:
-        """Write this rank's share into ``folder``; with ``background``, return once it has been copied."""
+    def save_checkpoint(self, adapter: str, folder: str, step: int, background: bool) -> None:
+        """Write this rank's share of the role, or of one of its named adapters, into ``folder``; with ``background``,
+        return once it has been copied."""
         from skyrl_megatron.runtime.checkpoint.rank_writer import RankWriter
 
-        if not hasattr(self, "writer"):
-            self.writer = RankWriter()
-        self.writer.write(folder, self.role, step, self._state(), background=background)
+        if not hasattr(self, "writers"):
+            self.writers = {name: RankWriter() for name in self.engine.adapter_names}
+        part = role_part(self.role, adapter)
+        self.writers[adapter].write(folder, part, step, self._state(adapter), background=background)
 
-    def wait_checkpoint(self, timeout_s: float) -> None:
+    def wait_checkpoint(self, adapter: str, timeout_s: float) -> None:
         """Wait until the background write has ended."""
-        if hasattr(self, "writer"):
-            self.writer.wait(timeout_s)
+        if hasattr(self, "writers"):
+            self.writers[adapter].wait(timeout_s)
 
-    def load_checkpoint(self, folder: str) -> int:
+    def load_checkpoint(self, adapter: str, folder: str) -> int:
         """Fill weights, moments, schedule and random states; returns the step they are of."""
         from skyrl_megatron.runtime.checkpoint.rank_reader import read_rank
 
-        return read_rank(folder, self.role, self._state(), seed=self.cfg.trainer.seed)
+        part = role_part(self.role, adapter)
+        return read_rank(folder, part, self._state(adapter), seed=self.cfg.trainer.seed)
 
     def export_hf(self, folder: str) -> None:
-        """Write the model as a HF folder, with adapters in its weights; they go to ``adapter`` beside it as well."""
+        """Write the model as a HF folder, with the adapter in its weights; it goes to ``adapter`` beside it as well.
+        Named adapters go to ``adapters/<name>`` beside the folder alone, which then is not written."""
         from skyrl_megatron.runtime.hf.export import save_hf
         from skyrl_megatron.runtime.lora.folder import save_adapter
 
@@ -211,6 +214,10 @@ class MegatronWorker:
         engine.onload("weights")
         if engine.adapters is None:
             save_hf(engine.model, engine.groups, folder, card=card)
+        elif engine.adapter_names != ("",):
+            for name in engine.adapter_names:
+                engine.set_adapter(name)
+                save_adapter(engine.adapters, engine.groups, Path(folder).parent / "adapters" / name)
         else:
             save_hf(engine.model, engine.groups, folder, of=engine.adapters.merged, card=card)
             save_adapter(engine.adapters, engine.groups, Path(folder).parent / "adapter")
@@ -224,22 +231,22 @@ class MegatronWorker:
         from skyrl_megatron.runtime.checkpoint import rng
         from skyrl_megatron.runtime.checkpoint.local_state import blocks_to_save
 
-        state = self._state()
         hashes: dict[str, Any] = {}
-        for block in blocks_to_save(state.model_chunks, state.optimizer, state.groups):
-            data: np.ndarray = block.data.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
-            hashes.setdefault(block.key, hashlib.sha256()).update(data.tobytes())
-        return {name: digest.hexdigest() for name, digest in hashes.items()} | {
-            "rng": hashlib.sha256(rng.capture()).hexdigest()
-        }
+        for name in self.engine.adapter_names:
+            prefix, state = f"{name}: " if name else "", self._state(name)
+            for block in blocks_to_save(state.model_chunks, state.optimizer, state.groups):
+                data: np.ndarray = block.data.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
+                hashes.setdefault(f"{prefix}{block.key}", hashlib.sha256()).update(data.tobytes())
+            hashes[f"{prefix}rng"] = hashlib.sha256(rng.capture())
+        return {name: digest.hexdigest() for name, digest in hashes.items()}
 
-    def _state(self) -> Any:
+    def _state(self, adapter: str) -> Any:
         from skyrl_megatron.runtime.checkpoint.rank_writer import RankState
 
         engine = self.engine
         engine.onload("weights", "optimizer")
-        optimizer, schedule = getattr(engine, "optimizer", None), getattr(engine, "lr_schedule", None)
-        return RankState(list(engine.chunks), engine.groups, optimizer, schedule, engine.base)
+        engine.set_adapter(adapter)
+        return RankState(list(engine.chunks), engine.groups, engine.optimizer, engine.lr_schedule, engine.base)
 
 
 def _redirect_output(path: Path) -> None:

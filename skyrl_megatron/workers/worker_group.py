@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from skyrl_megatron.algorithms.registry import registry_versions
+from skyrl_megatron.config.adapters import adapter_names, role_part
 from skyrl_megatron.config.rules.role_layout import role_world_size
 from skyrl_megatron.runtime.offload import PARTS
 from skyrl_megatron.workers.actor_group import ActorGroup
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.runtime.checkpoint.checkpointer import RoleRanks
     from skyrl_megatron.runtime.offload import Part
     from skyrl_megatron.types import TrainingBatch
     from skyrl_megatron.workers.placement import BundleAllocation
@@ -126,20 +128,13 @@ class WorkerGroup:
         self.group.call("onload", parts or PARTS)
 
     # ------------------------------------------------------------------ state
-    def save_checkpoint(self, folder: str, step: int, *, background: bool) -> None:
-        """Write every rank's share into ``folder``; with ``background``, return once it has been copied."""
-        self.group.call("save_checkpoint", folder, step, background, phase="save checkpoint")
-
-    def wait_checkpoint(self) -> None:
-        """Wait until background writes have ended. Raises CheckpointError when one failed."""
-        self.group.call("wait_checkpoint", self.group.timeout_s, phase="save checkpoint")
-
-    def load_checkpoint(self, folder: str) -> int:
-        """Fill weights, moments, schedule and random states; returns the step they are of."""
-        return int(self.group.call("load_checkpoint", folder, phase="load checkpoint")[0])
+    def checkpointed(self) -> dict[str, RoleRanks]:
+        """Return what a checkpoint holds of the role, by its folder there: one part, or one for each named adapter."""
+        names = adapter_names(self.cfg) if self.name == "policy" else ("",)
+        return {role_part(self.name, name): _CheckpointedPart(self.group, name) for name in names}
 
     def export_hf(self, folder: str) -> None:
-        """Write the weights as a HF folder."""
+        """Write the weights as a HF folder; named adapters as PEFT folders beside it."""
         self.group.call("export_hf", folder, phase="export")
 
     def state_hashes(self) -> list[dict[str, str]]:
@@ -154,3 +149,23 @@ class WorkerGroup:
     def stop(self) -> None:
         """End the ranks."""
         self.group.kill()
+
+
+class _CheckpointedPart:
+    """The ranks of a role as a checkpoint sees them, for all that is trained or for one adapter."""
+
+    def __init__(self, group: ActorGroup, adapter: str) -> None:
+        self._group, self._adapter = group, adapter
+
+    @property
+    def world_size(self) -> int:
+        return len(self._group)
+
+    def save_checkpoint(self, folder: str, step: int, *, background: bool) -> None:
+        self._group.call("save_checkpoint", self._adapter, folder, step, background, phase="save checkpoint")
+
+    def wait_checkpoint(self) -> None:
+        self._group.call("wait_checkpoint", self._adapter, self._group.timeout_s, phase="save checkpoint")
+
+    def load_checkpoint(self, folder: str) -> int:
+        return int(self._group.call("load_checkpoint", self._adapter, folder, phase="load checkpoint")[0])

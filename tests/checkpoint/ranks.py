@@ -4,12 +4,19 @@ from __future__ import annotations
 
 
 class GroupRanks:
-    """A role whose ranks are those of the default process group: what ``WorkerGroup`` is under Ray."""
+    """A role whose ranks are those of the default process group: what ``WorkerGroup`` is under Ray.
 
-    def __init__(self, state, seed):
+    ``state``: a ``RankState``, or a function that returns it.
+    """
+
+    def __init__(self, state, seed, role="policy"):
         from skyrl_megatron.runtime.checkpoint.rank_writer import RankWriter
 
-        self.state, self.seed, self.writer = state, seed, RankWriter()
+        self._state, self.seed, self.role, self.writer = state, seed, role, RankWriter()
+
+    @property
+    def state(self):
+        return self._state() if callable(self._state) else self._state
 
     @property
     def world_size(self):
@@ -28,7 +35,7 @@ class GroupRanks:
 
     def _call(self, *call):
         """On rank 0: run ``call`` on every rank."""
-        broadcast(call)
+        broadcast((self.role, *call))
         return self.run(*call)
 
     def run(self, method, *arguments):
@@ -38,7 +45,7 @@ class GroupRanks:
         return agree(lambda: getattr(self, f"_{method}")(*arguments))[0]
 
     def _write(self, folder, step, background):
-        self.writer.write(folder, "policy", step, self.state, background=background)
+        self.writer.write(folder, self.role, step, self.state, background=background)
 
     def _wait(self):
         self.writer.wait(60)
@@ -46,17 +53,21 @@ class GroupRanks:
     def _read(self, folder):
         from skyrl_megatron.runtime.checkpoint.rank_reader import read_rank
 
-        return read_rank(folder, "policy", self.state, seed=self.seed)
+        return read_rank(folder, self.role, self.state, seed=self.seed)
 
 
 class RankCheckpointer:
-    """``Checkpointer`` of one role; every rank calls every method and gets what rank 0 got."""
+    """``Checkpointer`` whose ranks share a process group; every rank calls every method and gets what rank 0 got.
+
+    ``state``: that of the policy, or role → state of each.
+    """
 
     def __init__(self, root, state, *, seed=42, **options):
         from skyrl_megatron.runtime.checkpoint.checkpointer import Checkpointer
 
-        self.ranks = GroupRanks(state, seed)
-        self.driven = Checkpointer(root, {"policy": self.ranks}, **options)
+        states = state if isinstance(state, dict) else {"policy": state}
+        self.roles = {role: GroupRanks(each, seed, role) for role, each in states.items()}
+        self.driven = Checkpointer(root, self.roles, **options)
         self.store = self.driven.store
 
     def save(self, step, data=None, trainer_state=None):
@@ -85,7 +96,7 @@ class RankCheckpointer:
         else:
             while (call := broadcast(None))[0] != "return":
                 try:
-                    self.ranks.run(*call)
+                    self.roles[call[0]].run(*call[1:])
                 except CheckpointError:
                     pass  # rank 0 has it too, and decides
             _, result, failure = call

@@ -36,7 +36,7 @@ def body(folder, root, options, way):
     mixed = dict(options, optimizer_cpu_offload=True)
 
     def take(state, numbers):
-        memory = Offload(state.model_chunks, state.optimizer)
+        memory = Offload(state.model_chunks, [state.optimizer])
         state.optimizer.config.clip_grad = 0.0
         for number in numbers:
             if way == "offloaded":

@@ -17,6 +17,9 @@ M = "trainer.policy.megatron_config."
 K = M + "transformer_config_kwargs."
 LORA = "trainer.policy.model.lora."
 
+ADAPTERS = "trainer.policy.model.lora.adapters"
+RANK = "trainer.policy.model.lora.rank=8"
+
 CP2 = [f"{M}context_parallel_size=2", "trainer.placement.policy_num_gpus_per_node=2", f"{E}num_engines=2"]
 
 
@@ -215,6 +218,28 @@ RULES = {
         f"{LORA}sync_mode",
         "merge_lora=false",
     ),
+    "adapters merged into one engine": (
+        [RANK, f"{ADAPTERS}={{math,code}}"],
+        ADAPTERS,
+        "an engine has one set of weights",
+    ),
+    "an adapter's unknown setting": (
+        [RANK, f"{ADAPTERS}={{math: {{learning_rate: 1}}}}"],
+        f"{ADAPTERS}.math.learning_rate",
+        "policy.optimizer_config",
+    ),
+    "an adapter's way to the engines": (
+        [RANK, f"{ADAPTERS}={{math: {{sync_mode: merged}}}}"],
+        f"{ADAPTERS}.math.sync_mode",
+        "there are: adam_betas, alpha",
+    ),
+    "an adapter's impossible setting": (
+        [RANK, f"{ADAPTERS}={{math: {{lr: -1}}}}"],
+        f"{ADAPTERS}.math.lr",
+        "at least 0",
+    ),
+    "an adapter without a rank": ([RANK, f"{ADAPTERS}={{math: {{rank: 0}}}}"], f"{ADAPTERS}.math.rank", "at least"),
+    "an adapter's name": ([RANK, f"{ADAPTERS}={{a/b: {{}}}}"], ADAPTERS, "letters, digits"),
     # layout and devices
     "world not divisible": (
         [f"{M}tensor_model_parallel_size=2"],

@@ -148,6 +148,32 @@ def test_a_batch_goes_out_once_a_replica_and_comes_back_in_order(ray_slots, rows
     assert torch.equal(sharded.collect(places, results), expected)
 
 
+def test_rows_of_an_adapter_are_cut_as_if_there_were_no_others(ray_slots):
+    """The chunk of a replica has what it would have got of each adapter alone, blank rows included."""
+    import dataclasses
+
+    import ray
+    import torch
+
+    from skyrl_megatron.runtime.flops import ModelFlops
+    from skyrl_megatron.workers.dispatch import RankInfo, dispatch, from_arrays
+
+    flops, names = ModelFlops(1.0, 0.1, 0.0, 0), ["a", "b", "a", "a", "a", "b", "a", "c"]
+    batch = dataclasses.replace(batch_of(np.random.default_rng(3).integers(1, 13, 8).tolist()), adapters=names)
+    together = dispatch(batch, 2, flops)
+    parts = [from_arrays(ray.get(chunk)) for chunk in together.chunks]
+    for name in "abc":
+        mine = [row for row, each in enumerate(names) if each == name]
+        alone = dispatch(dataclasses.replace(batch.select(mine), adapters=[]), 2, flops)
+        for part, chunk in zip(parts, alone.chunks, strict=True):
+            own, expected = part.select([r for r, each in enumerate(part.adapters) if each == name]), ray.get(chunk)
+            assert torch.equal(own.sequences, torch.from_numpy(expected["sequences"].copy()))
+            assert own.uids == expected["uids"]
+    places = [RankInfo(r, 2, True, 0, "") for r in range(2)]
+    results = [part.sequences.numpy() for part in parts]
+    assert torch.equal(together.collect(places, results), batch.sequences)
+
+
 class Echo:
     """An engine class with nothing behind it."""
 

@@ -108,6 +108,19 @@ def test_a_row_without_a_prompt_is_named(tmp_path, row, message):
         dataset([good, save(rows, tmp_path / "bad.parquet")])
 
 
+def test_rows_name_the_adapter_that_answers_them(tmp_path):
+    rows = [row | {"adapter": name} for row, name in zip(rows_of(4), ("code", None, "math", "code"), strict=True)]
+    path = save(rows, tmp_path / "rows.jsonl")
+    found = dataset([path], adapters=("math", "code"))
+    assert [found[item][2]["adapter"] for item in range(4)] == ["code", "math", "math", "code"]
+    assert found.adapters_of(["3", "1", "1"]) == ["code", "math", "math"]
+    plain = save(rows_of(2), tmp_path / "plain.jsonl")
+    assert dataset([plain], adapters=("math", "code")).adapters_of(["1", "0"]) == ["math", "math"]
+    assert dataset([path])[0][2]["adapter"] == "code" and dataset([path]).adapters_of(["0"]) == []
+    with pytest.raises(DataError, match="rows.jsonl, row 2: adapter 'math' is unknown; .*adapters has code, poetry"):
+        dataset([plain, path], adapters=("code", "poetry"))
+
+
 def test_files_that_do_not_serve(tmp_path):
     with pytest.raises(DataError, match=r"none.parquet: no such file"):
         dataset([str(tmp_path / "none.parquet")])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from skyrl_megatron.config.adapters import KEY as ADAPTERS
+from skyrl_megatron.config.adapters import adapter_problems
 from skyrl_megatron.config.hf_model import model_dimensions
 from skyrl_megatron.config.rules.layout import ModelDimensions
 from skyrl_megatron.config.rules.training import longest_sequence
@@ -109,6 +111,10 @@ def _external(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
 def _lora(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     """Check how adapters get to the engines."""
     lora, merge = cfg.trainer.policy.model.lora, cfg.trainer.policy.megatron_config.lora_config.merge_lora
+    yield from adapter_problems(cfg)
+    if len(lora.adapters) > 1 and lora.sync_mode == "merged":
+        fix = "an engine has one set of weights, into which several adapters cannot go: set lora.sync_mode=memory"
+        yield Problem(ADAPTERS, ", ".join(lora.adapters), fix)
     if lora.sync_mode == "memory" and merge:
         fix = "sends the adapter alone: set trainer.policy.megatron_config.lora_config.merge_lora=false"
         yield Problem("trainer.policy.model.lora.sync_mode", "memory", fix)

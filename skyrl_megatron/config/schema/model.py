@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from skyrl_megatron.config.fields import Bounds, Count, NonNegativeInt, OneOf
 from skyrl_megatron.config.schema.base import BaseConfig
@@ -41,6 +41,10 @@ class SkyRLLoraConfig(BaseConfig):
     `sync_mode=merged`."""
     use_rslora: bool = False
     """Scale by `alpha / √rank` (arXiv:2312.03732) instead of `alpha / rank`."""
+    adapters: dict[str, dict[str, Any] | None] = field(default_factory=dict)
+    """Several adapters trained together: name → what it has otherwise than the others, of `lora` and of
+    `policy.optimizer_config` (`{math: {}, code: {lr: 1e-5, alpha: 32}}`, or just `{math,code}`). A data row's
+    `adapter` says which one answers it, default the first."""
 
 
 @dataclass

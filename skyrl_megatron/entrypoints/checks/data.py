@@ -79,10 +79,11 @@ def _rows(
     run: PlannedRun, key: str, name: str, rows: Dataset, named: set[str | None]
 ) -> Iterator[Problem | NotChecked]:
     """Check the columns, and the first and the last row; add the environments that rows name to ``named``."""
-    from skyrl_megatron.data.prompts import require_prompts
+    from skyrl_megatron.data.prompts import require_adapters, require_prompts
 
     try:
         require_prompts(rows, name)
+        require_adapters(rows, name, tuple(run.cfg.trainer.policy.model.lora.adapters))
     except DataError as error:
         yield Problem(key, name, _about(name, error))
         return

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skyrl_megatron.config.adapters import adapter_configs, adapter_problems
 from skyrl_megatron.config.rules.role_layout import active_roles, role_layout
 from skyrl_megatron.entrypoints.checks.declared_fields import source_of
 from skyrl_megatron.entrypoints.checks.planned_run import NotChecked, PlannedRun
@@ -64,17 +65,18 @@ def _adapters(run: PlannedRun, model: HfModel) -> Iterator[Problem]:
     from skyrl_megatron.entrypoints.checks.engine_adapters import engine_adapters
     from skyrl_megatron.runtime.lora.targets import configured_selection, expert_rank, rank_problems
 
-    rank = run.cfg.trainer.policy.model.lora.rank
-    if not rank:
+    if not run.cfg.trainer.policy.model.lora.rank or any(adapter_problems(run.cfg)):
         return
-    try:
-        selection = configured_selection(run.cfg, model.plan)
-        of_experts = expert_rank(run.cfg, model.megatron.transformer.get("moe_router_topk"))
-    except ConfigError as error:
-        yield from error.problems
-        return
-    yield from rank_problems(model.plan, selection, rank, of_experts, role_layout(run.cfg, "policy"))
-    yield from engine_adapters(run.cfg, model.plan, selection, of_experts)
+    for cfg in adapter_configs(run.cfg).values():
+        try:
+            selection = configured_selection(cfg, model.plan)
+            of_experts = expert_rank(cfg, model.megatron.transformer.get("moe_router_topk"))
+        except ConfigError as error:
+            yield from error.problems
+            continue
+        rank = cfg.trainer.policy.model.lora.rank
+        yield from rank_problems(model.plan, selection, rank, of_experts, role_layout(cfg, "policy"))
+        yield from engine_adapters(cfg, model.plan, selection, of_experts)
 
 
 def _weights(model: HfModel | None, folder: Path) -> str | None:

@@ -42,7 +42,21 @@ class Adapters:
         self.model, self.groups, self.selection, self.settings = model, groups, selection, settings
         self.of_weight: dict[int, Adapter] = {}
         """``id`` of a base parameter → the adapter that its map has."""
+        self.hung: list[AdapterList] = []
+        """The adapters of each chunk."""
         self._enabled = True
+
+    def hang(self) -> None:
+        """Let the model compute with these adapters, and its chunks have their factors among their parameters."""
+        for chunk, hung in zip(self.model.chunks, self.hung, strict=True):
+            chunk.adapters = hung
+        self._enabled = True
+
+    def take_off(self) -> None:
+        """Leave the model to other adapters: nothing of it computes with these or finds them."""
+        for chunk in self.model.chunks:
+            del chunk.adapters
+        self._enabled = False
 
     @property
     def enabled(self) -> bool:
@@ -60,8 +74,8 @@ class Adapters:
 
     def factors(self) -> Iterator[Factor]:
         """Yield the parameters of all adapters, chunk by chunk."""
-        for chunk in self.model.chunks:
-            for adapter in adapter_modules(chunk):
+        for hung in self.hung:
+            for adapter in adapter_modules(hung):
                 yield from adapter.factors()
 
     def merged(self, parameter: Tensor) -> Tensor:
@@ -151,8 +165,10 @@ def attach(
                 adapters.of_weight[id(parameter)] = adapter
             module.register_forward_hook(_Addition(adapters, adapter, module))
             hung.append(adapter)
-        chunk.adapters = AdapterList(hung, model.config.num_moe_experts or 0).to(next(chunk.parameters()).device)
+        device = next(chunk.parameters()).device
+        adapters.hung.append(AdapterList(hung, model.config.num_moe_experts or 0).to(device))
         _let_gradients_in(chunk)
+    adapters.hang()
     return adapters
 
 

@@ -321,6 +321,7 @@ ADAPTERS = {
     f"{P}model.lora.train_attn": Row(False, "adapters", ADAPTED),
     f"{P}model.lora.train_mlp": Row(False, "adapters", ADAPTED),
     f"{P}model.lora.use_rslora": Row(True, "adapters", ADAPTED),
+    f"{P}model.lora.adapters": Row({"code": {"alpha": 99}}, "adapters", ADAPTED),
     f"{M}lora_config.lora_type": Row("canonical_lora", "adapters", ADAPTED),
     f"{M}lora_config.experts_shared_outer_loras": Row(True, "adapters", ADAPTED),
     f"{M}lora_config.normalize_moe_lora": Row(True, "adapters", ADAPTED),

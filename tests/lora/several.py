@@ -1,0 +1,282 @@
+"""Bodies of the tests of several adapters trained together, each against a run that trains it alone."""
+
+import contextlib
+import hashlib
+from unittest import mock
+
+from tests.lora import bodies
+
+NAMES = ("math", "code")
+OWN = {
+    "math": {},
+    "code": {"lr": 3e-3, "max_grad_norm": 0.02, "scheduler": "cosine", "num_decay_steps": 5, "alpha": 20},
+}
+WHERE = {"lr": "trainer.policy.optimizer_config.", "alpha": bodies.LORA}
+"""Sections of an adapter's settings, in a run of its own."""
+STEPS = 3
+
+
+def engine_of(folder, layout, names, overrides):
+    """An engine with the adapters ``names``; of one in a string, as a run that has no other."""
+    from skyrl_megatron.runtime.engine import MegatronEngine
+    from tests.training.bodies import config
+
+    if isinstance(names, str):
+        own = {f"{WHERE.get(key, WHERE['lr'])}{key}": value for key, value in OWN[names].items()}
+    else:
+        own = {f"{bodies.LORA}adapters": {name: OWN[name] for name in names}}
+    return MegatronEngine(config(folder, **layout, overrides=bodies.KEYS | own | overrides))
+
+
+def share(engine, batch, names=NAMES):
+    """This replica's rows: those of each adapter are split over the replicas as if there were no others."""
+    import numpy as np
+
+    from skyrl_megatron.data.splitting import rows_by_adapter, split_for_dp
+
+    own = [
+        rows[split_for_dp(engine.flops.forward(batch.lengths[rows]), engine.dp_size)[engine.dp_rank]]
+        for rows in rows_by_adapter(batch, names).values()
+        if len(rows)
+    ]
+    return batch.select(np.sort(np.concatenate(own)))
+
+
+def tagged(batch, labels):
+    """The batch with its rows' adapters, e.g. ``mcmmc``."""
+    import dataclasses
+
+    full = {name[0]: name for name in NAMES}
+    return dataclasses.replace(batch, adapters=[full[letter] for letter in labels])
+
+
+def held(engine):
+    """Digests of the factors of the adapter that is set, its optimizer state, schedule, gradient norm and counts."""
+    from skyrl_megatron.runtime.checkpoint import rng
+    from skyrl_megatron.runtime.checkpoint.optimizer_state import owned_ranges, step_count
+    from tests.checkpoint.training import digest
+
+    names = {id(factor.tensor): factor.name for factor in engine.adapters.factors()}
+    found = {factor.name: digest(factor.tensor) for factor in engine.adapters.factors()}
+    for each in owned_ranges(engine.optimizer):
+        found |= {f"{names[id(each.parameter)]} {key}": digest(value) for key, value in each.tensors.items()}
+    counts = dict(steps=engine.steps, adam=step_count(engine.optimizer), schedule=engine.lr_schedule.num_steps)
+    return found | counts | {"random": hashlib.sha256(rng.capture()).hexdigest()}
+
+
+def train(engine, batches):
+    """Steps on this replica's rows of each batch; what was measured of each adapter."""
+    seen = {}
+    for batch in batches:
+        metrics = engine.forward_backward(batch)
+        result = engine.optim_step()
+        for name, own in (result.adapters or {"": result}).items():
+            loss = metrics[f"adapter/{name}/final_loss" if name else "final_loss"]
+            seen.setdefault(name, []).append((loss, own.grad_norm, own.learning_rate))
+    return seen
+
+
+def together(folder, batch, labels, layout, overrides, fault=None):
+    """Adapter → (what it holds, what was measured) after steps in which all of them take part, as ``labels`` say of
+    each step's rows; and log-probs of the rows under adapters and base."""
+    engine = engine_of(folder, layout, NAMES, overrides)
+    with planted(fault, engine):
+        parts = [share(engine, tagged(batch, step)) for step in labels]
+        seen = train(engine, parts)
+    scores = [engine.compute_logprobs(parts[0], adapters=adapters) for adapters in (True, False)]
+    found = {}
+    for name in NAMES:
+        engine.set_adapter(name)
+        found[name] = held(engine), seen.get(name, []), rows_of(parts[0], scores, name)
+    return found
+
+
+def rows_of(part, scores, name):
+    rows = [row for row, adapter in enumerate(part.adapters) if adapter == name]
+    return [score[rows].tolist() for score in scores]
+
+
+def alone(folder, batch, labels, layout, overrides, name):
+    """The same of one adapter, in a run that has no other and sees the rows of its own alone."""
+    engine = engine_of(folder, layout, name, overrides)
+    parts = [share(engine, tagged(batch, step)) for step in labels]
+    mine = [part.select([row for row, each in enumerate(part.adapters) if each == name]) for part in parts]
+    for part in mine:
+        part.adapters = []
+    seen = train(engine, [part for part in mine if len(part)])
+    scores = [engine.compute_logprobs(mine[0], adapters=adapters).tolist() for adapters in (True, False)]
+    return held(engine), seen.get("", []), scores
+
+
+def checkpointer(engine, root):
+    """Every adapter of an engine in a folder of its own; of a run with one that has no name, in the policy's."""
+    from functools import partial
+
+    from skyrl_megatron.config.adapters import role_part
+    from skyrl_megatron.runtime.checkpoint.rank_writer import RankState
+    from tests.checkpoint.ranks import RankCheckpointer
+
+    def state(name):
+        engine.set_adapter(name)
+        return RankState(engine.chunks, engine.groups, engine.optimizer, engine.lr_schedule, engine.base)
+
+    return RankCheckpointer(root, {role_part("policy", name): partial(state, name) for name in engine.adapter_names})
+
+
+def saved(folder, batch, labels, layout, overrides, root):
+    """The first step, a checkpoint, and what follows: adapter → state at the end."""
+    engine = engine_of(folder, layout, NAMES, overrides)
+    parts = [share(engine, tagged(batch, step)) for step in labels]
+    train(engine, parts[:1])
+    saver = checkpointer(engine, root)
+    assert saver.save(1)
+    saver.close()
+    train(engine, parts[1:])
+    return states(engine)
+
+
+def states(engine):
+    found = {}
+    for name in engine.adapter_names:
+        engine.set_adapter(name)
+        found[name] = held(engine)
+    return found
+
+
+def resumed(folder, batch, labels, layout, overrides, root, names=NAMES):
+    """The same from the checkpoint on, in an engine that has trained on something else. ``names``: of the run."""
+    engine = engine_of(folder, layout, names, overrides)
+    parts = [share(engine, tagged(batch, step)) for step in labels]
+    parts = [part.select([row for row, name in enumerate(part.adapters) if name in names]) for part in parts]
+    train(engine, parts[1:2])
+    assert checkpointer(engine, root).load().step == 1
+    for trained in engine._trained.values():
+        trained.steps = 1  # what an engine counts is its own
+    train(engine, parts[1:])
+    return states(engine)
+
+
+def loaded_without_a_name(folder, layout, overrides, root, name):
+    """The factors that an adapter has in a run that knows no names, from its folder; and in one of several."""
+    from skyrl_megatron.runtime.checkpoint.rank_reader import read_rank
+    from skyrl_megatron.runtime.checkpoint.rank_writer import RankState
+
+    found = []
+    for names in (name, NAMES):
+        engine = engine_of(folder, layout, names, overrides)
+        if names is NAMES:
+            engine.set_adapter(name)
+        state = RankState(engine.chunks, engine.groups, engine.optimizer, engine.lr_schedule, engine.base)
+        read_rank(f"{root}/global_step_1", f"policy/{name}", state, seed=0)
+        found.append(held(engine))
+    return found
+
+
+def exported(folder, batch, labels, out):
+    """Both adapters as PEFT folders, and whether one loads into a run that has no other."""
+    import torch
+
+    from skyrl_megatron.runtime.lora.folder import load_adapter, save_adapter
+
+    engine = engine_of(folder, {}, NAMES, {})
+    train(engine, [tagged(batch, step) for step in labels])
+    before = {}
+    for name in NAMES:
+        engine.set_adapter(name)
+        save_adapter(engine.adapters, engine.groups, f"{out}/{name}")
+        before[name] = [factor.tensor.clone() for factor in engine.adapters.factors()]
+    same = {}
+    for name in NAMES:
+        other = engine_of(folder, {}, name, {})
+        load_adapter(other.adapters, other.groups, f"{out}/{name}")
+        same[name] = all(torch.equal(a, b.tensor) for a, b in zip(before[name], other.adapters.factors(), strict=True))
+    different = any(not torch.equal(a, b) for a, b in zip(*before.values(), strict=True))
+    return same, different
+
+
+def refused(folder, batch):
+    """Messages of batches that name adapters which are not there, on an engine of two and on one of none; the first
+    trains on afterwards. A batch that names none is the first adapter's."""
+    import dataclasses
+
+    engine = engine_of(folder, {}, NAMES, {})
+    messages = []
+    wrong = tagged(batch, "mcmcmmc")
+    wrong.adapters[3] = "poetry"
+    for work in (engine.forward_backward, engine.compute_logprobs):
+        try:
+            work(wrong)
+        except ValueError as error:
+            messages.append(str(error))
+    engine.forward_backward(dataclasses.replace(batch, adapters=[]))
+    stepped = list(engine.optim_step().adapters)
+    plain = engine_of(folder, {}, "math", {})
+    try:
+        plain.forward_backward(tagged(batch, "mcmcmmc"))
+    except ValueError as error:
+        messages.append(str(error))
+    return messages, stepped
+
+
+def away_and_back(folder, batch, labels):
+    """States after steps around which all memory leaves the device, and after the same without."""
+    found = []
+    for leaves in (False, True):
+        engine = engine_of(folder, {}, NAMES, {})
+        for step in labels:
+            train(engine, [tagged(batch, step)])
+            if leaves:
+                engine.offload()
+                parts = [p for each in engine._trained.values() for p in each.adapters.factors()]
+                assert not any(factor.tensor.untyped_storage().nbytes() for factor in parts), "factors stay"
+        engine.onload()
+        found.append(states(engine))
+    return found
+
+
+@contextlib.contextmanager
+def planted(fault, engine):
+    """Run with a mistake that a trainer of several adapters can make."""
+    from skyrl_megatron.runtime import engine as module
+
+    if fault is None:
+        yield
+    elif fault == "clipped by the joint norm":
+        real = module.step_if_finite
+
+        def joint(optimizer, schedule, chunks):
+            norms = []
+            for trained in engine._trained.values():
+                trained.optimizer.prepare_grads()
+                norms.append(float(trained.optimizer.get_grad_norm()))
+            with mock.patch.object(type(optimizer), "get_grad_norm", lambda self: sum(n * n for n in norms) ** 0.5):
+                return real(optimizer, schedule, chunks)
+
+        with mock.patch.object(module, "step_if_finite", joint):
+            yield
+    elif fault == "loss over the rows of all":
+        real = engine.step_totals
+        whole = {}
+
+        def totals(part, objective=None):
+            return whole["batch"] if "batch" in whole else real(part, objective)
+
+        backward = engine.forward_backward
+
+        def forward_backward(part, **options):
+            whole.clear()
+            whole["batch"] = real(part)
+            return backward(part, **options)
+
+        with (
+            mock.patch.object(engine, "step_totals", totals),
+            mock.patch.object(engine, "forward_backward", forward_backward),
+        ):
+            yield
+    elif fault == "one stream of random numbers":
+        from skyrl_megatron.runtime import trained
+
+        with mock.patch.object(trained.rng, "restore", lambda states: None):
+            yield
+    else:
+        raise KeyError(fault)
