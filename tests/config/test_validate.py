@@ -231,7 +231,7 @@ RULES = {
     "an adapter's way to the engines": (
         [RANK, f"{ADAPTERS}={{math: {{sync_mode: merged}}}}"],
         f"{ADAPTERS}.math.sync_mode",
-        "there are: adam_betas, alpha",
+        "settings of policy.model.lora",
     ),
     "an adapter's impossible setting": (
         [RANK, f"{ADAPTERS}={{math: {{lr: -1}}}}"],

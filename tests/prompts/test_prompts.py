@@ -117,7 +117,7 @@ def test_rows_name_the_adapter_that_answers_them(tmp_path):
     plain = save(rows_of(2), tmp_path / "plain.jsonl")
     assert dataset([plain], adapters=("math", "code")).adapters_of(["1", "0"]) == ["math", "math"]
     assert dataset([path])[0][2]["adapter"] == "code" and dataset([path]).adapters_of(["0"]) == []
-    with pytest.raises(DataError, match="rows.jsonl, row 2: adapter 'math' is unknown; .*adapters has code, poetry"):
+    with pytest.raises(DataError, match=r"rows.jsonl, row 2: adapter 'math' is unknown; .*adapters has code, poetry"):
         dataset([plain, path], adapters=("code", "poetry"))
 
 
