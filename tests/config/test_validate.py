@@ -223,6 +223,11 @@ RULES = {
         ADAPTERS,
         "an engine has one set of weights",
     ),
+    "several adapters in engines": (
+        [RANK, f"{ADAPTERS}={{math,code}}", "trainer.policy.model.lora.sync_mode=memory"],
+        ADAPTERS,
+        "engines sample with one adapter",
+    ),
     "an adapter's unknown setting": (
         [RANK, f"{ADAPTERS}={{math: {{learning_rate: 1}}}}"],
         f"{ADAPTERS}.math.learning_rate",

@@ -115,6 +115,9 @@ def _lora(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     if len(lora.adapters) > 1 and lora.sync_mode == "merged":
         fix = "an engine has one set of weights, into which several adapters cannot go: set lora.sync_mode=memory"
         yield Problem(ADAPTERS, ", ".join(lora.adapters), fix)
+    elif len(lora.adapters) > 1:
+        fix = "engines sample with one adapter in this version: name one, and train the others in runs of their own"
+        yield Problem(ADAPTERS, ", ".join(lora.adapters), fix)
     if lora.sync_mode == "memory" and merge:
         fix = "sends the adapter alone: set trainer.policy.megatron_config.lora_config.merge_lora=false"
         yield Problem("trainer.policy.model.lora.sync_mode", "memory", fix)
