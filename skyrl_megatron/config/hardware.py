@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 
 from skyrl_megatron import device
+
+_CAP_IPC_LOCK = 14
+UNLOCK = (
+    "ulimit -l unlimited before Ray starts (memlock in /etc/security/limits.conf), docker run --ulimit memlock=-1; "
+    "under SLURM LimitMEMLOCK=infinity of slurmd and PropagateResourceLimitsExcept=MEMLOCK"
+)
+"""How processes may lock as much memory as they want."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +30,10 @@ class Hardware:
     """Memory of one GPU; None where that is not known."""
     host_bytes: int | None = None
     """Memory of one node; None where that is not known."""
+    lockable_bytes: int | None = None
+    """What a process may register with the RDMA cards of a node; None where nothing limits it, or it is not known."""
+    elsewhere: bool = False
+    """Not this machine: described by ``--check=NODESxGPUS``, or a cluster's."""
 
     @property
     def is_cpu(self) -> bool:
@@ -37,10 +49,30 @@ class Hardware:
 def local_hardware() -> Hardware:
     """Return this machine as one node. A run that joins a cluster asks that (``entrypoints/run_hardware.py``)."""
     gpus = device.driver_gpu_count()
-    return Hardware(gpus, 1, device.driver_gpu_bytes(), _own_memory()) if gpus else Hardware(0, 1)
+    return Hardware(gpus, 1, device.driver_gpu_bytes(), own_memory(), lockable_bytes()) if gpus else Hardware(0, 1)
 
 
-def _own_memory() -> int:
+def rdma_cards(folder: Path = Path("/sys/class/infiniband")) -> list[str]:
+    """Return the names of this machine's RDMA network cards."""
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def lockable_bytes(
+    cards: Path = Path("/sys/class/infiniband"), status: Path = Path("/proc/self/status")
+) -> int | None:
+    """Return the bytes that this process may register with RDMA cards; None without cards, or where nothing limits it.
+
+    The kernel holds registered host memory against RLIMIT_MEMLOCK unless the process has CAP_IPC_LOCK
+    (drivers/infiniband/core/umem.c). Pinned memory of CUDA is not held against it.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY or not rdma_cards(cards):
+        return None
+    capabilities = next((line for line in status.read_text().splitlines() if line.startswith("CapEff:")), "CapEff: 0")
+    return None if int(capabilities.split()[1], 16) >> _CAP_IPC_LOCK & 1 else soft
+
+
+def own_memory() -> int:
     """Return the bytes of this machine's memory, or of the container that this process is in."""
     import psutil
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.hardware import Hardware
@@ -65,7 +66,9 @@ def _options(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 def _with_memory(machine: Hardware, asked: Mapping[str, str]) -> Hardware:
     """Take the sizes of GPUs and nodes that the options give in place of those of the machine."""
-    found = {field: read_size(option, asked[option]) for option, field in _SIZES.items() if option in asked}
+    found: dict[str, Any] = {
+        field: read_size(option, asked[option]) for option, field in _SIZES.items() if option in asked
+    }
     return dataclasses.replace(machine, **found)
 
 
@@ -85,4 +88,4 @@ def _hardware(asked: Mapping[str, str]) -> Hardware:
     match = re.fullmatch(r"(\d+)x(\d+)", text)
     if match is None:
         raise ConfigError([Problem("--check", text, "write NODESxGPUS, e.g. --check=2x8, or --check alone")])
-    return Hardware(gpus_per_node=int(match[2]), nodes=int(match[1]))
+    return Hardware(gpus_per_node=int(match[2]), nodes=int(match[1]), elsewhere=True)

@@ -6,12 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 from skyrl_megatron.config.hardware import Hardware, local_hardware
 from skyrl_megatron.errors import LaunchError
 
 ANSWER_S = 90.0
 """Seconds that a cluster has to say what it consists of: Ray's import and connection."""
+SIZES = ("gpu_bytes", "host_bytes", "lockable_bytes")
+"""What each node is asked for beside the number of its GPUs (fields of Hardware)."""
 
 
 def run_hardware() -> Hardware:
@@ -27,7 +30,8 @@ def run_hardware() -> Hardware:
 def cluster_hardware(address: str) -> Hardware:
     """Ask the Ray cluster at ``address`` for its GPUs, in a process that ends with the answer. Raises LaunchError.
 
-    Where nodes differ, ``gpus_per_node`` is that of the largest, and nodes without GPUs do not count.
+    Where nodes differ, ``gpus_per_node`` is that of the largest, memory and what may be locked are those of the
+    smallest, and nodes without GPUs do not count. Sizes are None where a node does not tell them.
     """
     command = [sys.executable, "-m", "skyrl_megatron.workers.cluster_gpus", address]
     try:
@@ -40,6 +44,16 @@ def cluster_hardware(address: str) -> Hardware:
     if asked.returncode or not lines:
         said = asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"]
         raise LaunchError(said[-1] if asked.returncode == 1 else f"RAY_ADDRESS={address}: {said[-1]}")
-    gpus: list[int] = json.loads(lines[-1])
-    with_gpus = [count for count in gpus if count]
-    return Hardware(max(with_gpus), len(with_gpus)) if with_gpus else Hardware(0, len(gpus))
+    nodes: list[dict[str, Any]] = json.loads(lines[-1])
+    with_gpus = [node for node in nodes if node["gpus"]]
+    if not with_gpus:
+        return Hardware(0, len(nodes), elsewhere=True)
+    gpu, host, lockable = ([int(node[name]) for node in with_gpus if node.get(name) is not None] for name in SIZES)
+    return Hardware(
+        max(node["gpus"] for node in with_gpus),
+        len(with_gpus),
+        min(gpu) if len(gpu) == len(with_gpus) else None,
+        min(host) if len(host) == len(with_gpus) else None,
+        min(lockable, default=None),
+        elsewhere=True,
+    )

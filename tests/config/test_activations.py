@@ -41,18 +41,24 @@ def wide_config(family):
     return tiny_config(family, **WIDE, **(LATENT if family == "deepseek_v3" else GROUPED))
 
 
-def kept_and_predicted(config, dtype, recompute, layout):
-    """Bytes of the storages that autograd keeps of a forward pass, parameters left out; and predicted ones."""
+def kept_and_predicted(config, dtype, recompute, layout, lora=None):
+    """Bytes of the storages that autograd keeps of a forward pass, parameters left out; and predicted ones.
+
+    ``lora``: settings of adapters, which hang on the model then.
+    """
     import torch
     import torch.distributed as dist
     from megatron.core.parallel_state import destroy_model_parallel
 
     from bridges.plan import Plan
+    from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.rules.layout import ParallelConfig
     from skyrl_megatron.entrypoints.memory.activations import Recompute, kept_in_flight
+    from skyrl_megatron.entrypoints.memory.adapters import AdapterTable
     from skyrl_megatron.entrypoints.memory.layers import Kernels, LayerActivations
     from skyrl_megatron.entrypoints.memory.parameters import ParameterTable
     from skyrl_megatron.runtime import parallel_state
+    from skyrl_megatron.runtime.engine_settings import attach_adapters
     from skyrl_megatron.runtime.model.build import build_model
     from skyrl_megatron.runtime.packed_inputs import pack
     from skyrl_megatron.types import TrainingBatch
@@ -60,6 +66,11 @@ def kept_and_predicted(config, dtype, recompute, layout):
     parallel = ParallelConfig(dist.get_world_size(), **layout)
     groups = parallel_state.initialize(parallel)
     model = build_model(config, groups, dtype=getattr(torch, dtype), transformer_config_kwargs=recompute)
+    table, adapters = ParameterTable(Plan.of(config)), None
+    if lora:
+        cfg = SkyRLTrainConfig.from_cli_overrides(lora)
+        attach_adapters(cfg, model, groups)
+        adapters = AdapterTable.of(cfg, table.plan, table.top_k)
     chunk, generator = model.chunks[0], torch.Generator().manual_seed(0)
     for parameter in chunk.parameters():
         parameter.data.normal_(std=0.02, generator=generator)
@@ -81,7 +92,7 @@ def kept_and_predicted(config, dtype, recompute, layout):
     measured = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     assert output.requires_grad
     kernels = Kernels(4 if dtype == "float32" else 2, fused=False, on_cpu=True)
-    layers = LayerActivations(ParameterTable(Plan.of(config)), parallel, kernels, longest=TOKENS)
+    layers = LayerActivations(table, parallel, kernels, longest=TOKENS, adapters=adapters)
     predicted = kept_in_flight(layers, TOKENS // parallel.cp, groups.pp.rank(), Recompute.of(recompute), 1)
     destroy_model_parallel()
     return measured, predicted
@@ -116,6 +127,20 @@ def test_split_layers_keep_what_the_budget_says(ranks, layout):
     cases = {family: (wide_config(family), "float32", {}, layout) for family in families}
     for found in ranks(2, many, cases):
         assert_close(found)
+
+
+def test_adapters_keep_what_the_budget_says(ranks):
+    """Of wide adapters; ``all-linear`` with and without dropout."""
+    rank = {"trainer.policy.model.lora.rank": 64}
+    found = {}
+    for name, more in {"": {}, " dropout": {"trainer.policy.model.lora.dropout": 0.1}}.items():
+        for family in ("qwen3", "qwen3_moe", "deepseek_v3"):
+            found[family + name] = (wide_config(family), "float32", {}, {}, rank | more)
+    found["canonical"] = (
+        wide_config("qwen3_moe"), "float32", {}, {},
+        rank | {f"{M}lora_config.lora_type": "canonical_lora"},
+    )  # fmt: skip
+    assert_close(ranks(1, many, found)[0], high=1.05)  # nothing before the first layer is trained, which keeps less
 
 
 def peaks(folder, settings):
@@ -162,8 +187,8 @@ def peaks(folder, settings):
 def peak_of(work):
     """Most bytes that torch's allocator holds while ``work`` runs, beyond those from before and those of its result.
 
-    A block whose release shows in no event is left out: of a collective's buffer, gloo's thread may be the last
-    holder, and the profiler sees the releases of this thread and autograd's alone.
+    A block whose release shows in no event is left out: gloo's thread may be the last holder of a
+    collective's buffer, and the profiler sees the releases of this thread and autograd's alone.
     """
     from torch.profiler import ProfilerActivity, profile
 

@@ -78,6 +78,33 @@ def test_without_sizes_memory_is_not_checked(check):
     assert "policy training, rank 0: " in out  # but what it takes is told
 
 
+def test_memory_that_may_be_locked(qwen):
+    """RDMA cards register buffers under a limit, which ends a run over several nodes and none within one."""
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.config.hardware import Hardware
+    from skyrl_megatron.entrypoints.checks.machine import machine
+    from skyrl_megatron.entrypoints.checks.planned_run import NotChecked, PlannedRun
+
+    def found(nodes, limit):
+        cfg = SkyRLTrainConfig.from_cli_overrides(
+            {"trainer.policy.model.path": str(qwen), "trainer.placement.policy_num_nodes": nodes}
+        )
+        given = machine(PlannedRun(cfg, Hardware(8, nodes, lockable_bytes=limit)))
+        return [(type(each), str(each)) for each in given if "locked memory" in str(each)]
+
+    [(kind, text)] = found(2, 8 << 20)
+    assert kind is not NotChecked and "locked memory=8.38861 MB" in text and "ulimit -l unlimited" in text
+    [(kind, text)] = found(1, 8 << 20)
+    assert kind is NotChecked and "ulimit -l unlimited" in text
+    assert [kind for kind, _ in found(2, 1 << 30)] == [NotChecked] and found(2, None) == []
+
+
+def test_packages_of_another_machine_are_not_looked_for_here(check):
+    aware = f"{M}optimizer_config_kwargs.use_precision_aware_optimizer"
+    code, out, err = check(*EIGHT, f"{aware}=true")
+    assert code == 0 and f"{aware}: whether the ranks' machines have transformer_engine" in out, err
+
+
 def test_host_memory(check):
     optimizer = [f"{M}optimizer_config_kwargs.{name}" for name in ("optimizer_cpu_offload=true",)]
     optimizer.append(f"{M}optimizer_config_kwargs.optimizer_offload_fraction=1.0")
@@ -154,6 +181,33 @@ def test_states_are_those_of_the_engine(ranks, tmp_path, settings):
     for measured, predicted in ranks(2, engine_bytes, folder, overrides, timeout_s=400):
         for name, real, expected in zip(("weights", "gradients", "optimizer"), measured, predicted, strict=True):
             assert abs(expected - real) <= 0.01 * real, f"{name}: predicted {expected:,}, measured {real:,}"
+
+
+LORA = "trainer.policy.model.lora."
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {f"{M}expert_model_parallel_size": 2, f"{LORA}target_modules": "all-linear,output_layer"},
+        {f"{M}tensor_model_parallel_size": 2, f"{M}lora_config.lora_type": "canonical_lora"},
+        {f"{M}expert_model_parallel_size": 2, f"{M}lora_config.experts_shared_outer_loras": True},
+        {f"{M}pipeline_model_parallel_size": 2, f"{LORA}target_modules": "q_proj,k_proj,v_proj,layers.3"},
+    ],
+    ids=lambda settings: " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in settings.items()),
+)
+def test_states_of_adapters_are_those_of_the_engine(ranks, tmp_path, settings):
+    sizes = dict(
+        hidden_size=128, moe_intermediate_size=64, num_hidden_layers=4, num_key_value_heads=2, vocab_size=1024
+    )
+    folder = save_tiny("qwen3_moe", tmp_path, **sizes)
+    overrides = {f"{LORA}rank": 16, "trainer.placement.policy_num_gpus_per_node": 2} | settings
+    found = ranks(2, engine_bytes, folder, overrides, timeout_s=400)
+    for (weights, gradients, _), predicted in found:
+        assert weights == predicted[0]
+        assert abs(gradients - predicted[1]) <= 0.01 * gradients  # buffers are padded
+    measured, predicted = (sum(rank[which][2] for rank in found) for which in (0, 1))
+    assert measured == predicted  # Adam's state, shared by the ranks
 
 
 def test_recipe_fits_with_room(qwen, capsys):

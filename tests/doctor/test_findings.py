@@ -151,14 +151,19 @@ def test_locked_memory_matters_to_rdma(tmp_path):
     from skyrl_megatron.entrypoints.doctor.machine import locked_memory
 
     limits = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    (tmp_path / "mlx5_0").mkdir()
+    cards, user, root = (tmp_path / name for name in ("infiniband", "user", "root"))
+    (cards / "mlx5_0").mkdir(parents=True)
+    user.write_text("Uid:\t1000\nCapEff:\t0000000000000000\n")
+    root.write_text("CapEff:\t000001ffffffffff\n")
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (64 << 10, limits[1]))
     try:
-        assert locked_memory(infiniband=tmp_path / "none").state == "ok"
-        found = locked_memory(infiniband=tmp_path)
+        assert locked_memory(2, infiniband=tmp_path / "none", status=user).state == "ok"
+        assert locked_memory(2, infiniband=cards, status=root).state == "ok"
+        within, between = (locked_memory(nodes, infiniband=cards, status=user) for nodes in (1, 2))
     finally:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, limits)
-    assert found.state == "warn" and "mlx5_0" in found.text and "memlock=-1" in found.fix
+    assert within.state == "warn" and "mlx5_0" in within.text and "memlock=-1" in within.fix
+    assert between.state == "FAIL" and "PropagateResourceLimitsExcept" in between.fix
 
 
 def test_an_occupied_port_of_the_endpoint():

@@ -242,11 +242,13 @@ def test_a_hub_model_is_on_every_node_before_anything_there_needs_it(nodes, hub,
 @pytest.mark.process
 def test_the_gpus_of_a_cluster_are_asked_of_the_cluster(nodes, capsys):
     """This process is on the head, which has none, and still a run on GPUs is what is checked."""
-    from skyrl_megatron.config.hardware import Hardware
+    from skyrl_megatron import device
+    from skyrl_megatron.config.hardware import Hardware, lockable_bytes, own_memory
     from skyrl_megatron.entrypoints import check
     from skyrl_megatron.entrypoints.run_hardware import run_hardware
 
-    assert run_hardware() == Hardware(gpus_per_node=1, nodes=3)
+    sizes = (device.driver_gpu_bytes(), own_memory(), lockable_bytes())  # nodes are on this machine
+    assert run_hardware() == Hardware(1, 3, *sizes, elsewhere=True)
     keys = ["data.train_data=['a/b']", "data.val_data=[]", "trainer.placement.policy_num_nodes=4"]
     assert check.run(["--check", *keys, "generator.inference_engine.num_engines=4"]) == 2
     assert "the run takes 4 (policy) = 4 GPUs, and there are 3" in capsys.readouterr().err

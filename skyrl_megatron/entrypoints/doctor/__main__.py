@@ -43,7 +43,7 @@ def findings(cfg: SkyRLTrainConfig, *, gpu: bool, test: bool) -> Iterator[Findin
             yield from gpus(devices)
     yield shared_memory(gpu=gpu)
     if gpu:
-        yield locked_memory()
+        yield locked_memory(cfg.trainer.placement.policy_num_nodes)
     engine = cfg.generator.inference_engine
     yield ports(engine.http_endpoint_port if engine.enable_http_endpoint else 0)
     yield checkpoint_folder(Path(cfg.trainer.ckpt_path), gpu=gpu)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 import shutil
 import subprocess
 import tempfile
@@ -13,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from skyrl_megatron.config.hardware import UNLOCK, lockable_bytes, rdma_cards
+from skyrl_megatron.entrypoints.checks.machine import LEAST_LOCKED
 from skyrl_megatron.entrypoints.doctor.finding import Finding
 from skyrl_megatron.errors import LaunchError
 from skyrl_megatron.workers.ports import LOOPBACK, free_port
@@ -87,17 +88,22 @@ def shared_memory(*, gpu: bool) -> Finding:
     )
 
 
-def locked_memory(*, infiniband: Path = Path("/sys/class/infiniband")) -> Finding:
-    """Judge the limit of locked memory: network cards of RDMA register buffers with it."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY:
-        return Finding("locked memory", "ok", "unlimited")
-    text = f"at most {soft / 1e6:.0f} MB"
-    cards = sorted(path.name for path in infiniband.iterdir()) if infiniband.is_dir() else []
+def locked_memory(
+    nodes: int = 1,
+    *,
+    infiniband: Path = Path("/sys/class/infiniband"),
+    status: Path = Path("/proc/self/status"),
+) -> Finding:
+    """Judge the limit of locked memory for a run over ``nodes``: RDMA network cards register buffers under it."""
+    cards = rdma_cards(infiniband)
     if not cards:
-        return Finding("locked memory", "ok", f"{text}; no RDMA network card needs more")
-    fix = "ulimit -l unlimited, docker run --ulimit memlock=-1, or memlock in /etc/security/limits.conf"
-    return Finding("locked memory", "warn", f"{text}: NCCL cannot register buffers with {', '.join(cards)}", fix)
+        return Finding("locked memory", "ok", "no RDMA network card needs any; CUDA's pinned memory is not limited")
+    limit = lockable_bytes(infiniband, status)
+    if limit is None:
+        return Finding("locked memory", "ok", f"nothing limits what NCCL registers with {', '.join(cards)}")
+    text = f"at most {limit / 1e6:.0f} MB: NCCL registers its buffers with {', '.join(cards)}"
+    too_small = limit < LEAST_LOCKED
+    return Finding("locked memory", "FAIL" if too_small and nodes > 1 else "warn", text, UNLOCK)
 
 
 def ports(http_port: int = 0) -> Finding:

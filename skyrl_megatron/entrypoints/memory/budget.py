@@ -9,6 +9,7 @@ from bridges.errors import BridgeError
 from bridges.plan import Plan
 from skyrl_megatron.config.hf_model import read_hf_config
 from skyrl_megatron.config.rules.role_layout import active_roles
+from skyrl_megatron.entrypoints.memory.adapters import AdapterTable
 from skyrl_megatron.entrypoints.memory.host import node_phase, pinned_by_a_process
 from skyrl_megatron.entrypoints.memory.parameters import ParameterTable
 from skyrl_megatron.entrypoints.memory.phases import Phase, gpu_phases
@@ -88,4 +89,7 @@ def parameter_tables(cfg: SkyRLTrainConfig) -> dict[str, ParameterTable]:
         except BridgeError as error:
             raise ConfigError([Problem(key, path, str(error))]) from None
         tables[role] = read[name]
+    if "policy" in tables and cfg.trainer.policy.model.lora.rank:
+        table = tables["policy"]
+        table.adapters = AdapterTable.of(cfg, table.plan, table.top_k)
     return tables

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from skyrl_megatron.config.rules.layout import ParallelConfig
+from skyrl_megatron.entrypoints.memory.adapters import AdapterTable
 from skyrl_megatron.entrypoints.memory.parameters import ParameterTable
 
 IMBALANCE = 1.5
@@ -32,12 +33,22 @@ class Kernels:
 class LayerActivations:
     """Bytes per token of a model's layers on a rank. ``longest``: tokens of the longest sequence."""
 
-    def __init__(self, table: ParameterTable, parallel: ParallelConfig, kernels: Kernels, *, longest: int) -> None:
+    def __init__(
+        self,
+        table: ParameterTable,
+        parallel: ParallelConfig,
+        kernels: Kernels,
+        *,
+        longest: int,
+        adapters: AdapterTable | None = None,
+    ) -> None:
+        self.adapters = adapters
         self.plan, self.parallel, self.kernels = table.plan, parallel, kernels
         self.top_k, self.longest = table.top_k, longest
         self.dims = table.plan.shape.dims
         self.sequence = 1 / parallel.tp  # share of the tokens outside tensor-parallel regions
         self._qk_norm = table.of_layers.get("self_attention.q_layernorm.weight")
+        self._normed = 8 if adapters is None else 4  # fp32: a norm's input, and its output before weights in training
         self._gates_shared = "mlp.shared_experts.gate_weight" in table.of_layers
         self._has_sinks = "self_attention.core_attention.softmax_offset" in table.of_layers
 
@@ -53,17 +64,19 @@ class LayerActivations:
 
     def kept(self, moe: bool, modules: frozenset[str] = frozenset()) -> float:
         """Return what a layer keeps for its backward pass but for ``modules``, which are computed again."""
-        return self._attention_block(modules) + self._mlp_block(moe, modules)
+        return self._attention_block(modules) + self._mlp_block(moe, modules) + self._adapters(moe)
 
     def backward(self, moe: bool, modules: frozenset[str] = frozenset()) -> float:
         """Return what a layer needs beside :meth:`kept` while it is computed backwards, its second half first."""
         again = self.kept(moe) - self.kept(moe, modules)
-        return again + max(self._mlp_at_work(moe), self.attention_at_work - self._mlp_block(moe, frozenset()))
+        at_work = max(self._mlp_at_work(moe), self.attention_at_work - self._mlp_block(moe, frozenset()))
+        return again + at_work + self._adapters_at_work(moe)
 
     def forward(self, moe: bool) -> float:
         """Return what a layer needs where nothing is kept."""
         angles = 0 if self.kernels.fused else 2 * self.dims["D"] * 4  # fp32 sines and cosines (``model/rotary.py``)
-        return 3 * self.hidden + max(self._mlp_at_work(moe), self.attention_at_work) + angles
+        at_work = max(self._mlp_at_work(moe), self.attention_at_work) + self._adapters_at_work(moe)
+        return 3 * self.hidden + at_work + angles
 
     @property
     def attention_at_work(self) -> float:
@@ -78,6 +91,43 @@ class LayerActivations:
         if not moe:
             return (2 * dims["H"] + 3 * dims["F"] / self.parallel.tp) * width
         return self._dispatched() * (2 * dims["H"] + 3 * dims["M"] / self.parallel.etp) * width
+
+    def _adapters(self, moe: bool) -> float:
+        """Count A·x of each adapted map, and what dropout or a norm inside the map (Transformer Engine's) makes of x.
+
+        x itself is the map's own input, which is kept whether or not its weight is frozen.
+        """
+        if self.adapters is None:
+            return 0.0
+        total = 0.0
+        for each in self.adapters.in_layer(moe):
+            entry, columns = each.entry, each.entry.shape[1]
+            by_rows, by_columns = entry.split.dim == 0, entry.split.dim == 1
+            if entry.is_expert:
+                tokens = x = self._dispatched()
+                columns //= self.parallel.etp if by_columns else 1
+            else:
+                tokens = 1.0 if by_rows else self.sequence
+                x = self.sequence if by_rows else 1.0
+                columns //= self.parallel.tp if by_columns else 1
+            total += tokens * each.pairs * each.rank * self.kernels.width
+            has_norm = self.kernels.fused and by_rows and not entry.is_expert
+            mask = self.kernels.width if self.kernels.on_cpu else 1
+            copies = (self.kernels.width + mask if self.adapters.dropout else 0) + has_norm * self.kernels.width
+            total += x * columns * copies
+        return total
+
+    def _adapters_at_work(self, moe: bool) -> float:
+        """Count the widest output of an adapter, and its product with the scale."""
+        if self.adapters is None:
+            return 0.0
+        rows = [
+            each.entry.shape[0]
+            / (1 if each.entry.split.dim != 0 else self.parallel.etp if each.entry.is_expert else self.parallel.tp)
+            * (self._dispatched() if each.entry.is_expert else 1.0)
+            for each in self.adapters.in_layer(moe)
+        ]
+        return 2 * max(rows, default=0.0) * self.kernels.width
 
     # ------------------------------------------------------------------ parts of a layer
     def _attention_block(self, modules: frozenset[str]) -> float:
@@ -99,7 +149,7 @@ class LayerActivations:
     def _norm(self, size: int, *, again: bool = False, split: bool = True, feeds_matrix: bool = True) -> float:
         """Count the input of a norm and its output, which the next matrix keeps. ``split``: over tp by tokens."""
         share = self.sequence if split else 1.0
-        kept = self.kernels.width if self.kernels.fused else 8  # fp32: the input, and the output before its weight
+        kept = self.kernels.width if self.kernels.fused else self._normed
         output = 1.0 if feeds_matrix and self.kernels.on_cpu else share
         return size * (share * kept + (0 if again else output * self.kernels.width))
 
@@ -120,7 +170,7 @@ class LayerActivations:
         if self.kernels.fused:
             return total + ((query + 2 * key) * width if self._qk_norm else 0.0)
         if self._qk_norm:
-            total += (query + key) * 8
+            total += (query + key) * self._normed
             if width == 4 and self._qk_norm.shape[0] < dims["Q"]:
                 total += (query + key) * 4  # keys are a view of the whole projection
         if self._has_sinks and not again:

@@ -93,7 +93,7 @@ def _knobs(
     yield _degree(cfg, "expert_model_parallel_size", tables["policy"].experts, 2)
     yield _degree(cfg, "tensor_model_parallel_size", 8, 3)
     yield _degree(cfg, "pipeline_model_parallel_size", tables["policy"].layers, 4)
-    yield _optimizer(cfg)
+    yield _optimizer(cfg, hardware)
     yield _offload(cfg)
     yield _checkpoints(cfg)
 
@@ -150,14 +150,15 @@ def _degree(cfg: SkyRLTrainConfig, name: str, most: int, cost: int) -> Iterator[
         degree, cost = degree * 2, cost + 1
 
 
-def _optimizer(cfg: SkyRLTrainConfig) -> Iterator[Adjustment]:
+def _optimizer(cfg: SkyRLTrainConfig, hardware: Hardware) -> Iterator[Adjustment]:
     """Adam on the host, or with a smaller state."""
     kwargs = cfg.trainer.policy.megatron_config.optimizer_config_kwargs
     key = f"{_M}optimizer_config_kwargs."
     now = float(kwargs.get("optimizer_offload_fraction") or 0) if kwargs.get("optimizer_cpu_offload") else 0.0
     if not cfg.trainer.bf16:
         return
-    narrower = not kwargs.get("use_precision_aware_optimizer") and importlib.util.find_spec("transformer_engine")
+    has_te = hardware.elsewhere or importlib.util.find_spec("transformer_engine") is not None
+    narrower = has_te and not kwargs.get("use_precision_aware_optimizer")
     if narrower and not now:
         yield Adjustment({f"{key}use_precision_aware_optimizer": True}, 1)
     if now:

@@ -16,6 +16,7 @@ from skyrl_megatron.entrypoints.memory.parameters import StageParameters
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import MegatronConfig
+    from skyrl_megatron.entrypoints.memory.adapters import Factors
 
 _FP32 = 4
 
@@ -43,21 +44,31 @@ class RankBytes:
 
 
 def rank_bytes(
-    count: StageParameters, parallel: ParallelConfig, megatron: MegatronConfig, *, bf16: bool, trained: bool
+    count: StageParameters,
+    parallel: ParallelConfig,
+    megatron: MegatronConfig,
+    *,
+    bf16: bool,
+    trained: bool,
+    adapters: Factors | None = None,
 ) -> RankBytes:
-    """Return the bytes of each rank of a stage. ``trained``: with gradients and optimizer."""
+    """Return the bytes of each rank of a stage. ``trained``: with gradients and optimizer; where there are
+    ``adapters``, of those alone."""
     width = 2 if bf16 else _FP32
     weights, buffers = count.parameters * width, count.buffers * _FP32
+    if adapters is not None:
+        weights += adapters.parameters * width
     if not trained:
         return RankBytes(weights, buffers=buffers)
     options = megatron.optimizer_config_kwargs
     frozen = count.router if megatron.freeze_moe_router else 0
-    dense, gradient_width = count.dense - frozen, _FP32 if megatron.ddp_config.grad_reduce_in_fp32 else width
-    gradients = (dense + count.expert) * gradient_width
+    dense, expert = (count.dense - frozen, count.expert) if adapters is None else (adapters.dense, adapters.expert)
+    gradient_width = _FP32 if megatron.ddp_config.grad_reduce_in_fp32 else width
+    gradients = (dense + expert) * gradient_width
     if options.get("use_distributed_optimizer", True):
-        shard = -(-dense // parallel.dp_cp) + -(-count.expert // parallel.edp)
+        shard = -(-dense // parallel.dp_cp) + -(-expert // parallel.edp)
     else:
-        shard = dense + count.expert
+        shard = dense + expert
     state = _state(options, bf16)
     copied = 0 if gradient_width == _FP32 else round(shard * state.copied) * _FP32
     on_host = round(shard * state.offloaded)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bridges.plan import Plan
 from bridges.rules import Entry
 from bridges.shard import local_shape, padded_rows
 from skyrl_megatron.config.rules.layout import ParallelConfig, stage_layers
+
+if TYPE_CHECKING:
+    from skyrl_megatron.entrypoints.memory.adapters import AdapterTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,8 @@ class ParameterTable:
         """Experts that a token visits."""
         self.of_layers = {row.entry.name.partition("layers.")[2].partition(".")[2]: row.entry for row in self._rows}
         """Name within a layer → a tensor of that name."""
+        self.adapters: AdapterTable | None = None
+        """Adapters that the policy's model gets."""
 
     @property
     def layers(self) -> int:

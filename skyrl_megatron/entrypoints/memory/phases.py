@@ -166,6 +166,11 @@ class _Gpu:
 
     def _sync(self) -> list[Part]:
         parts = [Part("buckets of the sender", 3 * DEFAULT_BUCKET_BYTES)]
+        policy = self.models["policy"]
+        factors = policy.factors(self._stage("policy"))
+        if factors is not None:  # fp32: factors of what this rank sends, their product, scaled, and the rows it joins
+            merged = 3 * DEFAULT_BUCKET_BYTES * 4 // policy.kernels.width
+            parts.append(Part("adapters that are merged", factors.gathered * 4 + merged))
         if self.engine is not None:
             parts.append(Part("engine weights", self.engine.weights))
             parts += _received(self.models["policy"])

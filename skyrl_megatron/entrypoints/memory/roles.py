@@ -17,6 +17,7 @@ from skyrl_megatron.entrypoints.memory.activations import (
     logits,
     working_set,
 )
+from skyrl_megatron.entrypoints.memory.adapters import AdapterTable, Factors
 from skyrl_megatron.entrypoints.memory.layers import Kernels, LayerActivations
 from skyrl_megatron.entrypoints.memory.optimizer import RankBytes, rank_bytes
 from skyrl_megatron.entrypoints.memory.parameters import ParameterTable, StageParameters
@@ -58,7 +59,8 @@ class RoleModel:
     @functools.cached_property
     def layers(self) -> LayerActivations:
         """Bytes per token of its layers."""
-        return LayerActivations(self.table, self.parallel, self.kernels, longest=longest_sequence(self.cfg))
+        longest = longest_sequence(self.cfg)
+        return LayerActivations(self.table, self.parallel, self.kernels, longest=longest, adapters=self.adapters)
 
     @functools.cached_property
     def recompute(self) -> Recompute:
@@ -71,15 +73,32 @@ class RoleModel:
         return self.table.stage(self.parallel, stage, value_head=self.role == "critic", te=self.kernels.fused)
 
     def state(self, stage: int) -> RankBytes:
-        """Return what a rank of a stage holds from step to step. LoRA adapters are not counted: they are small."""
+        """Return what a rank of a stage holds from step to step."""
         return self._states[stage]
 
     @functools.cached_property
     def _states(self) -> list[RankBytes]:
         megatron, bf16 = self.settings.megatron_config, self.kernels.width == 2
-        trained = self.trained and self.settings.model.lora.rank == 0
-        counts = [self.parameters(stage) for stage in range(self.parallel.pp)]
-        return [rank_bytes(count, self.parallel, megatron, bf16=bf16, trained=trained) for count in counts]
+        return [
+            rank_bytes(
+                self.parameters(stage),
+                self.parallel,
+                megatron,
+                bf16=bf16,
+                trained=self.trained,
+                adapters=self.factors(stage),
+            )
+            for stage in range(self.parallel.pp)
+        ]
+
+    @property
+    def adapters(self) -> AdapterTable | None:
+        """Its adapters; None where all of it is trained, or nothing."""
+        return self.table.adapters if self.role == "policy" else None
+
+    def factors(self, stage: int) -> Factors | None:
+        """Count the adapters' factors on a rank of a stage; None without adapters."""
+        return None if self.adapters is None else self.adapters.stage(self.parallel, stage, te=self.kernels.fused)
 
     def tokens(self, *, training: bool) -> int:
         """Return the tokens of a micro-batch on a rank."""
