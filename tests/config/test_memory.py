@@ -27,7 +27,14 @@ QWEN3_30B_A3B = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
-"""config.json as released."""
+QWEN3_235B_A22B = QWEN3_30B_A3B | {
+    "hidden_size": 4096,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+    "moe_intermediate_size": 1536,
+    "intermediate_size": 12288,
+}
+"""config.json as released, but for what no size depends on."""
 
 
 @pytest.fixture(scope="module")
@@ -210,16 +217,26 @@ def test_states_of_adapters_are_those_of_the_engine(ranks, tmp_path, settings):
     assert measured == predicted  # Adam's state, shared by the ranks
 
 
-def test_recipe_fits_with_room(qwen, capsys):
+RECIPES = {
+    "qwen3-30b-a3b": (QWEN3_30B_A3B, "1x8", "1TB", 7),
+    "qwen3-30b-a3b-lora": (QWEN3_30B_A3B, "1x8", "512GB", 6),  # the reference is the policy
+    "qwen3-235b-a22b-lora": (QWEN3_235B_A22B, "2x8", "1TB", 6),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipe_fits_with_room(qwen, recipe, tmp_path, capsys):
     from skyrl_megatron.entrypoints import run_moe
 
-    model = [f"model={qwen}", f"data.train_data=['{qwen.parent / 'rows.parquet'}']", "data.val_data=[]"]
+    config, nodes, host, phases = RECIPES[recipe]
+    folder = qwen if config is QWEN3_30B_A3B else write_whole_folder(tmp_path / "model", config)
+    model = [f"model={folder}", f"data.train_data=['{qwen.parent / 'rows.parquet'}']", "data.val_data=[]"]
     few = ["trainer.logger=console", "trainer.train_batch_size=16", "trainer.policy_mini_batch_size=16"]
-    machine = ["--check=1x8", "--gpu", "80GB", "--host-memory", "1TB"]
-    assert run_moe.main(["--recipe", "qwen3-30b-a3b", *model, *few, *machine]) == 0
+    machine = [f"--check={nodes}", "--gpu", "80GB", "--host-memory", host]
+    assert run_moe.main(["--recipe", recipe, *model, *few, *machine]) == 0
     out = capsys.readouterr().out.partition("# memory")[2]
     rooms = [line.rpartition("room ")[2] for line in out.splitlines() if "room" in line]
-    assert len(rooms) == 7 and all(room.endswith(" GB") and float(room.split()[0]) > 3 for room in rooms), out
+    assert len(rooms) == phases and all(room.endswith(" GB") and float(room.split()[0]) > 3 for room in rooms), out
 
 
 def hybrid_bytes(folder, options):
