@@ -168,7 +168,8 @@ class _Gpu:
         parts = [Part("buckets of the sender", 3 * DEFAULT_BUCKET_BYTES)]
         policy = self.models["policy"]
         factors = policy.factors(self._stage("policy"))
-        if factors is not None:  # fp32: factors of what this rank sends, their product, scaled, and the rows it joins
+        if factors is not None and policy.settings.model.lora.sync_mode != "memory":
+            # fp32: factors of what this rank sends, their product, scaled, and the rows it joins
             merged = 3 * DEFAULT_BUCKET_BYTES * 4 // policy.kernels.width
             parts.append(Part("adapters that are merged", factors.gathered * 4 + merged))
         if self.engine is not None:
