@@ -65,14 +65,17 @@ def trained(trainer, pool, loop, folder):
     return give
 
 
-@pytest.fixture
-def merged(tmp_path):
-    """``merged(trained, seed)`` → scores of the model with the adapter merged, by transformers."""
+@pytest.fixture(scope="module")
+def merged(tmp_path_factory):
+    """``merged(trainer, seed)`` → scores of the model with the adapter merged, by transformers."""
+    root, known = tmp_path_factory.mktemp("merged"), {}
 
     def scores(trainer, seed):
-        trainer.together("adapt", seed)
-        trainer.together("export", tmp_path / str(seed))
-        return reference_logprobs(tmp_path / str(seed), TOKENS)
+        if seed not in known:
+            trainer.together("adapt", seed)
+            trainer.together("export", root / str(seed))
+            known[seed] = reference_logprobs(root / str(seed), TOKENS)
+        return known[seed]
 
     return scores
 
