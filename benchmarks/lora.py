@@ -145,9 +145,8 @@ def memory_of(side: str, model: Path, rank: int) -> dict[str, int]:
     """Return bytes after a step of one sequence, and how many values are trained."""
     import psutil
     import torch
-    from megatron.core.distributed import DistributedDataParallel  # what is imported later is no growth  # noqa: F401
 
-    from skyrl_megatron.runtime import engine as _  # noqa: F401
+    import skyrl_megatron.runtime.engine  # noqa: F401  (imported later it would count as growth)
 
     process = psutil.Process()
     before = process.memory_info().rss
