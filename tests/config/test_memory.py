@@ -1,5 +1,7 @@
 """``--check`` and memory: figures as built models and optimizers have them, phases, limits, the nearest setting."""
 
+import json
+
 import pytest
 
 from tests.bridges.tiny_models import save_tiny
@@ -35,6 +37,45 @@ QWEN3_235B_A22B = QWEN3_30B_A3B | {
     "intermediate_size": 12288,
 }
 """config.json as released, but for what no size depends on."""
+
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "first_k_dense_replace": 3,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +118,35 @@ def test_a_run_that_does_not_fit_is_refused_with_a_setting_that_does(check):
     settings = err.split("the nearest setting that fits: ")[1].split("\n")[0].split()
     code, out, _ = check(*EIGHT, "--gpu", "80GB", *settings)
     assert code == 0 and "of 80.00 GB, room" in out
+
+
+def test_four_gpus_are_too_few_for_qwen3_30b(check):
+    four = [arg.replace("8", "4") for arg in EIGHT[:3]]
+    code, _, err = check(*four, f"{E}num_engines=2", f"{E}tensor_parallel_size=2", "--gpu", "80GB")
+    assert code == 2 and "in policy training" in err and "the nearest setting that fits: " in err
+
+
+def test_a_model_without_weights_is_budgeted_by_its_config(check, tmp_path):
+    """DeepSeek-V3 on 16 nodes: what is missing and what does not fit come together."""
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
+    layout = {"expert": 16, "pipeline": 8}
+    code, _, err = check(
+        "--check=16x8",
+        "--gpu=h100",
+        f"trainer.policy.model.path={tmp_path}",
+        "trainer.placement.policy_num_nodes=16",
+        "trainer.placement.policy_num_gpus_per_node=8",
+        *(f"{M}{name}_model_parallel_size={degree}" for name, degree in layout.items()),
+        f"{M}num_layers_in_first_pipeline_stage=8",
+        f"{M}num_layers_in_last_pipeline_stage=5",
+        f"{E}num_engines=4",
+        f"{E}tensor_parallel_size=32",
+    )
+    assert code == 2 and "holds no *.safetensors file" in err
+    # a stage of 8 layers, of which a rank has 16 of 256 experts
+    assert (
+        "in policy training" in err and "policy weights 15.00 GB" in err and "the nearest setting that fits: " in err
+    )
 
 
 def test_without_sizes_memory_is_not_checked(check):
