@@ -69,8 +69,9 @@ def case(family, separate, folder):
     return base, factors, parity.reference(folder / "merged", folder / "reference.pt", dtype="float64")
 
 
-def body(base, factors, expected, layout, separate, build):
-    """(largest error of the logits or None, factor → error of its gradient over the largest entry)."""
+def body(base, factors, expected, layout, separate, build, fused=None):
+    """(largest error of the logits or None, factor → error of its gradient over the largest entry). ``fused``: norms
+    stand inside the next map, as in Transformer Engine's layers; "planted fault": adapters do not know of them."""
     import torch
     import torch.distributed as dist
 
@@ -82,14 +83,19 @@ def body(base, factors, expected, layout, separate, build):
     from skyrl_megatron.runtime.lora.names import by_module, fill_factors, stream_factors
     from skyrl_megatron.runtime.lora.targets import select
     from skyrl_megatron.runtime.model.build import build_model
+    from tests.lora.fused_norms import forget_norms, fuse_norms
 
     groups = parallel_state.initialize(ParallelConfig(dist.get_world_size(), **layout), timeout_s=120)
     model = build_model(base, groups, dtype=torch.float32, **build)
     load_hf(model, base, groups)
+    if fused:
+        fuse_norms(model)
     settings = AdapterSettings(reference.RANK, reference.ALPHA, 0.0, "kaiming")
     selection = select(model.hf.plan, "all-linear", separate=separate)
     adapters = attach(model, groups, selection, settings, separate=separate)
     fill_factors(adapters, groups, by_module(factors))
+    if fused == "planted fault":
+        forget_norms(model)
     reference_of = torch.load(expected)
     logits = parity.forward_backward(model, groups, reference_of["logits"].float(), False, None)
     adapters.sum_over_etp()
@@ -162,3 +168,24 @@ def test_experts_one_by_one(ranks, cases, layout):
     base, factors, expected = cases("qwen3_moe", False)
     build = {"transformer_config_kwargs": {"moe_grouped_gemm": False}}
     check(ranks(2, body, base, factors, expected, LAYOUTS[layout], False, build), factors)
+
+
+FUSED = [("deepseek_v3", "tp2·ep2")]
+MORE_FUSED = [("qwen3", "single"), ("qwen2", "pp2"), ("llama", "tp2"), ("qwen3_moe", "tp2·etp2"), ("glm4_moe", "cp2")]
+
+
+@pytest.mark.parametrize(
+    "family, layout", [*FUSED, *(pytest.param(*each, marks=pytest.mark.full_matrix) for each in MORE_FUSED)]
+)
+def test_maps_that_normalise_their_input_themselves(ranks, cases, family, layout):
+    """Transformer Engine's ``LayerNormLinear`` gets what is not normalised yet, and so does a hook on it. It runs on
+    GPUs alone: ``fused_norms.py`` has its interface, ``tests/te`` compares that with the real one."""
+    base, factors, expected = cases(family, False)
+    check(ranks(RANKS.get(layout, 2), body, base, factors, expected, LAYOUTS[layout], False, {}, "fused"), factors)
+
+
+def test_an_adapter_that_sees_what_is_not_normalised_shows(ranks, cases):
+    base, factors, expected = cases("deepseek_v3", False)
+    layout = LAYOUTS["tp2·ep2"]
+    with pytest.raises(AssertionError):
+        check(ranks(2, body, base, factors, expected, layout, False, {}, "planted fault"), factors)
