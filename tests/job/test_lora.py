@@ -67,6 +67,21 @@ def test_a_run_whose_adapters_travel_alone(folder):
 
 
 @pytest.mark.full_matrix
+def test_a_run_of_an_adapter_with_a_name(folder):
+    """It goes by its name in metrics, checkpoint and export, with settings of its own, and continues."""
+    named = LORA | {"trainer__policy__model__lora__adapters": "{math: {lr: 0.02}}"}
+    done = runs.run(folder, **named).check()
+    assert [line["adapter/math/lr"] for line in done.lines] == [0.02] * 2
+    assert done.lines[1]["adapter/math/final_loss"] == done.lines[1]["policy/final_loss"]
+    assert "adapter/math/avg_final_rewards" in done.lines[0] and max(line[GAP] for line in done.lines) <= AGREE
+    saved, exported = folder / "ckpts/global_step_2", folder / "exports/global_step_2"
+    assert json.loads((saved / "MANIFEST.json").read_bytes())["bases"].keys() == {"policy/math"}
+    assert (exported / "adapters/math/adapter_config.json").is_file()
+    again = runs.run(folder, **named, trainer__max_training_steps=3).check()
+    assert "(step 2 of 3)" in again.out and again.lines[-1][GAP] <= AGREE
+
+
+@pytest.mark.full_matrix
 def test_a_killed_run_of_adapters_goes_on_as_if_it_had_not_been(tmp_path):
     """kill -9 behind step 3 of 4, with a checkpoint of step 2: SHA-256 over factors, moments, random states and all
     ids sampled after the checkpoint."""

@@ -170,6 +170,17 @@ def loaded(folder, layout, overrides, root, name, names):
     return held(engine)
 
 
+def misnamed(folder, root):
+    """The error of a run without names that continues from a checkpoint with names."""
+    from skyrl_megatron.errors import CheckpointError
+
+    engine = engine_of(folder, {}, "math", {})
+    try:
+        checkpointer(engine, root).load("from_path", f"{root}/global_step_1")
+    except CheckpointError as error:
+        return str(error)
+
+
 def exported(folder, batch, labels, out):
     """Adapter → digests of its factors, after steps; both are written as PEFT folders."""
     from skyrl_megatron.runtime.lora.folder import save_adapter

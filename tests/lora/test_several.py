@@ -66,6 +66,9 @@ def test_resumed_from_a_checkpoint(ranks, folder, batch, tmp_path, name):  # noq
         ranks(layout["world"], several.loaded, folder, layout, DROPOUT, root, only, names)
         for names in (only, several.NAMES)
     ]
+    if layout["world"] == 1:
+        (error,) = ranks(1, several.misnamed, folder, root)
+        assert "holds policy/code, policy/math, not policy; trainer.policy.model.lora.adapters says" in error
     assert loaded[0] == loaded[1] and len(loaded[0][0]) > 30
 
 

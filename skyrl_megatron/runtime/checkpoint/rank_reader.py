@@ -54,8 +54,8 @@ def read_rank(folder: str, role: str, state: RankState, *, seed: int) -> int:
     def prepare() -> tuple[set[str], set[str]]:
         nonlocal reader, blocks, ranges
         manifest = read_manifest(storage, storage.root)
-        _refuse_other_base(folder, manifest.bases.get(role), state.base)
         reader = RoleReader(storage, storage.root, manifest, role)
+        _refuse_other_base(folder, manifest.bases.get(role), state.base)
         reader.common_state()
         ranges = list(owned_ranges(state.optimizer))
         blocks = list(blocks_to_load(state.model_chunks, ranges, state.groups))

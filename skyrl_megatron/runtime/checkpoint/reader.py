@@ -41,7 +41,9 @@ class RoleReader:
     @_format_errors()
     def __init__(self, storage: Storage, folder: str, manifest: Manifest, role: str) -> None:
         if role not in manifest.layouts:
-            raise CheckpointError(f"{folder} holds {', '.join(manifest.roles())}, not {role}")
+            named = any("/" in each for each in (role, *manifest.roles()))
+            fix = "; trainer.policy.model.lora.adapters says which adapters a run has" if named else ""
+            raise CheckpointError(f"{folder} holds {', '.join(manifest.roles())}, not {role}{fix}")
         self._storage, self._manifest, self._role = storage, manifest, role
         self._folder = f"{folder}/{role}"
         self._root = folder
