@@ -7,13 +7,31 @@
 #                                                              model= takes the place of the recipe's model
 # --check shows what any of these comes to and starts nothing; --check=2x8 does it for 2 nodes of 8 GPUs.
 # Relative paths are those of the folder that the command is typed in. All keys: CONFIG.md.
-# A Ray cluster is joined when RAY_ADDRESS names one or this machine belongs to one that 'ray start' made; otherwise
-# Ray is started here and ends with the run.
+# A Ray cluster is joined when RAY_ADDRESS names one or this machine belongs to one that 'ray start' made. Inside a
+# SLURM job of several hosts (salloc; for sbatch see launch/slurm/run_moe.sbatch), and with --hosts FILE (a host name a
+# line, reached by ssh), Ray is started on all of them, otherwise here; it ends with the run.
 set -euo pipefail
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 for argument in "$@"; do
-  case $argument in -h|--help) sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
+  case $argument in -h|--help) sed -n '2,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 done
+hosts='' check='' rest=()
+while [ $# -gt 0 ]; do
+  case $1 in
+    --hosts) hosts=${2:?--hosts needs a file}; shift ;;
+    --hosts=*) hosts=${1#--hosts=} ;;
+    --check|--check=*) check=1; rest+=("$1") ;;
+    *) rest+=("$1") ;;
+  esac
+  shift
+done
+set -- "${rest[@]}"
+if [ -z "$check" ] && [ -n "$hosts" ]; then
+  "$root/launch/setup.sh"
+  exec "$root/launch/ray_cluster.sh" run --hosts "$hosts" -- "$root/launch/run_moe.sh" "$@"
+elif [ -z "$check" ] && [ -z "${RAY_ADDRESS:-}" ] && [ "${SLURM_JOB_NUM_NODES:-1}" -gt 1 ]; then
+  exec "$root/launch/slurm/run_moe.sbatch" "$@"
+fi
 "$root/launch/setup.sh"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}

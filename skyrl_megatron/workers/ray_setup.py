@@ -10,19 +10,17 @@ import contextlib
 import logging
 import os
 import socket
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_megatron import device
 from skyrl_megatron.algorithms.registry import sync_registries
 from skyrl_megatron.config.dict_config import AnyConfig, typed_config
 from skyrl_megatron.config.rules.role_layout import active_roles, engine_ranks, role_world_size
 from skyrl_megatron.errors import LaunchError
+from skyrl_megatron.workers.node_check import check_nodes
 from skyrl_megatron.workers.ports import LOOPBACK
 from skyrl_megatron.workers.ray_guard import guard_agents
 
@@ -38,7 +36,6 @@ SPARE_SLOTS = 4
 CPU_STORE_BYTES = 1 << 30
 START_ATTEMPTS = 2
 """Ray waits 30 s for its own processes, which a busy machine may take longer to start."""
-NODE_CHECK_S = 60.0
 CONNECT_TIMEOUT_S = 10.0
 
 
@@ -92,7 +89,7 @@ def initialize_ray(cfg: AnyConfig, *, log_to_driver: bool = True) -> None:
         environment = {"env_vars": worker_environment()}
         if address := os.environ.get("RAY_ADDRESS"):
             join(address, environment, show_output=log_to_driver)
-            _check_nodes()
+            check_nodes([cfg.trainer.ckpt_path, cfg.trainer.export_path, cfg.trainer.log_path])
         else:
             slots = max(logical_slots(cfg), os.cpu_count() or 1) if device.has_cuda() else logical_slots(cfg)
             _start(slots, environment, None if device.has_cuda() else CPU_STORE_BYTES, show_output=log_to_driver)
@@ -152,39 +149,6 @@ def _require_listener(address: str) -> None:
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdigit():
         socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
-
-
-@ray.remote(num_cpus=0)
-def _installation() -> tuple[str, str]:
-    """Return (interpreter, folder of this package) as a node sees them."""
-    import skyrl_megatron
-
-    return sys.executable, str(Path(skyrl_megatron.__file__).parent)
-
-
-def _check_nodes() -> None:
-    """Raise LaunchError for a node without this environment at the same path: its workers import from there."""
-    here = str(Path(__file__).resolve().parents[1])
-    asked = {
-        node["NodeManagerAddress"]: _installation.options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        ).remote()
-        for node in ray.nodes()
-        if node["Alive"]
-    }
-    for address, reference in asked.items():
-        try:
-            python, package = ray.get(reference, timeout=NODE_CHECK_S)
-        except Exception as error:
-            raise LaunchError(
-                f"node {address}: skyrl_megatron cannot be imported there ({_first_line(error)}); install this "
-                f"environment at {sys.prefix} on every node, or put it on a shared file system, and start Ray with it"
-            ) from error
-        if Path(package).resolve() != Path(here):
-            raise LaunchError(
-                f"node {address}: {python} imports skyrl_megatron from {package}, this process from {here}; start Ray "
-                f"on that node from the environment at {sys.prefix}"
-            )
 
 
 def _first_line(error: BaseException) -> str:

@@ -8,6 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYER = {
+    "cluster": 9,
     "entrypoints": 8,
     "trainer": 7,
     "workers": 6,

@@ -1,0 +1,45 @@
+"""A command that uses a cluster: it alone decides what a request to end means."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+LOOK_S = 0.5
+
+
+@contextmanager
+def collected_signals() -> Iterator[list[int]]:
+    """Collect the signals that ask this process to end, in order, instead of ending it."""
+    asked: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = {number: signal.signal(number, lambda number, frame: asked.append(number)) for number in numbers}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run_asked_to_end(command: Sequence[str], environment: Mapping[str, str], asked: Sequence[int]) -> int:
+    """Run ``command`` and pass every signal of ``asked`` on as SIGINT; returns its exit code, 128 + N for signal N.
+
+    A run saves its last step at the first one and ends at once at the second. It has a session of its own: what a
+    terminal or SLURM sends to all processes reaches it through here, once.
+    """
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    try:
+        passed = 0
+        while process.poll() is None:
+            for _ in asked[passed:]:
+                process.send_signal(signal.SIGINT)
+                passed += 1
+            time.sleep(LOOK_S)
+    finally:
+        process.kill()
+        process.wait()
+    code = process.returncode
+    return code if code >= 0 else 128 - code

@@ -1,0 +1,210 @@
+"""What runs on each host of a cluster: Ray's processes there, and on the first one the command that uses them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from skyrl_megatron.cluster.addresses import Ports, address_of
+from skyrl_megatron.cluster.command import LOOK_S, collected_signals, run_asked_to_end
+from skyrl_megatron.cluster.folder import ClusterFolder, HeadAddress, Member
+from skyrl_megatron.cluster.ray_node import RayNode, require_ray
+from skyrl_megatron.errors import LaunchError, SkyRLMegatronError
+from skyrl_megatron.workers.ports import LOOPBACK
+
+TELL_S = 20.0
+STARTED = "Ray runtime started"
+TOO_SLOW = "timed out during startup"
+START_ATTEMPTS = 3
+LEAVE_S = 600.0
+"""How long a host that was asked to end waits for the run on the first host to save and end."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A host's place: its ``number`` of ``hosts``, the cluster's folder and ports, and how its Ray is started.
+
+    ``within_s``: deadline for all hosts to be there. ``extra``: options of ``ray start``.
+    """
+
+    number: int
+    hosts: int
+    folder: Path
+    ports: Ports
+    interface: str | None = None
+    within_s: float = 300.0
+    extra: tuple[str, ...] = ()
+
+
+def take_part(place: Place, command: Sequence[str] = ()) -> int:
+    """Run this host's part until the cluster ends; returns the exit code.
+
+    On host 0, ``command`` runs once all hosts are there, with the variables that let it join, and its end is the
+    cluster's; without one the cluster stays until it is asked to end. SIGINT, SIGTERM and SIGUSR1 ask the command to
+    save and end (each is passed on as SIGINT), or end a cluster that has none. The other hosts outlast such signals:
+    the run needs them until it has saved.
+
+    Raises LaunchError when this host cannot take part, or another one is missing after ``place.within_s``.
+    """
+    if not place.folder.is_dir():
+        raise LaunchError(
+            f"{socket.gethostname()}: {place.folder} is not there; hosts of a cluster share its folder: start from a "
+            "folder on a shared file system, or give one with --dir"
+        )
+    require_ray()
+    folder = ClusterFolder(place.folder)
+    if place.number == 0 and not (place.folder / "token").exists():
+        folder = ClusterFolder.make(place.folder)
+    with collected_signals() as asked:
+        try:
+            if place.number > 0:
+                return _other_host(place, folder, asked)
+            return _first_host(place, folder, command, asked)
+        except SkyRLMegatronError as error:
+            folder.fail(place.number, str(error))
+            raise
+        finally:
+            if place.number == 0:
+                folder.end()
+
+
+def _first_host(place: Place, folder: ClusterFolder, command: Sequence[str], asked: list[int]) -> int:
+    address = LOOPBACK if place.hosts == 1 and place.interface is None else address_of(place.interface)
+    place.ports.require_free(address)
+    node = _start(place, folder, address, None, asked)
+    try:
+        folder.announce(HeadAddress(address, place.ports.first, socket.gethostname()))
+        _join(folder, 0, address, node)
+        _await_members(place, folder, node, asked)
+        return _run(command, folder, node, asked) if command else _stay(folder, node, asked)
+    finally:
+        folder.end()
+        node.end()
+        folder.leave(0)
+
+
+def _other_host(place: Place, folder: ClusterFolder, asked: list[int]) -> int:
+    def announced() -> bool:
+        if asked or folder.ended:
+            raise LaunchError("; ".join(folder.failures()) or "the cluster ended before this host could join")
+        return folder.head() is not None
+
+    _wait(announced, place.within_s, "the first host to listen")
+    head = folder.head()
+    assert head is not None
+    address = address_of(place.interface)
+    _require_reachable(head)
+    node = _start(place, folder, address, head, asked)
+    try:
+        _join(folder, place.number, address, node)
+        return _stay(folder, node, asked, patience_s=LEAVE_S)
+    finally:
+        node.end()
+        folder.leave(place.number)
+
+
+def _join(folder: ClusterFolder, number: int, address: str, node: RayNode) -> None:
+    created = psutil.Process().create_time()
+    folder.join(Member(number, socket.gethostname(), address, os.getpid(), created))
+
+
+def _start(place: Place, folder: ClusterFolder, address: str, head: HeadAddress | None, asked: list[int]) -> RayNode:
+    """Start this host's Ray and wait for it. Ray gives itself 30 s, which a busy host may exceed: tried again."""
+
+    def started() -> bool:
+        if (why := node.failed()) is not None:
+            raise LaunchError(f"{socket.gethostname()}: {why}")
+        if asked:
+            raise KeyboardInterrupt
+        return STARTED in node.log.read_text(errors="replace")
+
+    for attempt in range(START_ATTEMPTS):
+        node = RayNode(folder, place.number, address, place.ports, head, place.extra)
+        try:
+            _wait(started, place.within_s, f"Ray to start on {socket.gethostname()} (see {node.log})")
+            return node
+        except BaseException as error:
+            node.end()
+            if attempt + 1 == START_ATTEMPTS or TOO_SLOW not in str(error):
+                raise
+    raise AssertionError
+
+
+def _await_members(place: Place, folder: ClusterFolder, node: RayNode, asked: list[int]) -> None:
+    def all_there() -> bool:
+        if failures := folder.failures():
+            raise LaunchError("; ".join(failures))
+        if (why := node.failed()) is not None:
+            raise LaunchError(f"{socket.gethostname()}: {why}")
+        if asked:
+            raise KeyboardInterrupt
+        return len(folder.members()) == place.hosts
+
+    def missing() -> str:
+        there = folder.members()
+        numbers = sorted(set(range(place.hosts)) - {member.number for member in there})
+        return (
+            f"{len(there)} of {place.hosts} hosts are there ({', '.join(member.host for member in there)}); missing: "
+            f"number {', '.join(map(str, numbers))}"
+        )
+
+    _wait(all_there, place.within_s, missing)
+    hosts = ", ".join(f"{member.host} ({member.address})" for member in folder.members())
+    print(f"cluster: {place.hosts} {'host' if place.hosts == 1 else 'hosts'}: {hosts}", flush=True)
+
+
+def _stay(folder: ClusterFolder, node: RayNode, asked: list[int], patience_s: float = 0.0) -> int:
+    """Wait for the end of the cluster, or for ``patience_s`` after this host was asked to end."""
+    ends = None
+    while not folder.ended:
+        if (why := node.failed()) is not None:
+            raise LaunchError(f"{socket.gethostname()}: {why}")
+        if asked and ends is None:
+            ends = time.monotonic() + patience_s
+        if ends is not None and time.monotonic() >= ends:
+            break
+        time.sleep(LOOK_S)
+    return 0
+
+
+def _run(command: Sequence[str], folder: ClusterFolder, node: RayNode, asked: list[int]) -> int:
+    """Run the command, then tell what the cluster lost meanwhile; returns the command's exit code."""
+    code = run_asked_to_end(command, folder.environment(), asked)
+    own = node.failed()
+    for why in [*folder.failures(), *([own] if own else [])]:
+        print(why, file=sys.stderr)
+    return code
+
+
+def _require_reachable(head: HeadAddress) -> None:
+    try:
+        socket.create_connection((head.address, head.port), timeout=10).close()
+    except OSError as error:
+        raise LaunchError(
+            f"{socket.gethostname()}: the first host, {head.host}, does not answer at {head.ray_address} ({error}); "
+            "check firewall and route, or choose another interface with --interface"
+        ) from error
+
+
+def _wait(done: Callable[[], bool], within_s: float, what: str | Callable[[], str]) -> None:
+    """Wait until ``done()``; say every 20 s what for. Raises LaunchError after ``within_s``."""
+    started = told = time.monotonic()
+
+    def words() -> str:
+        return what if isinstance(what, str) else what()
+
+    while not done():
+        now = time.monotonic()
+        if now - started > within_s:
+            raise LaunchError(f"waited {within_s:g} s for {words()}; give more time with --within")
+        if now - told >= TELL_S:
+            told = now
+            print(f"… waiting for {words()}: {now - started:.0f} s so far", flush=True)
+        time.sleep(LOOK_S)

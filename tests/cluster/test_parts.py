@@ -1,0 +1,137 @@
+"""Addresses, ports, the shared folder and what nodes are compared in: no process is started."""
+
+import json
+import socket
+import stat
+
+import pytest
+
+from skyrl_megatron.cluster.addresses import Ports, address_of, interface_of
+from skyrl_megatron.cluster.folder import ClusterFolder, HeadAddress, Member
+from skyrl_megatron.cluster.hosts import on_host, read_hosts
+from skyrl_megatron.errors import LaunchError
+
+
+def numbers(options):
+    return [int(option.rpartition("=")[2]) for option in options]
+
+
+def test_ports_of_a_cluster_are_distinct_and_its_own():
+    of = {job: set(numbers(Ports.of_job(job).options(head=True))) for job in range(100, 122)}
+    assert all(len(ports) == 11 for ports in of.values())
+    assert len(set.union(*of.values())) == 22 * 11, "jobs next to each other share a port"
+    assert max(map(max, of.values())) < 32768, "Linux gives these to clients"
+    assert set(numbers(Ports(20000).options(head=False))) < set(numbers(Ports(20000).options(head=True)))
+
+
+def test_a_port_in_use_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(LaunchError, match=rf"port {port} of 127.0.0.1 is in use .* --port"):
+            Ports(port).require_free("127.0.0.1")
+    Ports(port).require_free("127.0.0.1")
+
+
+def test_interfaces():
+    assert (
+        address_of("lo") == "127.0.0.1" and interface_of("127.0.0.1") == "lo" and interface_of("203.0.113.9") is None
+    )
+    with pytest.raises(LaunchError, match=r"no interface ib7 with an IPv4 address; there are .*lo \(127.0.0.1\)"):
+        address_of("ib7")
+
+
+def test_a_name_that_stands_for_loopback_asks_for_an_interface(monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    with pytest.raises(LaunchError, match=r"stands for 127.0.0.1, .*--interface: lo \(127.0.0.1\)"):
+        address_of(None)
+
+
+def test_the_folder_of_a_cluster(tmp_path):
+    folder = ClusterFolder.make(tmp_path / "c")
+    token = folder.path / "token"
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600 and len(token.read_text()) == 64
+    assert folder.head() is None and folder.members() == [] and not folder.ended
+    folder.announce(HeadAddress("10.0.0.1", 20000, "one"))
+    for number in (10, 2):
+        folder.join(Member(number, f"h{number}", "10.0.0.2", 7, 1.5))
+    assert [member.number for member in folder.members()] == [2, 10]
+    with pytest.raises(LaunchError, match=r"a cluster is there already .* down --dir"):
+        ClusterFolder.make(folder.path)
+    folder.fail(2, "no disk")
+    assert folder.failures() == ["no disk"]
+    folder.end()
+    again = ClusterFolder.make(folder.path)
+    assert again.head() is None and again.members() == [] and again.failures() == [] and not again.ended
+    assert not list(folder.path.rglob(".*")), "parts of files were left"
+
+
+def test_variables_of_another_ray_do_not_reach_the_cluster(tmp_path, monkeypatch):
+    folder = ClusterFolder.make(tmp_path)
+    folder.announce(HeadAddress("10.0.0.1", 20000, "one"))
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of another")
+    monkeypatch.setenv("RAY_ADDRESS", "elsewhere:1")
+    own = folder.environment()
+    assert own["RAY_ADDRESS"] == "10.0.0.1:20000" and own["RAY_AUTH_TOKEN_PATH"] == str(tmp_path / "token")
+    assert "RAY_AUTH_TOKEN" not in own
+
+
+def test_files_of_hosts(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("# two\nn1  # first\n\n n2\n")
+    assert read_hosts(file) == ["n1", "n2"]
+    file.write_text("n1\nn1\n")
+    with pytest.raises(LaunchError, match="n1 is named twice"):
+        read_hosts(file)
+    file.write_text("\n# nobody\n")
+    with pytest.raises(LaunchError, match="names no host"):
+        read_hosts(file)
+    with pytest.raises(LaunchError, match="No such file"):
+        read_hosts(tmp_path / "none")
+
+
+def test_a_command_on_another_host_keeps_its_words(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = on_host("far", ["echo", "two words", "$HOME"])
+    assert command[-2] == "far" and command[-1] == f"cd {tmp_path} && exec echo 'two words' '$HOME'"
+    assert on_host("localhost", ["echo", "a b"]) == ["echo", "a b"]
+
+
+# ------------------------------------------------------------------ what nodes are compared in
+def test_what_a_node_has_otherwise_is_named(tmp_path):
+    from skyrl_megatron.workers.node_check import HERE, NodeReport, differences, versions
+
+    own = versions()
+    assert {"Python", "torch", "megatron-core", "ray"} <= own.keys()
+    same = NodeReport("n2", "/usr/bin/python", str(HERE), own)
+    assert differences("10.0.0.2", same) == []
+    other = NodeReport("n2", "/usr/bin/python", str(HERE), own | {"torch": "2.0.0"})
+    (told,) = differences("10.0.0.2", other)
+    assert told.startswith(f"node 10.0.0.2 (n2): torch 2.0.0, here {own['torch']}; run launch/setup.sh there")
+    less = NodeReport("n2", "python", str(HERE), {name: value for name, value in own.items() if name != "ray"})
+    assert "ray is missing" in differences("10.0.0.2", less)[0]
+    moved = NodeReport("n2", "/opt/python", "/opt/skyrl_megatron", own)
+    assert "imports skyrl_megatron from /opt/skyrl_megatron" in differences("10.0.0.2", moved)[0]
+    driven = NodeReport("n2", "python", str(HERE), own | {"CUDA driver": "580.1"})
+    assert differences("10.0.0.2", driven, own) == [], "a head without GPUs has no driver"
+    assert differences("10.0.0.2", driven, own | {"CUDA driver": "570.2"}) != []
+
+
+def test_a_folder_that_is_not_shared_is_missing(tmp_path):
+    from skyrl_megatron.workers.node_check import report
+
+    shared, own = tmp_path / "shared", tmp_path / "own"
+    shared.mkdir()
+    (shared / ".token").touch()
+    found = report([str(shared), str(own)], ".token")
+    assert found.missing == [str(own)]
+    assert (shared / f".token.{found.host}").exists()
+
+
+def test_json_of_a_member_is_whole(tmp_path):
+    from skyrl_megatron.cluster.folder import write_whole
+
+    write_whole(tmp_path / "a.json", {"a": 1})
+    write_whole(tmp_path / "a.json", {"a": 2})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"a": 2} and len(list(tmp_path.iterdir())) == 1
