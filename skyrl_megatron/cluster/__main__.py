@@ -109,7 +109,7 @@ def _bring_up(options: argparse.Namespace) -> ClusterFolder:
     ]
     begun = told = time.monotonic()
     try:
-        while len(folder.members()) < len(hosts):
+        while len(folder.ready()) < len(hosts):
             for host, process, log in zip(hosts, started, logs, strict=True):
                 if process.poll() is not None:
                     raise LaunchError(f"{host}: no Ray there: {last_line(log)}")
@@ -118,7 +118,7 @@ def _bring_up(options: argparse.Namespace) -> ClusterFolder:
                 raise LaunchError(f"not all hosts were there within {options.within:g} s; see {folder.path}")
             if now - told > 20:
                 told = now
-                print(f"… {len(folder.members())} of {len(hosts)} hosts are there", file=sys.stderr, flush=True)
+                print(f"… {len(folder.ready())} of {len(hosts)} hosts are there", file=sys.stderr, flush=True)
             time.sleep(0.3)
     except BaseException:
         end_cluster(folder)
@@ -128,7 +128,7 @@ def _bring_up(options: argparse.Namespace) -> ClusterFolder:
 
 def _down(options: argparse.Namespace) -> int:
     folder = ClusterFolder(options.dir.absolute())
-    if folder.head() is None:
+    if not (folder.path / "token").exists():
         raise LaunchError(f"{folder.path}: no cluster was started there; give its folder with --dir")
     if left := end_cluster(folder):
         raise LaunchError(f"still there: {', '.join(f'{each.host} (process {each.process})' for each in left)}")

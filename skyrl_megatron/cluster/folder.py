@@ -19,8 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_megatron.errors import LaunchError
+from skyrl_megatron.workers.ports import LOOPBACK
 
-OF_ANOTHER_RAY = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
+LOOPBACK_ALONE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Set to 0, Ray believes in a loopback address, on any system; else it puts the machine's own in its place."""
+OF_ANOTHER_RAY = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", LOOPBACK_ALONE)
 """Variables of a Ray on this host alone (``workers/__init__.py``), which a cluster's processes must not see."""
 
 
@@ -40,13 +43,15 @@ class HeadAddress:
 
 @dataclass(frozen=True)
 class Member:
-    """A host's part of the cluster. ``created``: start time of ``process``, so that its number is never another's."""
+    """A host's part of the cluster. ``created``: start time of ``process``, so that its number is never another's.
+    ``ready``: its Ray has started."""
 
     number: int
     host: str
     address: str
     process: int
     created: float
+    ready: bool = False
 
 
 class ClusterFolder:
@@ -119,9 +124,13 @@ class ClusterFolder:
             return None
 
     def members(self) -> list[Member]:
-        """List the hosts that take part, in order."""
+        """List the hosts that take part or are about to, in order."""
         found = [Member(**json.loads(file.read_text())) for file in self._members("*.json")]
         return sorted(found, key=lambda member: member.number)
+
+    def ready(self) -> list[Member]:
+        """List the hosts whose Ray has started, in order."""
+        return [member for member in self.members() if member.ready]
 
     def failures(self) -> list[str]:
         """List why hosts could not take part."""
@@ -135,8 +144,12 @@ class ClusterFolder:
         """Return the variables with which a process finds the cluster and shows its token. RAY_AUTH_TOKEN, which Ray
         would heed first, must not be set beside them."""
         head = self.head()
-        address = {"RAY_ADDRESS": head.ray_address} if head else {}
-        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.path / "token")} | address
+        found = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.path / "token")}
+        if head is not None:
+            found["RAY_ADDRESS"] = head.ray_address
+            if head.address == LOOPBACK:
+                found[LOOPBACK_ALONE] = "0"
+        return found
 
     def environment(self) -> dict[str, str]:
         """Return this process's environment with :meth:`variables`."""

@@ -71,6 +71,7 @@ def take_part(place: Place, command: Sequence[str] = ()) -> int:
             folder.fail(place.number, str(error))
             raise
         finally:
+            folder.leave(place.number)
             if place.number == 0:
                 folder.end()
 
@@ -78,16 +79,16 @@ def take_part(place: Place, command: Sequence[str] = ()) -> int:
 def _first_host(place: Place, folder: ClusterFolder, command: Sequence[str], asked: list[int]) -> int:
     address = LOOPBACK if place.hosts == 1 and place.interface is None else address_of(place.interface)
     place.ports.require_free(address)
+    _join(folder, 0, address)
     node = _start(place, folder, address, None, asked)
     try:
         folder.announce(HeadAddress(address, place.ports.first, socket.gethostname()))
-        _join(folder, 0, address, node)
+        _join(folder, 0, address, ready=True)
         _await_members(place, folder, node, asked)
         return _run(command, folder, node, asked) if command else _stay(folder, node, asked)
     finally:
         folder.end()
         node.end()
-        folder.leave(0)
 
 
 def _other_host(place: Place, folder: ClusterFolder, asked: list[int]) -> int:
@@ -101,18 +102,18 @@ def _other_host(place: Place, folder: ClusterFolder, asked: list[int]) -> int:
     assert head is not None
     address = address_of(place.interface)
     _require_reachable(head)
+    _join(folder, place.number, address)
     node = _start(place, folder, address, head, asked)
     try:
-        _join(folder, place.number, address, node)
+        _join(folder, place.number, address, ready=True)
         return _stay(folder, node, asked, patience_s=LEAVE_S)
     finally:
         node.end()
-        folder.leave(place.number)
 
 
-def _join(folder: ClusterFolder, number: int, address: str, node: RayNode) -> None:
+def _join(folder: ClusterFolder, number: int, address: str, *, ready: bool = False) -> None:
     created = psutil.Process().create_time()
-    folder.join(Member(number, socket.gethostname(), address, os.getpid(), created))
+    folder.join(Member(number, socket.gethostname(), address, os.getpid(), created, ready))
 
 
 def _start(place: Place, folder: ClusterFolder, address: str, head: HeadAddress | None, asked: list[int]) -> RayNode:
@@ -121,7 +122,7 @@ def _start(place: Place, folder: ClusterFolder, address: str, head: HeadAddress 
     def started() -> bool:
         if (why := node.failed()) is not None:
             raise LaunchError(f"{socket.gethostname()}: {why}")
-        if asked:
+        if asked or folder.ended:
             raise KeyboardInterrupt
         return STARTED in node.log.read_text(errors="replace")
 
@@ -145,10 +146,10 @@ def _await_members(place: Place, folder: ClusterFolder, node: RayNode, asked: li
             raise LaunchError(f"{socket.gethostname()}: {why}")
         if asked:
             raise KeyboardInterrupt
-        return len(folder.members()) == place.hosts
+        return len(folder.ready()) == place.hosts
 
     def missing() -> str:
-        there = folder.members()
+        there = folder.ready()
         numbers = sorted(set(range(place.hosts)) - {member.number for member in there})
         return (
             f"{len(there)} of {place.hosts} hosts are there ({', '.join(member.host for member in there)}); missing: "
@@ -156,7 +157,7 @@ def _await_members(place: Place, folder: ClusterFolder, node: RayNode, asked: li
         )
 
     _wait(all_there, place.within_s, missing)
-    hosts = ", ".join(f"{member.host} ({member.address})" for member in folder.members())
+    hosts = ", ".join(f"{member.host} ({member.address})" for member in folder.ready())
     print(f"cluster: {place.hosts} {'host' if place.hosts == 1 else 'hosts'}: {hosts}", flush=True)
 
 

@@ -16,7 +16,7 @@ import psutil
 
 from skyrl_megatron import device
 from skyrl_megatron.cluster.addresses import Ports, interface_of
-from skyrl_megatron.cluster.folder import ClusterFolder, HeadAddress
+from skyrl_megatron.cluster.folder import LOOPBACK_ALONE, ClusterFolder, HeadAddress
 from skyrl_megatron.errors import LaunchError
 
 END_S = 15.0
@@ -101,7 +101,7 @@ def temp_folder(ports: Ports) -> str:
 def _network(address: str) -> dict[str, str]:
     """Return the variables that keep Ray, gloo and NCCL on ``address``, unless the user has set them."""
     if address.startswith("127."):
-        return {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # else Ray takes the machine's own address for it
+        return {LOOPBACK_ALONE: "0"}
     interface = interface_of(address)
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     return {name: interface for name in names if name not in os.environ} if interface else {}

@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "ray_cluster.sh"
 JOIN = "import ray; ray.init(logging_level='ERROR'); print(int(ray.cluster_resources()['CPU'])); ray.shutdown()"
 
 
-def run(*words, timeout=120, **variables):
+def run(*words, timeout=300, **variables):
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | variables
     return subprocess.run([SCRIPT, *words], capture_output=True, text=True, timeout=timeout, env=env)
 
@@ -50,10 +50,10 @@ def test_up_join_and_down(tmp_path):
         }
         assert listening == {"127.0.0.1"}, "only loopback, as no other host was asked for"
         env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | exported
-        joined = subprocess.run([sys.executable, "-c", JOIN], env=env, capture_output=True, text=True, timeout=90)
+        joined = subprocess.run([sys.executable, "-c", JOIN], env=env, capture_output=True, text=True, timeout=200)
         assert joined.stdout.strip() == "5", joined.stderr
         wrong = env | {"RAY_AUTH_TOKEN": "0" * 64}
-        refused = subprocess.run([sys.executable, "-c", JOIN], env=wrong, capture_output=True, text=True, timeout=90)
+        refused = subprocess.run([sys.executable, "-c", JOIN], env=wrong, capture_output=True, text=True, timeout=200)
         assert refused.returncode != 0 and "token" in refused.stderr
         second = run("up", "--dir", tmp_path / "d", "--port", str(window))
         assert second.returncode == 1 and f"port {window} of 127.0.0.1 is in use" in second.stderr
