@@ -74,7 +74,8 @@ def test_a_command_has_the_cluster_for_its_time(tmp_path):
     words = ["--dir", folder, "--port", str(free_window()), "--number=0", "--of=1", "--"]
     done = run("member", *words, sys.executable, "-c", f"{JOIN}; import sys; sys.exit(7)")
     assert done.returncode == 7, done.stderr
-    assert done.stdout.splitlines()[0].startswith("cluster: 1 host: ")
+    told = [line for line in done.stdout.splitlines() if not line.startswith("… ")]
+    assert told[0].startswith("cluster: 1 host: ") and told[1:] == ["16"]
     assert (folder / "ended").exists() and not list((folder / "members").iterdir())
 
 
