@@ -46,8 +46,8 @@ def pool(folder, loop):
     loop(pool.shutdown())
 
 
-@pytest.fixture(scope="module")
-def trainer(ranks, folder):
+@pytest.fixture
+def trainer(ranks, folder):  # of each test: the pool of ranks ends one that lasts longer than it allows a body to
     with ranks_with_adapters(ranks, folder, LAYOUT) as trainer:
         yield trainer
 
@@ -166,7 +166,6 @@ def test_a_cached_prefix_belongs_to_its_version(pool, loop, trained):
         ("a factor is missing", None, None, "1 factors are missing: model.layers.2.mlp.experts.down_proj.lora_B"),
         ("gate and up are swapped", None, None, "differ from the trainer's"),
         (None, "a byte flips on the way", None, "checksums differ"),
-        (None, "the last bucket is skipped", None, "is gone or silent"),
         (None, None, "fails to activate", "finish: .*out of slots, says the test"),
         (None, None, "activates nothing", "differ from the trainer's"),
         (None, None, "ignores experts", "differ from the trainer's"),
