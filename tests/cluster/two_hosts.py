@@ -42,7 +42,6 @@ SlurmdParameters=config_overrides
 ReturnToService=2
 MpiDefault=none
 KillWait=30
-PreemptMode=REQUEUE
 NodeName=n1 NodeAddr={net}.11 CPUs=2 RealMemory=8000 State=UNKNOWN
 NodeName=n2 NodeAddr={net}.12 CPUs=2 RealMemory=8000 State=UNKNOWN
 PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
@@ -70,7 +69,12 @@ class TwoHosts:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._munged: subprocess.Popen[bytes] | None = None
-        self.up()
+        self.down()  # what a killed run left behind
+        try:
+            self.up()
+        except BaseException:
+            self.down()
+            raise
 
     def up(self) -> None:
         ip("link", "add", BRIDGE, "type", "bridge")
