@@ -90,7 +90,7 @@ def _up_run_down(options: argparse.Namespace) -> int:
     folder = _bring_up(options)
     try:
         with collected_signals() as asked:
-            return run_asked_to_end(command, folder.environment(), asked)
+            return run_asked_to_end(command, folder.environment(), lambda: len(asked))
     finally:
         end_cluster(folder)
 

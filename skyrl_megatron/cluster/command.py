@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 LOOK_S = 0.5
@@ -24,17 +24,17 @@ def collected_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def run_asked_to_end(command: Sequence[str], environment: Mapping[str, str], asked: Sequence[int]) -> int:
-    """Run ``command`` and pass every signal of ``asked`` on as SIGINT; returns its exit code, 128 + N for signal N.
+def run_asked_to_end(command: Sequence[str], environment: Mapping[str, str], asked: Callable[[], int]) -> int:
+    """Run ``command``, with a SIGINT for each request that ``asked`` counts; returns its exit code (128 + a signal).
 
     A run saves its last step at the first one and ends at once at the second. It has a session of its own: what a
-    terminal or SLURM sends to all processes reaches it through here, once.
+    terminal sends to all processes reaches it through here, once.
     """
     process = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
         passed = 0
         while process.poll() is None:
-            for _ in asked[passed:]:
+            for _ in range(asked() - passed):
                 process.send_signal(signal.SIGINT)
                 passed += 1
             time.sleep(LOOK_S)

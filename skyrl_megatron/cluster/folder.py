@@ -4,6 +4,7 @@ token               the cluster's secret, mode 0600
 head.json           where the head listens; written once it does
 members/NUMBER.json a host's processes, while they run
 members/NUMBER.failed  why a host could not take part
+save                the command is asked to save and end
 ended               the cluster is over: members go
 NUMBER.log          what Ray's processes of that host print
 """
@@ -83,7 +84,9 @@ class ClusterFolder:
 
     def clear(self) -> None:
         """Remove what an earlier cluster left here."""
-        for file in (self.path / "token", self.path / "head.json", self.path / "ended", *self._members("*")):
+        for name in ("token", "head.json", "save", "ended"):
+            (self.path / name).unlink(missing_ok=True)
+        for file in self._members("*"):
             file.unlink(missing_ok=True)
 
     def _members(self, pattern: str) -> list[Path]:
@@ -111,6 +114,11 @@ class ClusterFolder:
         (self.path / "ended").touch()
 
     # ------------------------------------------------------------------ what is read
+    @property
+    def asked_to_save(self) -> bool:
+        """Whether the command is asked to save and end; SLURM's own signals would reach Ray's processes too."""
+        return (self.path / "save").exists()
+
     @property
     def ended(self) -> bool:
         """Whether members are asked to go."""

@@ -47,9 +47,9 @@ def take_part(place: Place, command: Sequence[str] = ()) -> int:
     """Run this host's part until the cluster ends; returns the exit code.
 
     On host 0, ``command`` runs once all hosts are there, with the variables that let it join, and its end is the
-    cluster's; without one the cluster stays until it is asked to end. SIGINT, SIGTERM and SIGUSR1 ask the command to
-    save and end (each is passed on as SIGINT), or end a cluster that has none. The other hosts outlast such signals:
-    the run needs them until it has saved.
+    cluster's; without one the cluster stays until it is asked to end. SIGINT, SIGTERM and SIGUSR1, and the folder's
+    ``save``, ask the command to save and end (each is passed on as SIGINT), or end a cluster that has none. The other
+    hosts outlast such signals: the run needs them until it has saved.
 
     Raises LaunchError when this host cannot take part, or another one is missing after ``place.within_s``.
     """
@@ -177,7 +177,7 @@ def _stay(folder: ClusterFolder, node: RayNode, asked: list[int], patience_s: fl
 
 def _run(command: Sequence[str], folder: ClusterFolder, node: RayNode, asked: list[int]) -> int:
     """Run the command, then tell what the cluster lost meanwhile; returns the command's exit code."""
-    code = run_asked_to_end(command, folder.environment(), asked)
+    code = run_asked_to_end(command, folder.environment(), lambda: len(asked) + folder.asked_to_save)
     own = node.failed()
     for why in [*folder.failures(), *([own] if own else [])]:
         print(why, file=sys.stderr)

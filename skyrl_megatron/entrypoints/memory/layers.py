@@ -93,9 +93,9 @@ class LayerActivations:
         return self._dispatched() * (2 * dims["H"] + 3 * dims["M"] / self.parallel.etp) * width
 
     def _adapters(self, moe: bool) -> float:
-        """Count A·x of each adapted map, and what dropout or a norm inside the map (Transformer Engine's) makes of x.
+        """Count A·x of each adapted map, dropout's mask, and what a norm inside the map (Transformer Engine's) makes.
 
-        x itself is the map's own input, which is kept whether or not its weight is frozen.
+        The map's input is counted with the map: beside a frozen weight its adapter keeps it, as dropout leaves it.
         """
         if self.adapters is None:
             return 0.0
@@ -113,7 +113,7 @@ class LayerActivations:
             total += tokens * each.pairs * each.rank * self.kernels.width
             has_norm = self.kernels.fused and by_rows and not entry.is_expert
             mask = self.kernels.width if self.kernels.on_cpu else 1
-            copies = (self.kernels.width + mask if self.adapters.dropout else 0) + has_norm * self.kernels.width
+            copies = (mask if self.adapters.dropout else 0) + has_norm * self.kernels.width
             total += x * columns * copies
         return total
 
