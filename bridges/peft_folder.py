@@ -4,6 +4,9 @@ Experts come in two forms. One by one, as the base model is on disk (and as vLLM
 ``….mlp.experts.7.gate_proj.lora_A.weight`` [r, in]. Or stacked, as PEFT keeps them on models whose experts are single
 parameters (``target_parameters``): ``….mlp.experts.base_layer.lora_A.weight`` [E·r, H] for gate and up together and
 ``….mlp.experts.lora_A.weight`` [E·r, M] for down, expert by expert; ``lora_B`` [out, r·E] has experts innermost.
+
+Factors of the embedding are ``….embed_tokens.lora_embedding_A`` [r, V] and ``lora_embedding_B`` [H, r]; here they are
+Bᵀ and Aᵀ, since its weight is [V, H].
 """
 
 from __future__ import annotations
@@ -27,6 +30,9 @@ from bridges.rules import Entry
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
+_EMBEDDING = "embed_tokens"
+_BASE_WEIGHT = ".base_layer.weight"
+"""Frozen weights of embedding and output layer, which PEFT saves with their adapters."""
 _STACKED = re.compile(r"^(?P<experts>.*\.layers\.(?P<layer>\d+)\..*experts)(?P<inner>\.base_layer)?$")
 # What adapter_config.json may ask for that factors alone do not express → values under which it asks for nothing.
 _ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
@@ -37,8 +43,6 @@ _ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
     "modules_to_save": (None, []),
     "trainable_token_indices": (None, []),
     "alora_invocation_tokens": (None, []),
-    "alpha_pattern": (None, {}),
-    "rank_pattern": (None, {}),
     "layer_replication": (None, []),
 }
 
@@ -89,6 +93,12 @@ class PeftFolder:
         return self._factors[f"{module}.{letter}"]()
 
     def _add(self, name: str) -> None:
+        if name.endswith(_BASE_WEIGHT) and name.startswith(PREFIX) and ".lora_" not in name:
+            return
+        if name.startswith(PREFIX) and name.endswith((".lora_embedding_A", ".lora_embedding_B")):
+            module, letter = name[len(PREFIX) : -17], "BA"["AB".index(name[-1])]
+            self._factors[f"{module}.{letter}"] = lambda: self._read(name).t()
+            return
         module, _, rest = name.removeprefix(PREFIX).rpartition(".lora_")
         letter = rest.removesuffix(".weight")
         if letter not in ("A", "B") or not name.startswith(PREFIX):
@@ -106,21 +116,39 @@ class PeftFolder:
         count = len({entry.expert for entry in entries})
         a, b = (self._infos.get(f"{PREFIX}{module}.lora_{each}.weight") for each in "AB")
         sizes = a and b and (*a.shape, *b.shape)
-        fitting = [e for e in entries if sizes == (count * rank, e.shape[1], e.shape[0], count * rank)]
+        fitting = [
+            (e, width)
+            for e in entries
+            for width in {rank, rank * len(e.hf)}
+            if sizes == (count * width, e.shape[1], e.shape[0], count * width)
+        ]
         if not fitting:
             shapes = " and ".join(str(list(info.shape)) for info in (a, b) if info)
             raise BridgeError(f"{self.path / WEIGHTS}: factors of {module} are {shapes}, which fits no experts")
-        for entry in fitting:
+        for entry, width in fitting:
             for part in range(len(entry.hf)):
-                module = entry.hf[part].name.removesuffix(".weight")
-                self._factors[f"{module}.{letter}"] = self._slice(name, letter, entry, part, count)
+                self._factors[f"{entry.hf[part].name.removesuffix('.weight')}.{letter}"] = self._slice(
+                    name, letter, entry, part, count, width
+                )
 
-    def _slice(self, name: str, letter: str, entry: Entry, part: int, count: int) -> Callable[[], Tensor]:
+    def _slice(self, name: str, letter: str, entry: Entry, part: int, count: int, width: int) -> Callable[[], Tensor]:
+        """Return how to read one projection's factor of one expert. ``width``: rank of what is stacked, a multiple of
+        the adapter's where each projection has an ``A`` of its own (:func:`stack_experts`)."""
+        rank = self.config.rank
+        own = slice(None) if width == rank else slice(part * rank, (part + 1) * rank)
+
         def read() -> Tensor:
             whole = self._read(name)
             if letter == "A":
-                return whole.view(count, self.config.rank, -1)[entry.expert]
-            return whole.view(-1, self.config.rank, count)[..., entry.expert].chunk(len(entry.hf))[part]
+                return whole.view(count, width, -1)[entry.expert][own]
+            matrix = whole.view(-1, width, count)[..., entry.expert].chunk(len(entry.hf))[part]
+            if matrix.count_nonzero() != matrix[:, own].count_nonzero():
+                module = entry.hf[part].name.removesuffix(".weight")
+                raise BridgeError(
+                    f"{self.path / WEIGHTS}: {module} uses a rank of {width}, the adapter's is {rank}: such experts "
+                    "are not read"
+                )
+            return matrix[:, own]
 
         return read
 
@@ -144,6 +172,13 @@ class PeftFolder:
                     )
 
 
+def tensor_on_disk(module: str, letter: str, factor: Tensor) -> tuple[str, Tensor]:
+    """Return a factor's name and form in a folder: ``A`` [rank, in] or ``B`` [out, rank] of a HF module."""
+    if module.endswith(f".{_EMBEDDING}"):
+        return f"{PREFIX}{module}.lora_embedding_{'BA'['AB'.index(letter)]}", factor.t().contiguous()
+    return f"{PREFIX}{module}.lora_{letter}.weight", factor
+
+
 def _read_config(path: Path) -> AdapterConfig:
     values = read_json(path)
     if values.get("peft_type") != "LORA":
@@ -155,7 +190,16 @@ def _read_config(path: Path) -> AdapterConfig:
         rank, alpha = int(values["r"]), float(values["lora_alpha"])
     except (KeyError, TypeError, ValueError) as error:
         raise BridgeError(f"{path} has no whole r and lora_alpha; fetch the file again") from error
-    return AdapterConfig(rank, alpha, bool(values.get("use_rslora")), values.get("base_model_name_or_path"))
+    config = AdapterConfig(rank, alpha, bool(values.get("use_rslora")), values.get("base_model_name_or_path"))
+    ranks, alphas = values.get("rank_pattern") or {}, values.get("alpha_pattern") or {}
+    for key in {**ranks, **alphas}:
+        own = AdapterConfig(ranks.get(key, rank), alphas.get(key, alpha), config.rank_stabilised, None)
+        if not math.isclose(own.scale, config.scale, rel_tol=1e-6):
+            raise BridgeError(
+                f"{path}: by rank_pattern and alpha_pattern {key} has the scale {own.scale:g}, all others "
+                f"{config.scale:g}; only one for all is read"
+            )
+    return config
 
 
 def adapter_config(

@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from skyrl_megatron.config.schema.root import SkyRLTrainConfig
 
 __all__ = [
+    "ADAPTER",
     "FILE_SUFFIXES",
     "WHOLE",
     "Asked",
     "DataSource",
     "Repo",
+    "adapter_folder",
     "cached_folder",
     "data_folder",
     "data_sets",
@@ -42,6 +44,10 @@ __all__ = [
 ]
 
 
+ADAPTER = "adapter"
+"""Stands where a role may: the adapter that the policy's training starts from."""
+
+
 class Asked(NamedTuple):
     """A hub name in a configuration."""
 
@@ -52,9 +58,26 @@ class Asked(NamedTuple):
 
 def model_repo(cfg: SkyRLTrainConfig, role: str) -> Repo | None:
     """Return the repository of a role's model; None for a folder."""
-    model = getattr(cfg.trainer, role).model
-    repo = Repo("model", model.path or "", model.revision)
+    _, path, revision = _named(cfg, role)
+    repo = Repo("model", path, revision)
     return repo if repo.key in cfg.trainer.hub_commits or is_hub_name(repo.name) else None
+
+
+def _named(cfg: SkyRLTrainConfig, role: str) -> tuple[str, str, str | None]:
+    """Return (key, name or folder, revision) of a role's model."""
+    if role != ADAPTER:
+        model = getattr(cfg.trainer, role).model
+        return f"trainer.{role}.model.path", model.path or "", model.revision
+    path = cfg.trainer.policy.model.lora.adapter_path or ""
+    name, _, revision = path.partition("@")
+    return "trainer.policy.model.lora.adapter_path", *(
+        (path, None) if Path(path).exists() else (name, revision or None)
+    )
+
+
+def adapter_folder(cfg: SkyRLTrainConfig) -> Path | None:
+    """Return the folder of the adapter that training starts from, as :func:`model_folder`; None: it starts anew."""
+    return model_folder(cfg, ADAPTER) if cfg.trainer.policy.model.lora.adapter_path else None
 
 
 def model_folder(cfg: SkyRLTrainConfig, role: str = "policy", *, weights: bool = True, say: Say = quiet) -> Path:
@@ -65,12 +88,12 @@ def model_folder(cfg: SkyRLTrainConfig, role: str = "policy", *, weights: bool =
     """
     repo = model_repo(cfg, role)
     if repo is None:
-        return Path(getattr(cfg.trainer, role).model.path).expanduser()
+        return Path(_named(cfg, role)[1]).expanduser()
     try:
         commit = cfg.trainer.hub_commits.get(repo.key) or resolve(repo)
         return fetch(repo, commit, WHOLE if weights else SMALL, say=say, stall_s=cfg.trainer.phase_timeout_s)
     except HubError as error:
-        raise ConfigError([Problem(f"trainer.{role}.model.path", repo.name, str(error))]) from error
+        raise ConfigError([Problem(_named(cfg, role)[0], repo.name, str(error))]) from error
 
 
 def cached_folder(cfg: SkyRLTrainConfig, role: str = "policy", *, weights: bool = True) -> Path | None:
@@ -105,10 +128,10 @@ def pin(cfg: SkyRLTrainConfig, asked: Iterable[Asked], recorded: Mapping[str, st
 
 
 def models(cfg: SkyRLTrainConfig, roles: Sequence[str]) -> Iterator[Asked]:
-    """Yield the hub models of ``roles``."""
-    for role in roles:
+    """Yield the hub models of ``roles``, and the adapter that the policy starts from."""
+    for role in (*roles, ADAPTER):
         if repo := model_repo(cfg, role):
-            yield Asked(f"trainer.{role}.model.path", repo.name, repo)
+            yield Asked(_named(cfg, role)[0], repo.name, repo)
 
 
 def data_sets(key: str, entries: Iterable[str]) -> Iterator[Asked]:

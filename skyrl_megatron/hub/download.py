@@ -116,7 +116,7 @@ def lacking(folder: Path, repo: Repo, files: Sequence[str]) -> str | None:
     """Say what a snapshot lacks that its own files promise; None: nothing."""
     if repo.kind == "dataset":
         return None
-    if not (folder / "config.json").is_file():
+    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
         return "has no config.json: it is no model in the form of transformers"
     if "*.safetensors" not in files:
         return None

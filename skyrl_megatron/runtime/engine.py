@@ -127,7 +127,7 @@ class MegatronEngine:
         configs = adapter_configs(self.cfg) if self.role == "policy" else {"": self.cfg}
         trained: dict[str, Trained] = {}
         for name, cfg in configs.items():
-            trained[name] = prepare_training(cfg, self.role, self.model, self.groups, buffers, total_steps)
+            trained[name] = prepare_training(cfg, self.role, self.model, self.groups, buffers, total_steps, self.base)
             if len(configs) > 1:
                 trained[name].end()
         if len(configs) > 1:
@@ -440,7 +440,7 @@ class MegatronEngine:
             chunk_size=self.cfg.trainer.logprobs_chunk_size or 0,
             compiled=device.has_cuda() and getattr(self.settings, "use_torch_compile", False),
         )
-        return LogprobHead(settings, self._head_weight)
+        return LogprobHead(settings, self._head_weight, self.adapters.on_hidden if self.adapters else None)
 
     def _weight(self, totals: StepTotals) -> float:
         """Return the denominator of the reduction in use."""

@@ -48,6 +48,8 @@ class LogprobHead:
     settings: SoftmaxSettings
     weight: Tensor | None = None
     """[V_padded / tp, H]: the LM head's, where the model returns hidden states (``lm_head.py``)."""
+    low_rank: Callable[[Tensor], tuple[Tensor, Tensor] | None] | None = None
+    """What the head's adapter makes of hidden states (``Adapters.on_hidden``)."""
 
     def __call__(
         self, output: Tensor, packed: PackedInputs, *, with_entropy: bool = False
@@ -61,7 +63,8 @@ class LogprobHead:
         if self.weight is None:
             logprobs, entropy = logprobs_and_entropy(output, targets, tp, settings)
         else:
-            logprobs, entropy = fused_logprobs_and_entropy(output, self.weight, targets, tp, settings)
+            low_rank = self.low_rank(output) if self.low_rank is not None else None
+            logprobs, entropy = fused_logprobs_and_entropy(output, self.weight, targets, tp, settings, low_rank)
         return packed.to_responses(logprobs), None if entropy is None else packed.to_responses(entropy)
 
 

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
 from skyrl_megatron.algorithms.reduction import StepTotals
+from skyrl_megatron.hub import adapter_folder
 from skyrl_megatron.runtime.checkpoint import rng
 from skyrl_megatron.runtime.engine_settings import attach_adapters, parameter_dtype
+from skyrl_megatron.runtime.lora.folder import load_adapter
 from skyrl_megatron.runtime.optimizer import build_lr_schedule, build_optimizer
 
 if TYPE_CHECKING:
@@ -68,14 +70,18 @@ def prepare_training(
     groups: ProcessGroups,
     buffers: DistributedDataParallelConfig,
     total_steps: int | None,
+    base: str | None = None,
 ) -> Trained:
     """Hang an adapter on the model, if the role has one, and make buffers, optimizer and schedule of what is trained.
 
-    ``total_steps``: optimizer steps, where a decaying learning rate ends.
+    The adapter starts anew, or as its folder has it. ``total_steps``: optimizer steps, where a decaying learning rate
+    ends. ``base``: fingerprint of the weights.
     """
     settings: Any = getattr(cfg.trainer, role)
     adapted = role == "policy" and settings.model.lora.rank > 0
     adapters = attach_adapters(cfg, model, groups) if adapted else None
+    if adapters is not None and (folder := adapter_folder(cfg)) is not None:
+        load_adapter(adapters, groups, folder, base)
     if settings.megatron_config.freeze_moe_router and not adapted:
         for chunk in model.chunks:
             for name, parameter in chunk.named_parameters():

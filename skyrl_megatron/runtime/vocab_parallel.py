@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,14 +45,21 @@ def logprobs_and_entropy(
 
 
 def fused_logprobs_and_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, group: dist.ProcessGroup, settings: SoftmaxSettings
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    group: dist.ProcessGroup,
+    settings: SoftmaxSettings,
+    low_rank: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return :func:`logprobs_and_entropy` of the logits ``hidden @ weightᵀ``, of which one chunk exists at a time.
 
     ``hidden``: [P, H], the same on every rank of ``group``, of which each gets its part of the gradient (to be summed
-    over the group); ``weight``: [V_padded / tp, H], this rank's rows.
+    over the group); ``weight``: [V_padded / tp, H], this rank's rows. ``low_rank``: (h [P, r], b [V_padded / tp, r]),
+    an adapter's, which adds ``h @ bᵀ`` to the logits; h as ``hidden``.
     """
-    logprobs, entropy = _FromHidden.apply(hidden, weight, targets, group, settings)  # type: ignore[no-untyped-call]
+    h, b = low_rank or (None, None)
+    logprobs, entropy = _FromHidden.apply(hidden, weight, h, b, targets, group, settings)  # type: ignore[no-untyped-call]
     return logprobs, entropy if settings.with_entropy else None
 
 
@@ -199,26 +206,54 @@ class _FromHidden(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        h: Tensor | None,
+        b: Tensor | None,
         targets: Tensor,
         group: dist.ProcessGroup,
         settings: SoftmaxSettings,
     ) -> tuple[Tensor, Tensor]:
         columns = _Columns.of(targets, len(weight), group, settings.vocab_size)
-        rows_of_head = weight[: columns.real]
-        logprobs, log_z, mean_z = _softmax(lambda rows: hidden[rows] @ rows_of_head.t(), columns, settings)
-        ctx.save_for_backward(hidden, weight, columns.local, columns.here, log_z, mean_z)
+        maps = _Maps(hidden, weight[: columns.real], h, None if b is None else b[: columns.real])
+        logprobs, log_z, mean_z = _softmax(maps.logits, columns, settings)
+        ctx.save_for_backward(hidden, weight, h, b, columns.local, columns.here, log_z, mean_z)
         ctx.settings, ctx.real = settings, columns.real
         return _outputs(ctx, logprobs, log_z, mean_z)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, *softmax = ctx.saved_tensors
-        grad_hidden = torch.zeros_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        head = weight[: ctx.real]
+        hidden, weight, h, b, *softmax = ctx.saved_tensors
+        inputs: tuple[Tensor | None, ...] = (hidden, weight, h, b)
+        kinds = (hidden.dtype, torch.float32, hidden.dtype, torch.float32)  # weights' are sums over chunks
+        found = [
+            torch.zeros(tensor.shape, dtype=kind, device=tensor.device) if tensor is not None and needed else None
+            for tensor, kind, needed in zip(inputs, kinds, ctx.needs_input_grad, strict=False)
+        ]
+        d_hidden, d_weight, d_h, d_b = found
         if ctx.real:
+            maps = _Maps(hidden, weight[: ctx.real], h, None if b is None else b[: ctx.real])
             for rows in _chunks(len(hidden), ctx.settings):
-                here = _gradient(ctx, rows, hidden[rows] @ head.t(), softmax, grads).to(hidden.dtype)
-                grad_hidden[rows] = here @ head
-                grad_weight[: ctx.real] += here.t() @ hidden[rows]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None
+                here = _gradient(ctx, rows, maps.logits(rows), softmax, grads).to(hidden.dtype)
+                for d_x, d_w, x, w in ((d_hidden, d_weight, hidden, maps.head), (d_h, d_b, h, maps.b)):
+                    if d_x is not None and w is not None:
+                        d_x[rows] = here @ w
+                    if d_w is not None and x is not None:
+                        d_w[: ctx.real] += here.t() @ x[rows]
+        wanted = [
+            None if grad is None or tensor is None else grad.to(tensor.dtype)
+            for grad, tensor in zip(found, inputs, strict=True)
+        ]
+        return *wanted, None, None, None
+
+
+class _Maps(NamedTuple):
+    """What logits are computed from: hidden states and the head's rows, and those of an adapter, if there is one."""
+
+    hidden: Tensor
+    head: Tensor
+    h: Tensor | None
+    b: Tensor | None
+
+    def logits(self, rows: slice) -> Tensor:
+        """Return the logits of some tokens, [rows, real]."""
+        logits = self.hidden[rows] @ self.head.t()
+        return logits if self.h is None or self.b is None else logits + self.h[rows] @ self.b.t()

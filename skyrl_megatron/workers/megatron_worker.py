@@ -217,10 +217,10 @@ class MegatronWorker:
         elif engine.adapter_names != ("",):
             for name in engine.adapter_names:
                 engine.set_adapter(name)
-                save_adapter(engine.adapters, engine.groups, Path(folder).parent / "adapters" / name)
+                save_adapter(engine.adapters, engine.groups, Path(folder).parent / "adapters" / name, engine.base)
         else:
             save_hf(engine.model, engine.groups, folder, of=engine.adapters.merged, card=card)
-            save_adapter(engine.adapters, engine.groups, Path(folder).parent / "adapter")
+            save_adapter(engine.adapters, engine.groups, Path(folder).parent / "adapter", engine.base)
 
     def state_hashes(self) -> dict[str, str]:
         """SHA-256 of every saved block of this rank (weights, moments) and of its random states."""

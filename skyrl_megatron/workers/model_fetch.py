@@ -47,7 +47,7 @@ def fetch_models(
 
     Raises ConfigError of the first node that cannot have one, naming it; DistributedError when a node does not answer.
     """
-    roles = [role for role in roles if hub.model_repo(cfg, role) is not None]
+    roles = [role for role in (*roles, hub.ADAPTER) if hub.model_repo(cfg, role) is not None]
     if not roles:
         return
     here = ray.get_runtime_context().get_node_id()

@@ -5,12 +5,18 @@ import pytest
 from tests.lora import bodies
 from tests.training.conftest import batch, folder  # noqa: F401
 
+OTHERS = {
+    f"{bodies.LORA}target_modules": "self_attn,mlp,embed_tokens,lm_head",
+    f"{bodies.HOW}experts_shared_outer_loras": True,
+}
+"""Also those of the vocabulary, whose padding depends on the layout, and factors that all experts have in common."""
+
 
 def save_body(folder, batch, root, layout):  # noqa: F811
     from tests.checkpoint import training
     from tests.checkpoint.ranks import RankCheckpointer
 
-    engine = bodies.adapted_engine(folder, layout, {})
+    engine = bodies.adapted_engine(folder, layout, OTHERS)
     part = share(engine, batch)
     step(engine, part)
     checkpointer = RankCheckpointer(root, training.state_of(engine))
@@ -23,7 +29,7 @@ def load_body(folder, batch, root, layout):  # noqa: F811
     from tests.checkpoint import training
     from tests.checkpoint.ranks import RankCheckpointer
 
-    engine = bodies.adapted_engine(folder, layout, {"trainer.seed": 7})
+    engine = bodies.adapted_engine(folder, layout, OTHERS | {"trainer.seed": 7})
     part = share(engine, batch)
     step(engine, part)  # away from where they start; moments are not zero
     assert RankCheckpointer(root, training.state_of(engine)).load().step == 1
@@ -71,7 +77,7 @@ def saved(ranks, folder, batch, tmp_path_factory):  # noqa: F811
 def test_loads_elsewhere(ranks, folder, batch, saved, layout):  # noqa: F811
     root, expected, following = saved
     loaded, steps = ranks(layout["world"], load_body, folder, batch, root, layout)[0]
-    assert len(loaded) == 4 * 2 * 4 * 4  # layers, A and B, maps, weight with master and two moments
+    assert len(loaded) == (4 * 4 + 2) * 2 * 4  # maps of each layer, ends; A and B; weight with master and two moments
     assert loaded == expected
     for (loss, norm), (expected_loss, expected_norm) in zip(steps, following, strict=True):
         assert loss == pytest.approx(expected_loss, rel=2e-5, abs=2e-5)

@@ -25,7 +25,7 @@ def save_body(folder, batch, factors, root, layout, overrides):  # noqa: F811
     from skyrl_megatron.runtime.lora.folder import save_adapter
 
     engine = bodies.adapted_engine(folder, layout, overrides, factors)
-    save_adapter(engine.adapters, engine.groups, root / "adapter")
+    save_adapter(engine.adapters, engine.groups, root / "adapter", engine.base)
     save_hf(engine.model, engine.groups, root / "merged", of=engine.adapters.merged)
     return logprobs(engine, batch), logprobs(engine, batch, adapters=False)
 
@@ -125,7 +125,7 @@ def test_stacked_experts_are_read(folder, saved):  # noqa: F811
 
     root, overrides, *_ = saved
     if overrides:
-        pytest.skip("gate and up with an A each take twice the rank when stacked")
+        pytest.skip("below: gate and up with an A each take twice the rank when stacked")
     plan, other = read_hf_model(folder).plan, root / "stacked"
     tensors = load_file(root / "adapter" / WEIGHTS)
     single = {
@@ -142,6 +142,55 @@ def test_stacked_experts_are_read(folder, saved):  # noqa: F811
             assert torch.equal(first.factor(module, letter), second.factor(module, letter)), module
 
 
+def start_body(folder, batch, adapter, layout, overrides):  # noqa: F811
+    engine = bodies.adapted_engine(folder, layout, overrides | {f"{bodies.LORA}adapter_path": str(adapter)})
+    before = logprobs(engine, batch)
+    rows, _ = before
+    engine.forward_backward(batch.select(rows))
+    engine.optim_step()
+    return before, float((logprobs(engine, batch)[1] - before[1]).abs().max())
+
+
+def test_training_starts_from_a_folder(ranks, folder, batch, saved):  # noqa: F811
+    """Log-probs are those of the engine that wrote it; the first step moves them by what a step may, not back to the
+    base, as it would from main copies that were made before."""
+    root, overrides, adapted, base = saved
+    results = ranks(2, start_body, folder, batch, root / "adapter", dict(world=2, tp=2, etp=2), overrides)
+    assert (whole([before for before, _ in results], batch) - adapted).abs().max() < LOGPROBS_TOLERANCE
+    assert all(0 < moved < (adapted - base).abs().max() for _, moved in results)
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({f"{bodies.LORA}alpha": 5}, "alpha is 5, the folder's 12: set trainer.policy.model.lora.alpha=12"),
+        ({f"{bodies.LORA}use_rslora": True}, "the folder's false"),
+        ({f"{bodies.LORA}target_modules": "self_attn"}, "has an adapter there"),
+        ({}, "an adapter of another base model"),
+    ],
+    ids=["alpha", "scale", "layers", "base"],
+)
+def test_a_folder_to_start_from_is_checked_before_the_run(folder, saved, tmp_path, change, says):  # noqa: F811
+    import shutil
+    import warnings
+
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.config.hardware import Hardware
+    from skyrl_megatron.entrypoints.checks import PlannedRun, look
+    from tests.bridges.tiny_models import save_tiny
+
+    if not change:  # the same sizes, other weights
+        sizes = dict(num_hidden_layers=4, num_key_value_heads=2, initializer_range=0.2)
+        folder = save_tiny("qwen3_moe", tmp_path / "model", seed=9, **sizes)
+    adapter = shutil.copytree(saved[0] / "adapter", tmp_path / "adapter")
+    keys = bodies.KEYS | saved[1] | {"trainer.policy.model.path": str(folder)} | change
+    keys[f"{bodies.LORA}adapter_path"] = str(adapter)
+    with warnings.catch_warnings(action="ignore"):
+        problems = look(PlannedRun(SkyRLTrainConfig.from_cli_overrides(keys), Hardware(0, 1))).problems
+    found = [each for each in problems if each.key == f"{bodies.LORA}adapter_path"]
+    assert len(found) == 1 and says in str(found[0]), problems
+
+
 def change_config(adapter, **values):
     path = adapter / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
@@ -152,11 +201,12 @@ def change_config(adapter, **values):
     [
         (lambda a: change_config(a, r=8), "an adapter of another model"),
         (lambda a: change_config(a, use_dora=True), "use_dora=True"),
+        (lambda a: change_config(a, rank_pattern={"q_proj": 8}), "q_proj has the scale 1.5, all others 3"),
         (lambda a: change_config(a, peft_type="IA3"), "only LORA"),
         (lambda a: (a / "adapter_config.json").unlink(), "no adapter_config.json"),
         (lambda a: (a / "adapter_model.safetensors").write_bytes(b"\0" * 40), "adapter_model.safetensors"),
     ],
-    ids=["rank", "dora", "ia3", "no config", "damaged"],
+    ids=["rank", "dora", "rank pattern", "ia3", "no config", "damaged"],
 )
 def test_folders_that_do_not_fit(folder, saved, tmp_path, capsys, damage, says):  # noqa: F811
     import shutil
@@ -170,3 +220,32 @@ def test_folders_that_do_not_fit(folder, saved, tmp_path, capsys, damage, says):
     error = capsys.readouterr().err
     assert code == 2 and says in error and "Traceback" not in error
     assert not (tmp_path / "m").exists()
+
+
+def test_stacked_pairs_of_twice_the_rank_are_read(folder, factors, tmp_path):  # noqa: F811
+    """Gate and up with an A each: side by side in one pair of factors, and apart again; others of that rank are not
+    read."""
+    import torch
+    from safetensors.torch import save_file
+
+    from bridges.errors import BridgeError
+    from bridges.peft_folder import CONFIG, WEIGHTS, PeftFolder, adapter_config, stack_experts
+    from skyrl_megatron.runtime.hf.model import read_hf_model
+
+    plan = read_hf_model(folder).plan
+    shape = dict(rank=reference.RANK, alpha=reference.ALPHA, rank_stabilised=False, dropout=0.0)
+    (tmp_path / CONFIG).write_bytes(adapter_config(**shape, modules=[], base=None))
+    change_config(
+        tmp_path,
+        rank_pattern={"gate_up_proj": 2 * reference.RANK},
+        alpha_pattern={"gate_up_proj": 2 * reference.ALPHA},
+    )
+    stacked = {name: tensor.contiguous() for name, tensor in stack_experts(factors[True], plan).items()}
+    save_file(stacked, tmp_path / WEIGHTS)
+    peft = PeftFolder(tmp_path, plan)
+    assert {f"{module}.{letter}" for module in peft.modules for letter in "AB"} == factors[True].keys()
+    assert all(torch.equal(peft.factor(name[:-2], name[-1]), tensor) for name, tensor in factors[True].items())
+    stacked = {name: torch.ones_like(tensor) for name, tensor in stacked.items()}
+    save_file(stacked, tmp_path / WEIGHTS)
+    with pytest.raises(BridgeError, match="uses a rank of 8, the adapter's is 4"):
+        PeftFolder(tmp_path, plan)

@@ -12,7 +12,6 @@ from skyrl_megatron.errors import ConfigError, Problem
 NOT_AVAILABLE: Mapping[str, str] = {
     "trainer.critic.model.path": "critics",
     "trainer.algorithm.value_head_prefix": "critics",
-    "trainer.policy.model.lora.train_unembed": "adapters of the output layer",
     "trainer.policy.megatron_config.moe_enable_routing_replay": "routing replay",
     "generator.inference_engine.enable_return_routed_experts": "routing replay",
     "trainer.fully_async.max_staleness_steps": "fully asynchronous training",

@@ -37,14 +37,17 @@ class SkyRLLoraConfig(BaseConfig):
     train_mlp: bool = True
     """Whether dense layers, experts and shared experts get adapters."""
     train_unembed: bool = False
-    """Whether `all-linear` includes the output layer. Needs `trainer.fused_lm_head_logprob=false` and
-    `sync_mode=merged`."""
+    """Whether `all-linear` includes the output layer. Needs `sync_mode=merged` and a model whose output layer is not
+    its embedding."""
     use_rslora: bool = False
     """Scale by `alpha / √rank` (arXiv:2312.03732) instead of `alpha / rank`."""
     adapters: dict[str, dict[str, Any] | None] = field(default_factory=dict)
     """Several adapters trained together: name → what it has otherwise than the others, of `lora` and of
     `policy.optimizer_config` (`{math: {}, code: {lr: 1e-5, alpha: 32}}`, or just `{math,code}`). A data row's
     `adapter` says which one answers it, default the first."""
+    adapter_path: str | None = None
+    """A PEFT folder, or the name of one on the Hugging Face hub (`org/name` or `org/name@revision`), that training
+    starts from. Must have the rank, alpha and layers that are set here, and be an adapter of `policy.model.path`."""
 
 
 @dataclass

@@ -12,10 +12,12 @@ from skyrl_megatron.config.rules.role_layout import active_roles, role_layout
 from skyrl_megatron.entrypoints.checks.declared_fields import source_of
 from skyrl_megatron.entrypoints.checks.planned_run import NotChecked, PlannedRun
 from skyrl_megatron.errors import ConfigError, ModelLoadError, Problem
-from skyrl_megatron.hub import cached_folder
+from skyrl_megatron.hub import ADAPTER, cached_folder
 
 if TYPE_CHECKING:
+    from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.runtime.hf.model import HfModel
+    from skyrl_megatron.runtime.lora.targets import Selection
 
 _CPU_BACKEND = {False: "vllm.v1.attention.backends.cpu_attn", True: "vllm.v1.attention.backends.mla.cpu_mla"}
 """Whether attention is multi-latent → vLLM's module that computes it on CPU."""
@@ -43,7 +45,7 @@ def model_files(run: PlannedRun) -> Iterator[Problem | NotChecked]:
         if why is not None:
             yield Problem(key, path, why)
         if model is not None and role == "policy":
-            yield from _adapters(run, model)
+            yield from _adapters(run, model, whole)
         if model is not None and role == "policy" and _runs_on_cpu(run):
             yield from _cpu_engine(key, path, model.config)
 
@@ -60,8 +62,8 @@ def _read(run: PlannedRun, role: str, folder: Path) -> tuple[HfModel | None, str
         return None, str(error)
 
 
-def _adapters(run: PlannedRun, model: HfModel) -> Iterator[Problem]:
-    """Yield what stands against low-rank adapters on the policy's model: names, ranks."""
+def _adapters(run: PlannedRun, model: HfModel, weights: Path | None) -> Iterator[Problem | NotChecked]:
+    """Yield what stands against low-rank adapters on the policy's model: names, ranks, the folder to start from."""
     from skyrl_megatron.entrypoints.checks.engine_adapters import engine_adapters
     from skyrl_megatron.runtime.lora.targets import configured_selection, expert_rank, rank_problems
 
@@ -77,6 +79,32 @@ def _adapters(run: PlannedRun, model: HfModel) -> Iterator[Problem]:
         rank = cfg.trainer.policy.model.lora.rank
         yield from rank_problems(model.plan, selection, rank, of_experts, role_layout(cfg, "policy"))
         yield from engine_adapters(cfg, model.plan, selection, of_experts)
+        if path := cfg.trainer.policy.model.lora.adapter_path:
+            yield from _adapter_folder(cfg, path, selection, model, weights)
+
+
+def _adapter_folder(
+    cfg: SkyRLTrainConfig, path: str, selection: Selection, model: HfModel, weights: Path | None
+) -> Iterator[Problem | NotChecked]:
+    from bridges.errors import BridgeError
+    from bridges.peft_folder import AdapterConfig, PeftFolder
+    from skyrl_megatron.runtime.lora.folder_fit import base_misfit, misfits
+
+    lora, folder = cfg.trainer.policy.model.lora, cached_folder(cfg, ADAPTER)
+    key = "trainer.policy.model.lora.adapter_path"
+    if folder is None:
+        yield NotChecked(f"{key}={path}", "it is fetched when the run starts")
+        return
+    wanted = AdapterConfig(lora.rank, lora.alpha, lora.use_rslora, None)
+    try:
+        peft = PeftFolder(folder, model.plan)
+        problems = [*misfits(peft, wanted, selection, model.plan)]
+        other = base_misfit(folder, weights) if weights is not None else None
+        problems += [other] if other else []
+    except (BridgeError, OSError) as error:
+        problems = [str(error)]
+    for problem in problems:
+        yield Problem(key, path, problem)
 
 
 def _weights(model: HfModel | None, folder: Path) -> str | None:

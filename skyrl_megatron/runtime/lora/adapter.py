@@ -15,6 +15,7 @@ them: nothing travels in here, and gradients of their whole factors are summed o
 
 from __future__ import annotations
 
+import copy
 import enum
 import hashlib
 import math
@@ -28,7 +29,10 @@ from megatron.core.tensor_parallel import (
     get_cuda_rng_tracker,
     reduce_scatter_to_sequence_parallel_region,
 )
-from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
+from megatron.core.tensor_parallel.random import (
+    get_data_parallel_rng_tracker_name,
+    get_expert_parallel_rng_tracker_name,
+)
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -98,6 +102,8 @@ class Factor:
     experts: range | None
     """Numbers of the experts whose factors the tensor holds; None where it belongs to no expert of its own: such a
     factor is split over tp and replicated over dp·cp, others over etp and edp."""
+    rows: int | None = None
+    """Rows of the whole matrix that are no padding, where they are a vocabulary's; None: they are not."""
 
     def matrices(self, tensor: Tensor | None = None) -> Iterator[tuple[int | None, Tensor]]:
         """Yield (expert, matrix) of the parameter, or of another ``tensor`` of its shape."""
@@ -170,6 +176,28 @@ class LowRank(torch.nn.Module):
         return self.B.detach().float() @ self.A.detach().float()
 
 
+class EmbeddingLowRank(LowRank):
+    """The factors of an embedding, a map of one-hot rows: ``A`` [rank, hidden], ``B`` [vocabulary / tp, rank]. PEFT's
+    ``lora_embedding_A`` is Bᵀ, its ``lora_embedding_B`` is Aᵀ.
+
+    Rows of ``B`` are looked up as Megatron's embedding looks up its own, with its masks and its sum over tp.
+    """
+
+    def __init__(self, a: Tensor, b: Tensor, embedding: torch.nn.Module, groups: ProcessGroups) -> None:
+        super().__init__(a, b, TensorSplit.COLUMN, groups, expert=False)
+        lookup: Any = copy.copy(embedding)
+        lookup._forward_hooks = type(embedding._forward_hooks)()
+        lookup._parameters = {"weight": self.B}
+        self._lookup = (lookup,)  # in a tuple: no module of this one, whose parameter it has
+        # Each tp rank goes on with the tokens of its own, as whole factors expect.
+        assert lookup.reduce_scatter_embeddings == groups.parallel.sequence_parallel
+
+    def forward(self, x: Tensor, counts: Tensor | None = None) -> Tensor:
+        """Map token ids [b, s] → [s / tp, b, hidden] with sequence parallelism, else [b, s, hidden]."""
+        found: Tensor = self._lookup[0](x) @ self.A
+        return found
+
+
 class Adapter(torch.nn.Module):
     """The adapter of one of Megatron's linear maps: one :class:`LowRank` over all its rows, or one for each of its HF
     projections, named after them."""
@@ -185,25 +213,26 @@ class Adapter(torch.nn.Module):
         dropout: float = 0.0,
         parts: int = 1,
         experts: range | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         super().__init__()
         self.name, self.order, self.projections, self.parts = name, order, projections, parts
+        self.vocab_size = vocab_size
+        """Rows that are no padding, where the map's rows are the vocabulary; None: they are not."""
         self.experts = experts
         """Numbers of the experts that the map is of; None: of none."""
         self.low_ranks = torch.nn.ModuleDict(dict(low_ranks))
         self.scale, self.dropout = scale, dropout
         first = next(iter(low_ranks.values()))
-        self.expert, self.groups = first.expert, first.groups
+        self.expert, self.groups, self.tensor_split = first.expert, first.groups, first.tensor_split
 
     def forward(self, x: Tensor, counts: Tensor | None, base: Tensor) -> Tensor:
         """Return ``base``, the linear map's output [..., out], which this may overwrite, with the adapter's added.
         ``x``: inputs of the map [..., in]."""
-        x = x.to(next(self.parameters()).dtype)
-        if self.dropout and self.training:
-            # Inputs differ between tp ranks, and so must the masks.
-            fork = (get_expert_parallel_rng_tracker_name(),) if self.expert else ()
-            with get_cuda_rng_tracker().fork(*fork):
-                x = F.dropout(x, self.dropout)
+        if self.embeds:  # without dropout, as in PEFT
+            embedded: Tensor = self.low_ranks[JOINED](x) * self.scale
+            return base + embedded.to(base.dtype)
+        x = self._dropped(x, self._random_state())
         if self.is_joined:
             if base.dtype == x.dtype:
                 return low_rank_of(self, JOINED).add_to(base, x, counts, self.scale)
@@ -213,6 +242,33 @@ class Adapter(torch.nn.Module):
         some = next(iter(outputs.values()))
         ordered = self.order.join([outputs.get(name) for name in self.projections], some)
         return base + (ordered * self.scale).to(base.dtype)
+
+    def narrow(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (scale · A·x [..., rank], this rank's rows of B), whose product is what :meth:`forward` adds, for
+        inputs that are the same on every tp rank."""
+        low_rank = low_rank_of(self, JOINED)
+        x = self._dropped(x, (get_data_parallel_rng_tracker_name(),))
+        return F.linear(x, low_rank.A) * self.scale, low_rank.B
+
+    def _dropped(self, x: Tensor, random_state: tuple[str, ...]) -> Tensor:
+        x = x.to(next(self.parameters()).dtype)
+        if self.dropout and self.training:
+            with get_cuda_rng_tracker().fork(*random_state):
+                x = F.dropout(x, self.dropout)
+        return x
+
+    def _random_state(self) -> tuple[str, ...]:
+        """Return the name of the random state of dropout masks: inputs differ between tp ranks, and so must the masks;
+        but before the first map of experts every etp rank has the same tokens, and drops the same of them."""
+        if not self.expert:
+            return ()
+        same = self.tensor_split is TensorSplit.COLUMN and self.groups.etp.size() > 1
+        return (get_data_parallel_rng_tracker_name() if same else get_expert_parallel_rng_tracker_name(),)
+
+    @property
+    def embeds(self) -> bool:
+        """Whether it stands beside an embedding, whose input are token ids."""
+        return self.is_joined and isinstance(self.low_ranks[JOINED], EmbeddingLowRank)
 
     @property
     def is_joined(self) -> bool:
@@ -241,7 +297,8 @@ class Adapter(torch.nn.Module):
                 split = low_rank.split[letter]
                 parts = self.parts if letter == "B" and projection == JOINED and split == 0 else 1
                 experts = None if letter == low_rank.shared else self.experts
-                found.append(Factor(f"{prefix}.{letter}", parameter, split, parts, experts))
+                rows = self.vocab_size if letter == "B" else None
+                found.append(Factor(f"{prefix}.{letter}", parameter, split, parts, experts, rows))
         return found
 
 

@@ -20,6 +20,7 @@ from skyrl_megatron.runtime.lora.adapter import (
     JOINED,
     Adapter,
     AdapterSettings,
+    EmbeddingLowRank,
     Factor,
     LowRank,
     RowOrder,
@@ -29,6 +30,7 @@ from skyrl_megatron.runtime.lora.adapter import (
 )
 from skyrl_megatron.runtime.lora.targets import Selection
 from skyrl_megatron.runtime.model.build import ModelChunks
+from skyrl_megatron.runtime.model.lm_head import returns_hidden_states
 from skyrl_megatron.runtime.model.local_weights import ADAPTERS, first_expert
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
@@ -44,6 +46,8 @@ class Adapters:
         """``id`` of a base parameter → the adapter that its map has."""
         self.hung: list[AdapterList] = []
         """The adapters of each chunk."""
+        self.of_head: Adapter | None = None
+        """That of the output layer."""
         self._enabled = True
 
     def hang(self) -> None:
@@ -71,6 +75,11 @@ class Adapters:
             yield
         finally:
             self._enabled = True
+
+    def on_hidden(self, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return (h [P, rank], this rank's rows of B [V_padded / tp, rank]) for hidden states [P, H]: the output
+        layer's adapter adds h·Bᵀ to their logits. None where it has none, or adapters are off."""
+        return self.of_head.narrow(hidden) if self.of_head is not None and self.enabled else None
 
     def factors(self) -> Iterator[Factor]:
         """Yield the parameters of all adapters, chunk by chunk."""
@@ -163,6 +172,8 @@ def attach(
             adapter = build.adapter(taken, separate=separate, shared_outer=shared_outer)
             for parameter in _weights(module):
                 adapters.of_weight[id(parameter)] = adapter
+            if full == "output_layer.weight":
+                adapters.of_head = adapter
             module.register_forward_hook(_Addition(adapters, adapter, module))
             hung.append(adapter)
         device = next(chunk.parameters()).device
@@ -189,7 +200,7 @@ class _Addition:
         self.epsilon = getattr(module, "eps", None)
 
     def __call__(self, module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-        if not self.adapters.enabled:
+        if not self.adapters.enabled or returns_hidden_states(module):
             return output
         x = inputs[0]
         if self.norm is not None:
@@ -220,7 +231,7 @@ class _Builder:
         if entry.expert is not None:
             count = len(weight) if weight.dim() == 3 else len(_weights(module))
             self.experts = range(first, first + count) if self.stacked else range(entry.expert, entry.expert + 1)
-        self.rows = weight.shape[-2]
+        self.rows, self.module = weight.shape[-2], module
         self.dtype = weight.dtype
         split = entry.split.dim
         whole = split is None or (self.over.size() > 1 and weight.shape[-2:] == torch.Size(entry.shape))
@@ -246,6 +257,7 @@ class _Builder:
             dropout=self.settings.dropout,
             parts=self.entry.parts,
             experts=self.experts,
+            vocab_size=self.entry.shape[0] if self.entry.split.vocab else None,
         )
 
     def _order(self) -> tuple[RowOrder, tuple[str, ...]]:
@@ -260,7 +272,8 @@ class _Builder:
 
     def _pair(self, name: str, rows: int, shared_outer: bool, parts: int = 1) -> LowRank:
         split_rows, split_columns = self.tensor_split is TensorSplit.COLUMN, self.tensor_split is TensorSplit.ROW
-        height = rows * (self.over.size() if split_rows else 1)
+        padded = rows * (self.over.size() if split_rows else 1)
+        height = self.entry.shape[0] if self.entry.split.vocab else padded
         width = self.entry.shape[1]
         shared = ("B" if split_columns else "A") if shared_outer and self.stacked else None
 
@@ -276,6 +289,7 @@ class _Builder:
                     matrix = first_factor(f"{full}.A", (self.rank, width), self.settings)
                     return share(matrix, 1 if split_columns else None)
                 matrix = second_factor(f"{full}.B", (height, self.rank), self.settings)
+                matrix = F.pad(matrix, (0, 0, 0, padded - height))
                 return share(matrix, 0 if split_rows else None, parts)
 
             if self.experts is None or letter == shared:
@@ -284,6 +298,8 @@ class _Builder:
             return torch.stack(drawn) if self.stacked else drawn[0]
 
         expert = self.entry.is_expert
+        if hasattr(self.module, "reduce_scatter_embeddings"):
+            return EmbeddingLowRank(factor("A"), factor("B"), self.module, self.groups)
         return LowRank(factor("A"), factor("B"), self.tensor_split, self.groups, expert=expert, shared=shared)
 
 
@@ -333,7 +349,15 @@ def _shards(
             if split is not None:
                 at = [(len(lead) + split, part * over.size() + over.rank(), parts * over.size())]
             shards.append(
-                ShardedTensor.from_rank_offsets(key, piece, *lead, *at, replica_id=replica, prepend_axis_num=len(lead))
+                ShardedTensor.from_rank_offsets(
+                    key,
+                    piece,
+                    *lead,
+                    *at,
+                    replica_id=replica,
+                    prepend_axis_num=len(lead),
+                    allow_shape_mismatch=factor.rows is not None,  # the vocabulary's padding depends on tp
+                )
             )
     return shards
 

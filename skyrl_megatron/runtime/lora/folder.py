@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from bridges.errors import BridgeError
 from bridges.hf_write import HfWriter
-from bridges.peft_folder import CONFIG, PREFIX, WEIGHTS, PeftFolder, adapter_config
+from bridges.peft_folder import CONFIG, WEIGHTS, AdapterConfig, PeftFolder, adapter_config, tensor_on_disk
 from bridges.rows import Shape
 from bridges.staging import staged, write_file
 from skyrl_megatron.errors import CheckpointError, ModelLoadError
@@ -19,18 +20,19 @@ from skyrl_megatron.hub import origin
 from skyrl_megatron.runtime.agreement import from_rank_0, raise_on_all_ranks
 from skyrl_megatron.runtime.hf.export import HfPiece, write_pieces
 from skyrl_megatron.runtime.lora.adapter import AdapterSettings
-from skyrl_megatron.runtime.lora.attach import Adapters
+from skyrl_megatron.runtime.lora.attach import Adapters, adapter_modules
+from skyrl_megatron.runtime.lora.folder_fit import BASE, base_file, base_misfit, misfits, selected_modules
 from skyrl_megatron.runtime.lora.names import HfFactor, UnfitFactor, fill_factors, stream_factors
-from skyrl_megatron.runtime.lora.targets import KEY, Selection, adapted
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
 
-def save_adapter(adapters: Adapters, groups: ProcessGroups, out: str | Path) -> None:
+def save_adapter(adapters: Adapters, groups: ProcessGroups, out: str | Path, base: str | None = None) -> None:
     """Write the adapters as a PEFT folder with experts one by one; every rank calls it and writes what it owns.
 
     All projections have the rank of the settings: where experts have a smaller one, their factors end in zeros, and
-    ``lora_B`` takes up what their scale differs by. ``out`` must be on a file system that all ranks share; it appears
-    whole or not at all. Raises CheckpointError on every rank, with nothing left behind, when it cannot be written.
+    ``lora_B`` takes up what their scale differs by. ``base``: fingerprint of the weights, for whoever loads the
+    folder. ``out`` must be on a file system that all ranks share; it appears whole or not at all. Raises
+    CheckpointError on every rank, with nothing left behind, when it cannot be written.
     """
     out = Path(out)
     writer, problem = None, None
@@ -51,6 +53,8 @@ def save_adapter(adapters: Adapters, groups: ProcessGroups, out: str | Path) -> 
         if writer is not None:
             try:
                 write_file(writer.folder / CONFIG, _config(adapters))
+                if base is not None:
+                    write_file(writer.folder / BASE, base_file(base))
                 writer.finish()
                 stack.close()
             except (BridgeError, OSError) as error:
@@ -60,8 +64,8 @@ def save_adapter(adapters: Adapters, groups: ProcessGroups, out: str | Path) -> 
 
 def _pieces(adapters: Adapters, groups: ProcessGroups) -> Iterator[HfPiece]:
     for factor in stream_factors(adapters, groups):
-        name = f"{PREFIX}{factor.module}.lora_{factor.letter}.weight"
-        yield HfPiece(name, in_common_rank(factor, adapters.settings).tensor)
+        factor = in_common_rank(factor, adapters.settings)
+        yield HfPiece(*tensor_on_disk(factor.module, factor.letter, factor.tensor))
 
 
 def in_common_rank(factor: HfFactor, settings: AdapterSettings) -> HfFactor:
@@ -81,21 +85,16 @@ def _declared(adapters: Adapters) -> dict[str, tuple[Shape, torch.dtype]]:
     """Return name → (shape, dtype) of every tensor of the folder, in model order."""
     model, rank = adapters.model, adapters.settings.rank
     tensors: dict[str, tuple[Shape, torch.dtype]] = {}
-    for module, (rows, columns) in selected_modules(adapters.selection, adapters).items():
-        tensors[f"{PREFIX}{module}.lora_A.weight"] = ((rank, columns), model.config.params_dtype)
-        tensors[f"{PREFIX}{module}.lora_B.weight"] = ((rows, rank), model.config.params_dtype)
+    for module, (rows, columns) in selected_modules(adapters.selection, model.hf.plan).items():
+        for letter, shape in (("A", (rank, columns)), ("B", (rows, rank))):
+            name, like = tensor_on_disk(module, letter, torch.empty(shape, device="meta"))
+            tensors[name] = (tuple(like.shape), model.config.params_dtype)
     return tensors
-
-
-def selected_modules(selection: Selection, adapters: Adapters) -> dict[str, Shape]:
-    """Return HF module → shape of its weight for every adapted projection of the whole model, in model order."""
-    pieces = adapted(adapters.model.hf.plan, selection)
-    return {piece.name.removesuffix(".weight"): piece.shape for _, piece in pieces}
 
 
 def _config(adapters: Adapters) -> bytes:
     settings = adapters.settings
-    modules = selected_modules(adapters.selection, adapters)
+    modules = selected_modules(adapters.selection, adapters.model.hf.plan)
     ends = {module.rpartition(".")[2] for module in modules}
     everything = [name.removesuffix(".weight") for name in adapters.model.hf.plan.hf]
     uniform = all(name in modules for name in everything if name.rpartition(".")[2] in ends)
@@ -112,33 +111,64 @@ def _config(adapters: Adapters) -> bytes:
     )
 
 
-def load_adapter(adapters: Adapters, groups: ProcessGroups, folder: str | Path) -> None:
+def load_adapter(adapters: Adapters, groups: ProcessGroups, folder: str | Path, base: str | None = None) -> None:
     """Set the adapters from a PEFT folder; every rank calls it and reads its own shares.
 
-    Raises ModelLoadError on every rank, naming file or projection and remedy: a folder that is damaged, of another
-    model, of another rank or scale, or that does not have exactly the projections that are adapted here.
+    ``base``: fingerprint of the weights that they are added to. Raises ModelLoadError on every rank, naming file or
+    projection and remedy: a folder that is damaged, of another model or base, of another rank or scale, or that does
+    not have exactly the projections that are adapted here.
     """
     problem = None
     try:
-        peft = PeftFolder(folder, adapters.model.hf.plan)
-        _check(peft, adapters)
-        fill_factors(adapters, groups, peft.factor)
+        settings, plan = adapters.settings, adapters.model.hf.plan
+        peft = PeftFolder(folder, plan)
+        wanted = AdapterConfig(settings.rank, settings.alpha, settings.rank_stabilised, None)
+        wrong = [*misfits(peft, wanted, adapters.selection, plan)]
+        if base is not None and (other := base_misfit(Path(folder), base)):
+            wrong.append(other)
+        if wrong:
+            raise UnfitFactor("; ".join(wrong))
+        fill_factors(adapters, groups, _OwnRanks(peft, adapters))
     except (BridgeError, UnfitFactor, OSError) as error:
         problem = str(error) if str(folder) in str(error) else f"{folder}: {error}"
     raise_on_all_ranks(ModelLoadError(problem) if problem else None)
 
 
-def _check(peft: PeftFolder, adapters: Adapters) -> None:
-    settings, config = adapters.settings, peft.config
-    for name, theirs, ours in (
-        ("rank", config.rank, settings.rank),
-        ("alpha", config.alpha, settings.alpha),
-        ("use_rslora", config.rank_stabilised, settings.rank_stabilised),
-    ):
-        if theirs != ours:
-            raise UnfitFactor(f"{KEY}.{name} is {ours}, the folder's {theirs}: set {KEY}.{name}={theirs}")
-    wanted = set(selected_modules(adapters.selection, adapters))
-    if absent := sorted(wanted - peft.modules):
-        raise UnfitFactor(f"{absent[0]} has no adapter there ({len(absent)} in all): set {KEY}.target_modules to fit")
-    if extra := sorted(peft.modules - wanted):
-        raise UnfitFactor(f"{extra[0]} has an adapter there ({len(extra)} in all): set {KEY}.target_modules to fit")
+class _OwnRanks:
+    """The factors of a folder in the ranks that adapters have here: the inverse of :func:`in_common_rank`."""
+
+    def __init__(self, peft: PeftFolder, adapters: Adapters) -> None:
+        self.peft, self.settings = peft, adapters.settings
+        self.expert_rank = min(
+            (
+                factor.tensor.shape[-2 if factor.name.endswith(".A") else -1]
+                for chunk in adapters.model.chunks
+                for adapter in adapter_modules(chunk)
+                if adapter.experts is not None
+                for factor in adapter.factors()
+            ),
+            default=self.settings.rank,
+        )
+        self._of_experts = {
+            piece.name.removesuffix(".weight")
+            for entry in adapters.model.hf.plan.entries
+            if entry.is_expert
+            for piece in entry.hf
+        }
+
+    def __call__(self, module: str, letter: str) -> Tensor:
+        whole = self.peft.factor(module, letter)
+        rank = self.expert_rank if module in self._of_experts else self.settings.rank
+        if rank == self.settings.rank:
+            return whole
+        dim = 0 if letter == "A" else 1
+        kept, cut = whole.split([rank, self.settings.rank - rank], dim)
+        if cut.count_nonzero():
+            raise UnfitFactor(
+                f"{module} uses a rank of more than {rank}, which normalize_moe_lora leaves to experts: set "
+                "trainer.policy.megatron_config.lora_config.normalize_moe_lora=false"
+            )
+        if letter == "B":
+            kept = kept * (self.settings.scale(self.settings.rank) / self.settings.scale(rank))
+        own: Tensor = kept
+        return own

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from bridges.rules import Entry
 from skyrl_megatron.runtime.lora.adapter import Adapter, Factor
@@ -53,7 +54,7 @@ def _gathered(factor: Factor, share: Tensor, adapter: Adapter, groups: ProcessGr
     if replicas.rank() != 0:
         return None
     if factor.split is None or over.size() == 1:
-        return share if over.rank() == 0 else None
+        return share[: factor.rows] if over.rank() == 0 else None
     share = share.contiguous()
     shares = [torch.empty_like(share) for _ in range(over.size())] if over.rank() == 0 else None
     dist.gather(share, shares, group=over, group_dst=0)
@@ -61,7 +62,7 @@ def _gathered(factor: Factor, share: Tensor, adapter: Adapter, groups: ProcessGr
         return None
     dim = factor.split - 2
     pieces = [each.chunk(factor.parts, dim) for each in shares]
-    return torch.cat([rank[part] for part in range(factor.parts) for rank in pieces], dim)
+    return torch.cat([rank[part] for part in range(factor.parts) for rank in pieces], dim)[: factor.rows]
 
 
 def _of_experts(adapters: Adapters, adapter: Adapter, factor: Factor, whole: Tensor) -> Iterator[tuple[Entry, Tensor]]:
@@ -113,8 +114,9 @@ def fill_factors(adapters: Adapters, groups: ProcessGroups, find: Callable[[str,
 def _whole(
     adapters: Adapters, adapter: Adapter, factor: Factor, expert: int | None, find: Callable[[str, str], Tensor]
 ) -> Tensor:
-    any_expert = 0 if adapter.experts is not None and expert is None else expert
-    entry = entry_of(adapters, adapter, any_expert)
+    if adapter.experts is not None and expert is None:
+        return _of_all_experts(adapters, adapter, factor, find)
+    entry = entry_of(adapters, adapter, expert)
     letter = factor.name[-1]
     modules = [piece.name.removesuffix(".weight") for piece in entry.hf]
     if not adapter.is_joined:
@@ -132,9 +134,26 @@ def _whole(
     return found[0]
 
 
+def _of_all_experts(
+    adapters: Adapters, adapter: Adapter, factor: Factor, find: Callable[[str, str], Tensor]
+) -> Tensor:
+    """Return the factor that all experts of a layer share, having looked at every expert's."""
+    first = _whole(adapters, adapter, factor, 0, find)
+    for expert in range(1, adapters.model.config.num_moe_experts or 0):
+        if not torch.equal(_whole(adapters, adapter, factor, expert, find), first):
+            module = entry_of(adapters, adapter, expert).hf[0].name.removesuffix(".weight")
+            raise UnfitFactor(
+                f"{module} has another lora_{factor.name[-1]} than expert 0, and experts_shared_outer_loras keeps one "
+                "for all: set trainer.policy.megatron_config.lora_config.experts_shared_outer_loras=false"
+            )
+    return first
+
+
 def _share(whole: Tensor, factor: Factor, like: Tensor, groups: ProcessGroups) -> Tensor:
     over = groups.tp if factor.experts is None else groups.etp
     share = whole
+    if factor.rows is not None:  # the rest is padding of the vocabulary
+        share = whole = F.pad(whole, (0, 0, 0, max(0, like.shape[0] * over.size() - factor.rows)))
     if factor.split is not None:
         pieces = whole.chunk(factor.parts, 0) if factor.split == 0 else (whole,)
         share = torch.cat([piece.chunk(over.size(), factor.split)[over.rank()] for piece in pieces])

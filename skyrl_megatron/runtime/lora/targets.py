@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -84,18 +84,23 @@ def select(
     problems = _unknown(everything, wanted, f"{key}.target_modules")
     problems += _unknown(everything, _words(exclude), f"{key}.exclude_modules")
     for target in everything:
-        if not _switched_on(target, wanted, attention, mlp, unembed):
-            continue
+        if target.module in _ENDS:
+            every = unembed and ALL_LINEAR in wanted and target.module == _ENDS[1]
+        else:
+            every = ALL_LINEAR in wanted
+            if not (attention if ".self_attention." in target.module else mlp):
+                continue
         taken = tuple(
             projection
             for projection, hf in zip(target.projections, target.hf_modules, strict=True)
-            if (ALL_LINEAR in wanted or _named(target.module, hf, wanted))
-            and not _named(target.module, hf, _words(exclude))
+            if (every or _named(target.module, hf, wanted)) and not _named(target.module, hf, _words(exclude))
         )
         if not taken:
             continue
         problems += _misfits(target, taken, separate, names, key)
         chosen[target.module] = taken
+    if "untied" not in plan.shape.flags:
+        problems += _tied(chosen, unembed, names, key)
     if not chosen and not problems:
         problems.append(Problem(f"{key}.target_modules", names, "no linear layer is left to adapt: name at least one"))
     if problems:
@@ -103,12 +108,13 @@ def select(
     return Selection(chosen)
 
 
-def _switched_on(target: Target, wanted: Sequence[str], attention: bool, mlp: bool, unembed: bool) -> bool:
-    if target.module == _ENDS[0]:
-        return ALL_LINEAR not in wanted
-    if target.module == _ENDS[1]:
-        return unembed or ALL_LINEAR not in wanted
-    return attention if ".self_attention." in target.module else mlp
+def _tied(chosen: Mapping[str, object], unembed: bool, names: str, key: str) -> Iterator[Problem]:
+    """Yield why a matrix that is embedding and output layer has no adapter: PEFT's would be in one of them alone."""
+    fix = "this model's output layer is its embedding, and an adapter of one of them would part them: "
+    if unembed:
+        yield Problem(f"{key}.train_unembed", True, fix + "leave it off")
+    if _ENDS[0] in chosen:
+        yield Problem(f"{key}.target_modules", names, fix + "leave the embedding out")
 
 
 def _misfits(target: Target, taken: tuple[str, ...], separate: bool, names: str, key: str) -> list[Problem]:
@@ -160,7 +166,7 @@ def adapted(plan: Plan, selection: Selection) -> Iterator[tuple[Entry, HfSlice]]
 def configured_selection(cfg: SkyRLTrainConfig, plan: Plan) -> Selection:
     """Return what ``policy.model.lora`` selects. Raises as :func:`select`."""
     lora, how = cfg.trainer.policy.model.lora, cfg.trainer.policy.megatron_config.lora_config
-    return select(
+    selection = select(
         plan,
         lora.target_modules,
         lora.exclude_modules,
@@ -169,6 +175,11 @@ def configured_selection(cfg: SkyRLTrainConfig, plan: Plan) -> Selection:
         unembed=lora.train_unembed,
         separate=how.lora_type == "canonical_lora",
     )
+    ends = [end for end in _ENDS if end in selection.modules]
+    if ends and lora.sync_mode == "memory":
+        fix = f"engines take no adapters of {' and '.join(ends)}: set merged, and lora_config.merge_lora=true"
+        raise ConfigError([Problem(f"{KEY}.sync_mode", "memory", fix)])
+    return selection
 
 
 def expert_rank(cfg: SkyRLTrainConfig, top_k: int | None) -> int:

@@ -9,6 +9,13 @@ from torch import Tensor
 
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
+_HANDS_ON = "hands_hidden_states_on"
+
+
+def returns_hidden_states(output_layer: Any) -> bool:
+    """Return whether :func:`return_hidden_states` was here: what comes out of the layer are no logits."""
+    return getattr(output_layer, _HANDS_ON, False)
+
 
 def return_hidden_states(chunk: Any, groups: ProcessGroups) -> Tensor:
     """Make the last chunk return [b, s, H] instead of [b, s, V_padded / tp]; returns the head's weight.
@@ -26,6 +33,7 @@ def return_hidden_states(chunk: Any, groups: ProcessGroups) -> Tensor:
         return hidden, None
 
     chunk.output_layer.forward = hand_on
+    setattr(chunk.output_layer, _HANDS_ON, True)
     tied = chunk.share_embeddings_and_output_weights
     weight: Tensor = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
     return weight

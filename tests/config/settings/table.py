@@ -322,6 +322,7 @@ ADAPTERS = {
     f"{P}model.lora.train_mlp": Row(False, "adapters", ADAPTED),
     f"{P}model.lora.use_rslora": Row(True, "adapters", ADAPTED),
     f"{P}model.lora.adapters": Row({"code": {"alpha": 99}}, "adapters", ADAPTED),
+    f"{P}model.lora.train_unembed": Row(True, "adapters", ADAPTED),
     f"{M}lora_config.lora_type": Row("canonical_lora", "adapters", ADAPTED),
     f"{M}lora_config.experts_shared_outer_loras": Row(True, "adapters", ADAPTED),
     f"{M}lora_config.normalize_moe_lora": Row(True, "adapters", ADAPTED),
@@ -340,7 +341,7 @@ REFUSED_BY_RANKS = {
 }
 """Settings that a rank refuses, which knows the tensors of its model."""
 REFUSED = {
-    f"{P}model.lora.train_unembed": True,
+    f"{P}model.lora.adapter_path": "/no/such",
     f"{T}ref.model.lora.rank": 8,
     f"{T}critic.model.path": "/model",
     f"{M}moe_enable_routing_replay": True,
