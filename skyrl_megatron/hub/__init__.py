@@ -59,7 +59,7 @@ class Asked(NamedTuple):
 def model_repo(cfg: SkyRLTrainConfig, role: str) -> Repo | None:
     """Return the repository of a role's model; None for a folder."""
     _, path, revision = _named(cfg, role)
-    repo = Repo("model", path, revision)
+    repo = Repo("model", path, revision, role == ADAPTER)
     return repo if repo.key in cfg.trainer.hub_commits or is_hub_name(repo.name) else None
 
 

@@ -116,7 +116,9 @@ def lacking(folder: Path, repo: Repo, files: Sequence[str]) -> str | None:
     """Say what a snapshot lacks that its own files promise; None: nothing."""
     if repo.kind == "dataset":
         return None
-    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+    if repo.adapter and not (folder / "adapter_config.json").is_file():
+        return "has no adapter_config.json: it is no adapter in the form of PEFT"
+    if not repo.adapter and not (folder / "config.json").is_file():
         return "has no config.json: it is no model in the form of transformers"
     if "*.safetensors" not in files:
         return None

@@ -26,6 +26,8 @@ class Repo:
     """``org/name``."""
     revision: str | None = None
     """Branch, tag or commit; None: the default branch."""
+    adapter: bool = False
+    """Whether it is asked for as a model's adapter, in PEFT's form."""
 
     @property
     def key(self) -> str:
