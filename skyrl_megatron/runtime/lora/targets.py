@@ -166,7 +166,7 @@ def adapted(plan: Plan, selection: Selection) -> Iterator[tuple[Entry, HfSlice]]
 def configured_selection(cfg: SkyRLTrainConfig, plan: Plan) -> Selection:
     """Return what ``policy.model.lora`` selects. Raises as :func:`select`."""
     lora, how = cfg.trainer.policy.model.lora, cfg.trainer.policy.megatron_config.lora_config
-    selection = select(
+    return select(
         plan,
         lora.target_modules,
         lora.exclude_modules,
@@ -175,11 +175,6 @@ def configured_selection(cfg: SkyRLTrainConfig, plan: Plan) -> Selection:
         unembed=lora.train_unembed,
         separate=how.lora_type == "canonical_lora",
     )
-    ends = [end for end in _ENDS if end in selection.modules]
-    if ends and lora.sync_mode == "memory":
-        fix = f"engines take no adapters of {' and '.join(ends)}: set merged, and lora_config.merge_lora=true"
-        raise ConfigError([Problem(f"{KEY}.sync_mode", "memory", fix)])
-    return selection
 
 
 def expert_rank(cfg: SkyRLTrainConfig, top_k: int | None) -> int:
