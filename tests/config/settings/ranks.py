@@ -161,7 +161,7 @@ def head_on_gpus(cfg):
     from skyrl_megatron.runtime.engine import MegatronEngine
 
     rank = SimpleNamespace(
-        cfg=cfg, settings=cfg.trainer.policy, model=SimpleNamespace(vocab_size=8), _head_weight=None
+        cfg=cfg, settings=cfg.trainer.policy, model=SimpleNamespace(vocab_size=8), _head_weight=None, adapters=None
     )
     with patch.object(device, "has_cuda", lambda: True):
         return str(MegatronEngine._head(rank).settings)
