@@ -15,8 +15,10 @@ of the first rank that failed. Nothing waits without a deadline.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import random
 import socket
 import time
 import traceback
@@ -36,6 +38,15 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
+
+
+def lasting_port() -> int:
+    """A free TCP port of the loopback interface below those that Linux gives out by itself: it stays free for long."""
+    for port in random.sample(range(32000, 32768), 768):
+        with contextlib.suppress(OSError), socket.socket() as listener:
+            listener.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no port from 32000 to 32767 is free")
 
 
 def _serve(connection: Connection) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.config.settings import engines, loop, objective, ranks, rollout
-from tests.support.rank_pool import free_port
+from tests.support.rank_pool import lasting_port
 
 T, A, G = "trainer.", "trainer.algorithm.", "generator."
 P, M, C = f"{T}policy.", f"{T}policy.megatron_config.", f"{A}off_policy_correction."
@@ -32,7 +32,7 @@ def loss_is(name: str, **more: Any) -> dict[str, Any]:
     return {f"{A}policy_loss_type": name} | {f"{A}{key}": value for key, value in more.items()}
 
 
-PORTS = free_port(), free_port()
+PORTS = lasting_port(), lasting_port()
 TIS = {f"{C}tis_ratio_type": "token"}
 MASKED = {f"{C}sequence_mask_metric": "geometric"}
 IN_REWARD = {f"{A}use_kl_in_reward": True, f"{A}use_kl_loss": False, f"{A}kl_loss_coef": 0.1}
