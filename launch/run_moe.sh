@@ -18,7 +18,9 @@ done
 hosts='' check='' rest=()
 while [ $# -gt 0 ]; do
   case $1 in
-    --hosts) hosts=${2:?--hosts needs a file}; shift ;;
+    --hosts)
+      [ $# -gt 1 ] || { echo "--hosts: give a file with a host name a line" >&2; exit 2; }
+      hosts=$2; shift ;;
     --hosts=*) hosts=${1#--hosts=} ;;
     --check|--check=*) check=1; rest+=("$1") ;;
     *) rest+=("$1") ;;
