@@ -18,11 +18,15 @@ from skyrl_megatron import device
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
-# Dense bf16 peak, FLOP/s, from the vendors' data sheets (SXM parts).
+# Dense bf16 peak, FLOP/s, from the vendors' data sheets: of SXM parts unless the name says more. The longest key that
+# torch's name of the device contains holds; parts of other forms run at lower clocks and on fewer cores.
 _PEAK_BF16 = {
     "A100": 312e12,
-    "H100": 989e12,
-    "H200": 989e12,
+    "H100": 989.4e12,
+    "H100 PCIe": 756.5e12,
+    "H100 NVL": 835.5e12,
+    "H200": 989.4e12,
+    "H200 NVL": 835.5e12,
     "H20": 148e12,
     "B200": 2250e12,
     "B300": 2250e12,
@@ -116,8 +120,10 @@ def _moe_pattern(config: TransformerConfig) -> list[bool]:
 
 def peak_flops() -> float | None:
     """Return the dense bf16 FLOP/s of this process's device; None where no figure is published (CPU, other parts)."""
-    if not device.has_cuda():
-        return None
-    name = torch.cuda.get_device_name()
+    return peak_of(torch.cuda.get_device_name()) if device.has_cuda() else None
+
+
+def peak_of(name: str) -> float | None:
+    """Return the dense bf16 FLOP/s of the device that torch calls ``name``; None where the table has no such part."""
     known = [key for key in _PEAK_BF16 if key in name]
     return _PEAK_BF16[max(known, key=len)] if known else None
