@@ -185,9 +185,10 @@ class TwoHosts:
             time.sleep(1)
         return state
 
-    def await_output(self, job: int, text: str, within_s: float) -> str:
+    def await_output(self, job: int, text: str, within_s: float, after: int = 0) -> str:
+        """Wait until a job has said ``text`` beyond its first ``after`` characters; all that it said."""
         deadline = time.monotonic() + within_s
-        while text not in self.output(job):
+        while text not in self.output(job)[after:]:
             assert time.monotonic() < deadline and self.state(job) in ("PENDING", "RUNNING", "CONFIGURING"), (
                 self.output(job)
             )
