@@ -96,7 +96,7 @@ class MegatronEngine:
         load_hf(self.model, self.model.hf.path, self.groups)
         fused = cfg.trainer.fused_lm_head_logprob and self.groups.is_last_stage
         self._head_weight = return_hidden_states(self.model.chunks[-1], self.groups) if fused else None
-        self.flops = model_flops(self.model.config, self.model.vocab_size)
+        self.flops = model_flops(self.model.config, self.model.vocab_size, self.model.head)
         self.memory = MemoryRecorder(
             getattr(self.settings, "record_memory", False), Path(cfg.trainer.ckpt_path) / "memory_snapshots"
         )

@@ -1,8 +1,9 @@
 """Floating-point operations of a forward and a training pass, from the model's real configuration.
 
 Counted are the GEMMs (two operations per multiply-add): attention projections, attention scores, dense and
-expert MLPs (only the experts a token is routed to), routers, LM head. Element-wise work is left out, as is
-recomputation: MFU relates *model* FLOPs to the peak (PaLM, arXiv:2204.02311, appendix B).
+expert MLPs (only the experts a token is routed to), routers, gates of shared experts, the head. Of attention scores
+only the pairs that the mask leaves are counted, about half of the square that PaLM's formula takes. Element-wise work
+is left out, as is recomputation: MFU relates *model* FLOPs to the peak (PaLM, arXiv:2204.02311, appendix B).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from skyrl_megatron import device
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
+
+    from skyrl_megatron.runtime.model.build import Head
 
 # Dense bf16 peak, FLOP/s, from the vendors' data sheets: of SXM parts unless the name says more. The longest key that
 # torch's name of the device contains holds; parts of other forms run at lower clocks and on fewer cores.
@@ -63,15 +66,16 @@ class ModelFlops:
         return 3.0 * float(self.forward(lengths).sum())
 
 
-def model_flops(config: TransformerConfig, vocab_size: int) -> ModelFlops:
-    """Count the FLOPs of the whole model (all stages, all experts that a token visits) of a Megatron configuration."""
-    parts = component_flops(config, vocab_size)
+def model_flops(config: TransformerConfig, vocab_size: int, head: Head = "lm") -> ModelFlops:
+    """Count the FLOPs of the whole model (all stages, all experts that a token visits) of a Megatron configuration.
+    ``head``: with a value head there is one column in place of the vocabulary."""
+    parts = component_flops(config, vocab_size if head == "lm" else 1)
     attention = parts["attention"]
     return replace(attention, linear=sum(part.linear for part in parts.values()))
 
 
 def component_flops(config: TransformerConfig, vocab_size: int) -> dict[str, ModelFlops]:
-    """Count them for ``attention`` (projections and scores), ``mlp`` (dense or routed, with router) and ``head``."""
+    """Count them for ``attention`` (projections, scores), ``mlp`` (dense or routed, with router, gate), ``head``."""
     from megatron.core.transformer.utils import is_layer_window_attention
 
     h = config.hidden_size
@@ -79,7 +83,7 @@ def component_flops(config: TransformerConfig, vocab_size: int) -> dict[str, Mod
     gated = 3 if config.gated_linear_unit else 2
     expert_rows = (config.moe_ffn_hidden_size or 0) * config.moe_router_topk
     moe = 2 * gated * h * (expert_rows + (config.moe_shared_expert_intermediate_size or 0))
-    moe += 2 * h * (config.num_moe_experts or 0)
+    moe += 2 * h * ((config.num_moe_experts or 0) + config.moe_shared_expert_gate)
     dense = 2 * gated * h * config.ffn_hidden_size
     window = config.window_size[0] + 1 if config.window_size else 0
     skips = config.window_attn_skip_freq

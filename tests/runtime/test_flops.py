@@ -1,8 +1,12 @@
-"""FLOPs: the peak of a device, by its name."""
+"""FLOPs: the peak of a device by its name, and the model's count against what torch counts in transformers' models."""
 
 from __future__ import annotations
 
 import pytest
+
+from tests.bridges.tiny_models import TINY, tiny_config, tiny_model
+
+B, S = 2, 20  # longer than the window of the one family that has one
 
 
 @pytest.mark.parametrize(
@@ -22,3 +26,73 @@ def test_peak_is_that_of_the_part(name: str, peak: float | None) -> None:
     from skyrl_megatron.runtime.flops import peak_of
 
     assert peak_of(name) == peak
+
+
+def flops_of(model_type: str, **options):
+    import torch
+
+    from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.runtime.flops import model_flops
+    from skyrl_megatron.runtime.hf.model import read_hf_model
+    from skyrl_megatron.runtime.model.transformer_config import transformer_config
+
+    model = read_hf_model(tiny_config(model_type))
+    config = transformer_config(model, ParallelConfig(1), dtype=torch.float32)
+    return model_flops(config, model.vocab_size, **options)
+
+
+def counted(module, ids, output) -> tuple[int, int]:
+    """FLOPs of the products that torch runs: (forward, forward and backward)."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        result = output(module(ids, use_cache=False))
+        forward = counter.get_total_flops()
+        result.sum().backward()
+    return forward, counter.get_total_flops()
+
+
+def every_pair(flops) -> float:
+    """Forward FLOPs of the batch when each layer computes all S x S scores, as eager attention does: it masks them
+    afterwards. The count of the project has the pairs that are attended, so pairs are all that differs."""
+    return B * (flops.linear * S + (flops.full_attention + flops.window_attention) * S * S)
+
+
+@pytest.mark.parametrize("model_type", TINY)
+def test_count_is_that_of_torch(model_type: str) -> None:
+    """Eager experts get the tokens routed to them and no others, so that top-k of them are counted."""
+    import torch
+
+    flops, module = flops_of(model_type), tiny_model(model_type)
+    module.set_experts_implementation("eager")
+    forward, both = counted(module, torch.randint(0, 1003, (B, S)), lambda out: out.logits)
+    assert forward == every_pair(flops)
+    assert both == 3 * every_pair(flops)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe"])
+def test_count_of_a_critic_has_one_column_for_the_vocabulary(model_type: str) -> None:
+    import torch
+
+    module = tiny_model(model_type)
+    module.set_experts_implementation("eager")
+    module.lm_head = torch.nn.Linear(48, 1, bias=False)
+    forward, both = counted(module, torch.randint(0, 1003, (B, S)), lambda out: out.logits)
+    flops = flops_of(model_type, head="value")
+    assert forward == every_pair(flops)
+    assert both == 3 * every_pair(flops)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "gpt_oss"])
+def test_pairs_are_those_of_the_masks(model_type: str) -> None:
+    """A query attends to itself and what is before it; in gpt_oss's sliding layers to 17 keys, itself included."""
+    import numpy as np
+    import torch
+
+    flops = flops_of(model_type)
+    lengths = np.array([1, 16, 17, 18, 40])
+    for length, forward in zip(lengths.tolist(), flops.forward(lengths), strict=True):
+        causal = torch.ones(length, length).tril()
+        pairs = flops.full_attention * causal.sum() + flops.window_attention * causal.triu(-16).sum()
+        assert forward == flops.linear * length + float(pairs)
+    assert flops.training(lengths) == 3 * flops.forward(lengths).sum()
