@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,8 @@ END_S = 15.0
 """How long Ray's processes may take to end before they are killed."""
 SLOTS_WITHOUT_GPUS = 16
 """Logical CPUs of a host without GPUs: a rank or an engine takes one each, however few cores there are."""
+WARNING = re.compile(r"\[\S+ \S+ [IW] \d+ \d+\]")
+"""How lines of Ray's C++ parts begin that are no errors."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -67,9 +70,8 @@ class RayNode:
         self._look()
         if self.process.poll() is None:
             return None
-        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        telling = [line for line in lines if "rror" in line or "ailed" in line] or lines[-1:]
-        return f"Ray ended with exit code {self.process.returncode}: {' '.join(telling[-2:])} (see {self.log})"
+        said = last_words(self.log.read_text(errors="replace"))
+        return f"Ray ended with exit code {self.process.returncode}: {said} (see {self.log})"
 
     def end(self) -> None:
         """End Ray's processes of this host: those that it started, no others."""
@@ -91,6 +93,13 @@ class RayNode:
         with contextlib.suppress(psutil.NoSuchProcess):
             for process in psutil.Process(self.process.pid).children(recursive=True):
                 self._seen.setdefault(process.pid, process)
+
+
+def last_words(log: str) -> str:
+    """Return the last two errors that a log of Ray tells of, without its warnings, or else its last line."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if ("rror" in line or "ailed" in line) and not WARNING.match(line)]
+    return " ".join(errors[-2:] or lines[-1:])
 
 
 def temp_folder(ports: Ports) -> str:

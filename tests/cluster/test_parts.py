@@ -10,6 +10,7 @@ import pytest
 from skyrl_megatron.cluster.addresses import Ports, address_of, interface_of
 from skyrl_megatron.cluster.folder import ClusterFolder, HeadAddress, Member
 from skyrl_megatron.cluster.hosts import on_host, read_hosts
+from skyrl_megatron.cluster.ray_node import last_words
 from skyrl_megatron.errors import LaunchError
 
 
@@ -138,3 +139,12 @@ def test_json_of_a_member_is_whole(tmp_path):
     write_whole(tmp_path / "a.json", {"a": 1})
     write_whole(tmp_path / "a.json", {"a": 2})
     assert json.loads((tmp_path / "a.json").read_text()) == {"a": 2} and len(list(tmp_path.iterdir())) == 1
+
+
+def test_what_ended_ray_is_told_by_its_errors_not_its_warnings():
+    warning = "[2026-11-24 02:07:56,986 W 8819 8819] network_util.cc:330: Failed to determine local IP via 8.8.8.8:53"
+    ended = "2026-11-24 02:12:11,489 INFO node.py:748 -- Local node finished draining; shutting down."
+    assert last_words(f"{warning}\n{ended}\n\n") == ended
+    error = "[2026-11-24 02:07:56,990 E 8819 8819] gcs_client.cc:12: Failed to connect to GCS"
+    slow = "Exception: The current node timed out during startup; the raylet failed."
+    assert last_words(f"{warning}\n{error}\n{slow}\n{ended}") == f"{error} {slow}"
