@@ -1,20 +1,23 @@
-"""How far trainer and engine are apart in bfloat16, with equal weights and with planted faults: the probe's limits.
+"""How far trainer and engine are apart, with equal weights and with planted faults: the probe's limits.
 
-    python benchmarks/probe_limits.py [--probes 20] [--families qwen3_moe …]
+    python benchmarks/probe_limits.py [--dtype bfloat16] [--probes 20] [--families qwen3_moe … | --model FOLDER]
 
-For each family, a random model in bfloat16 in a vLLM engine and in a Megatron rank scores the probe's tokens
-(``weight_sync/probe.py``). Its mean difference must be within the limit with equal weights, in every probe, and should
-not be with a fault: two experts of one layer swapped, one expert of one layer stale, the output layer stale.
+For each family, a random model in a vLLM engine and in a Megatron rank scores the probe's tokens
+(``weight_sync/probe.py``); or a model of yours. The difference (on average in half precision, of the furthest token in
+fp32) must be within the limit with equal weights, in every probe, and should not be with a fault: two experts of one
+layer swapped, one expert of one layer stale, the output layer stale.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import sys
 import tempfile
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,6 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPAT
 
 from benchmarks.weight_sync import LARGE  # noqa: E402
 
-DTYPE = "bfloat16"
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {}),
     "qwen3_moe, hidden 1024, 32 experts top-4": (
@@ -40,15 +42,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Trainer:
-    """A folder's model in one Megatron rank, in bfloat16."""
+    """A folder's model in one Megatron rank."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, dtype: str) -> None:
         import torch
 
         from skyrl_megatron.config import SkyRLTrainConfig
         from skyrl_megatron.runtime import engine as runtime
 
-        runtime.parameter_dtype = lambda cfg: torch.bfloat16  # type: ignore[attr-defined]  # which it takes on GPUs only
+        parameter_dtype = getattr(torch, dtype)
+        runtime.parameter_dtype = lambda cfg: parameter_dtype  # type: ignore[attr-defined]  # half: on GPUs only
         self.folder = folder
         cfg = SkyRLTrainConfig.from_cli_overrides({"trainer.ref.model.path": str(folder)})
         self.engine = runtime.MegatronEngine(cfg, "ref")
@@ -99,7 +102,7 @@ def swap(one: Any, other: Any) -> None:
 
 @dataclass(frozen=True)
 class Probe:
-    """One probe's outcome: mean differences in nats."""
+    """One probe's outcome: differences in nats, of what the dtype's limit is for."""
 
     diff: float
     """Between trainer and engine."""
@@ -108,29 +111,31 @@ class Probe:
     passes: bool
 
 
-async def measure(folder: Path, vocab_size: int, probes: int) -> dict[str, list[Probe]]:
+async def measure(folder: Path, dtype: str, vocab_size: int, probes: int) -> dict[str, list[Probe]]:
     """Condition → its probes."""
     from megatron.core.parallel_state import destroy_model_parallel
 
     from skyrl_megatron.inference.vllm.engine import VLLMEngine
     from skyrl_megatron.inference.vllm.settings import EngineSettings
-    from skyrl_megatron.weight_sync.probe import HALF_EPSILON, limit_of, logprob_diff, probe_tokens
+    from skyrl_megatron.weight_sync.probe import EPSILON, limit_of, logprob_diff, probe_tokens
 
-    engine = VLLMEngine(EngineSettings(str(folder), dtype=DTYPE, max_model_len=128, kv_cache_bytes=64 << 20))
+    engine = VLLMEngine(EngineSettings(str(folder), dtype=dtype, max_model_len=128, kv_cache_bytes=64 << 20))
     await engine.start()
     tokens = [probe_tokens(vocab_size, seed) for seed in range(probes)]
     engines = [await engine.score(ids) for ids in tokens]
     await engine.shutdown()
-    trainer = Trainer(folder)
+    trainer = Trainer(folder, dtype)
     found: dict[str, Any] = {}
     for condition in ("equal weights", "one expert stale", "two experts swapped", "output layer stale"):
         if condition == "equal weights" or trainer.plant(condition):
             found[condition] = []
             for ids, theirs in zip(tokens, engines, strict=True):
                 ours = trainer.score(ids)
-                perturbed = trainer.score(ids, perturbation=HALF_EPSILON[DTYPE])
+                perturbed = trainer.score(ids, perturbation=EPSILON[dtype])
                 apart, rounding = logprob_diff(ours, theirs), logprob_diff(ours, perturbed)
-                found[condition].append(Probe(apart.mean, rounding.mean, apart.within(limit_of(DTYPE, rounding))))
+                limit = limit_of(dtype, rounding)
+                of = attrgetter("mean" if limit.of_mean else "largest")
+                found[condition].append(Probe(of(apart), of(rounding), apart.within(limit)))
             trainer.restore()
     destroy_model_parallel()
     return found
@@ -139,29 +144,36 @@ async def measure(folder: Path, vocab_size: int, probes: int) -> dict[str, list[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--probes", type=int, default=20)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="a Hugging Face folder, not random models")
     parser.add_argument("--families", nargs="*", default=list(FAMILIES), choices=list(FAMILIES), metavar="FAMILY")
     args = parser.parse_args()
 
     import torch.distributed as dist
 
-    from skyrl_megatron.weight_sync.probe import HALF_LIMITS, ROUNDINGS
+    from skyrl_megatron.weight_sync.probe import LIMITS, ROUNDINGS
     from tests.support.tiny_models import VOCAB_SIZE, write_tiny_model
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    print(f"limit for {DTYPE}: a mean of {HALF_LIMITS[DTYPE]:g}, or {ROUNDINGS:g} times rounding")
+    print(f"limit for {args.dtype}: {LIMITS[args.dtype]:g}, or {ROUNDINGS:g} times rounding")
     print("nats, smallest to largest of all probes")
-    for name in args.families:
-        family, sizes = FAMILIES[name]
+    for name in [str(args.model)] if args.model else args.families:
         with tempfile.TemporaryDirectory() as root:
-            folder = write_tiny_model(family, Path(root) / "model", dtype=DTYPE, **sizes)
-            found = asyncio.run(measure(folder, VOCAB_SIZE, args.probes))
+            if args.model:
+                folder = args.model.resolve()
+                vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
+            else:
+                family, sizes = FAMILIES[name]
+                folder = write_tiny_model(family, Path(root) / "model", dtype=args.dtype, **sizes)
+                vocab_size = VOCAB_SIZE
+            found = asyncio.run(measure(folder, args.dtype, vocab_size, args.probes))
         print(name)
         for condition, of in found.items():
             diffs, roundings = [probe.diff for probe in of], [probe.rounding for probe in of]
             times = [probe.diff / probe.rounding for probe in of]
             print(
-                f"  {condition:20s} mean {min(diffs):.3f} … {max(diffs):.3f}   rounding {min(roundings):.3f} … "
-                f"{max(roundings):.3f}   times rounding {min(times):.1f} … {max(times):.1f}   "
+                f"  {condition:20s} apart {min(diffs):.2g} … {max(diffs):.2g}   rounding {min(roundings):.2g} … "
+                f"{max(roundings):.2g}   times rounding {min(times):.1f} … {max(times):.1f}   "
                 f"within the limit {sum(probe.passes for probe in of)} of {len(of)}",
                 flush=True,
             )

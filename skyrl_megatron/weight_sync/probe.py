@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from skyrl_megatron.errors import WeightSyncError
 
 PROBE_TOKENS = 64
-FP32_LIMIT = 1e-4
-"""How far two log-probs of any token may be apart in fp32, nats."""
-HALF_EPSILON = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+EPSILON = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 """Half a unit in the last place, relative."""
-HALF_LIMITS = {"bfloat16": 0.15, "float16": 0.05}
-"""How far they may be apart on average in half precision, nats, whatever the model (float16: not measured) …"""
+LIMITS = {"float32": 1e-4, "bfloat16": 0.15, "float16": 0.05}
+"""How far two log-probs may be apart, nats, whatever the model: of any token in fp32, on average in half precision
+(float16: not measured) …"""
 ROUNDINGS = 3.0
 """… and how many times as far as rounding moves the trainer's own (``runtime/scoring.py``), where that is more.
 
 A router's near-ties fall either way in half precision and move single log-probs far: only their mean tells, and how
-much of it is rounding depends on the model. Measured by ``benchmarks/probe_limits.py`` in bfloat16: with equal weights
-at most 0.12 or 1.8 times rounding, with a stale output layer at least 0.77 and 4.5 times."""
+much of it is rounding depends on the model. In fp32, training sharpens a model until single tokens of two correct
+implementations are 1e-4 apart. Measured by ``benchmarks/probe_limits.py``: with equal weights at most 0.12 or 1.8
+times rounding in bfloat16, with a stale output layer at least 0.77 and 4.5 times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +59,13 @@ def logprob_diff(trainer: Sequence[float], engine: Sequence[float]) -> LogprobDi
     return LogprobDiff(largest, sum(apart) / len(apart))
 
 
-def limit_of(dtype: str, rounding: LogprobDiff | None = None) -> Limit:
+def limit_of(dtype: str, rounding: LogprobDiff) -> Limit:
     """Return the limit for an engine's dtype (``"float32"``).
 
-    ``rounding``: how far the trainer's own scores move under a perturbation, for half precision.
+    ``rounding``: how far the trainer's own scores move when half a unit (``EPSILON``) is added to embeddings or taken.
     """
-    if dtype not in HALF_LIMITS:
-        return Limit(FP32_LIMIT, of_mean=False)
-    assert rounding is not None
-    return Limit(max(HALF_LIMITS[dtype], ROUNDINGS * rounding.mean), of_mean=True)
+    of_mean = dtype != "float32"
+    return Limit(max(LIMITS[dtype], ROUNDINGS * (rounding.mean if of_mean else rounding.largest)), of_mean)
 
 
 def is_due(syncs_before: int, interval: int) -> bool:

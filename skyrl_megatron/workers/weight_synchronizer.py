@@ -30,7 +30,7 @@ from skyrl_megatron.weight_sync.adapter_tensors import PairShape, check_adapter
 from skyrl_megatron.weight_sync.bucket import TensorMeta
 from skyrl_megatron.weight_sync.metadata import check_metadata
 from skyrl_megatron.weight_sync.probe import (
-    HALF_EPSILON,
+    EPSILON,
     Limit,
     LogprobDiff,
     is_due,
@@ -297,9 +297,9 @@ class WeightSynchronizer:
             scored = await self.calls.on_ranks("probe", lambda rank: rank.score(tokens, perturbation=perturbation))
             return next(logprobs for logprobs in scored if logprobs is not None)
 
-        trainer, epsilon = await score(perturbation=0.0), HALF_EPSILON.get(self.dtype)
-        rounding = logprob_diff(trainer, await score(perturbation=epsilon)) if epsilon else None
-        return trainer, limit_of(self.dtype, rounding)
+        trainer = await score(perturbation=0.0)
+        perturbed = await score(perturbation=EPSILON[self.dtype])
+        return trainer, limit_of(self.dtype, logprob_diff(trainer, perturbed))
 
     async def _offload(self, *parts: Part) -> None:
         """Let parts of the trainer leave GPUs that it shares."""
