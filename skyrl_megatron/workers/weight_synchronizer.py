@@ -31,7 +31,6 @@ from skyrl_megatron.weight_sync.bucket import TensorMeta
 from skyrl_megatron.weight_sync.metadata import check_metadata
 from skyrl_megatron.weight_sync.probe import (
     EPSILON,
-    Limit,
     LogprobDiff,
     is_due,
     limit_of,
@@ -279,8 +278,7 @@ class WeightSynchronizer:
             if not found.within(limit):
                 wrong[slot] = (
                     f"log-probs of {len(tokens)} tokens differ from the trainer's by up to {found.largest:.2e}, on "
-                    f"average {found.mean:.2e}; the limit {'on average' if limit.of_mean else 'for each'} is "
-                    f"{limit.nats:.2g} in {self.dtype}"
+                    f"average {found.mean:.2e}; the limit on average is {limit:.2g} in {self.dtype}"
                 )
         if len(wrong) == len(slots):
             raise WeightSyncError(
@@ -290,8 +288,8 @@ class WeightSynchronizer:
         if wrong:
             raise EnginesLost("probe", wrong)
 
-    async def _expected(self, tokens: list[int]) -> tuple[list[float], Limit]:
-        """Return the trainer's scores, and how far an engine's may be from them."""
+    async def _expected(self, tokens: list[int]) -> tuple[list[float], float]:
+        """Return the trainer's scores, and how far an engine's may be from them on average."""
 
         async def score(perturbation: float) -> list[float]:
             scored = await self.calls.on_ranks("probe", lambda rank: rank.score(tokens, perturbation=perturbation))
