@@ -4,8 +4,8 @@
 
 For each family, a random model in a vLLM engine and in a Megatron rank scores the probe's tokens
 (``weight_sync/probe.py``); or a model of yours. Its mean difference must be within the limit with equal weights, in
-every probe, and should not be with a fault: two experts of one layer swapped, one expert of one layer stale, the output
-layer stale.
+every probe, and should not be with a fault: two experts of one layer swapped, one expert stale, the output layer
+stale.
 """
 
 from __future__ import annotations
