@@ -19,6 +19,7 @@ import contextlib
 import multiprocessing
 import os
 import random
+import signal
 import socket
 import time
 import traceback
@@ -54,6 +55,7 @@ def _serve(connection: Connection) -> None:
     import faulthandler
 
     faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
     import torch
 
     torch.set_num_threads(1)
@@ -164,8 +166,11 @@ class RankPool:
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 late = sorted(waiting.values())
+                for rank in late:  # each writes its stacks to stderr
+                    os.kill(self._ranks[rank][0].pid, signal.SIGUSR1)
+                time.sleep(1.0)
                 self._kill()
-                raise RankFailure(f"{name}: ranks {late} did not answer within {timeout_s:.0f} s")
+                raise RankFailure(f"{name}: ranks {late} did not answer within {timeout_s:.0f} s (stacks above)")
             for pipe in ready:
                 rank = waiting.pop(pipe)  # type: ignore[arg-type]
                 try:
