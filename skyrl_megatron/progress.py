@@ -40,12 +40,12 @@ def heartbeat(say: Callable[[str], None], quiet_s: float = QUIET_S) -> Iterator[
     if not _beating.acquire(blocking=False):
         yield
         return
-    ended = threading.Event()
+    ended, entered = threading.Event(), time.monotonic()
 
     def beat() -> None:
         while not ended.wait(max(_spoken + quiet_s - time.monotonic(), 0.05)):
             if time.monotonic() - _spoken >= quiet_s:
-                task, began = _under_way[-1] if _under_way else ("start", _spoken)
+                task, began = _under_way[-1] if _under_way else ("start", entered)
                 spoke()
                 say(f"… {task}: {time.monotonic() - began:.0f} s so far")
 

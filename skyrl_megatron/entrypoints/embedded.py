@@ -146,6 +146,7 @@ def _train(args: Sequence[str]) -> int:
     starts_warm = _own_model(args) is not None or _trains_adapters(args)
     if starts_warm:
         _warm_up_once(args, hardware)
+        began = time.perf_counter()
     cfg, _ = load_config(SkyRLTrainConfig, arguments(args, hardware), hardware)
     require_memory(NEEDED_GIB, "the embedded default")
     from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment

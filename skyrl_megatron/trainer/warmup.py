@@ -113,7 +113,8 @@ class WarmUpAlone(WarmedUpTrainer):
 
     def before_training(self) -> None:
         """Warm up; the run that goes on from the export evaluates."""
-        self.warm_up(self.warm_up_plan)
+        with self.phases("warm_up"):
+            self.warm_up(self.warm_up_plan)
 
     def train_steps(self) -> None:
         """Export in place of any step."""
