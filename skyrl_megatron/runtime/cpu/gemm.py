@@ -7,6 +7,7 @@ faster (on a Zen 3 core up to twice as fast, for GEMMs of 10 to 2,400 MFLOP).
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -18,6 +19,10 @@ _ONEDNN = (
     and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     and torch.backends.cpu.get_cpu_capability() == "AVX512"
 )
+# Packs hardly ever have the same number of tokens twice: the 1,024 kernels that oneDNN and torch's layer above it keep
+# by default make a rank grow by 20 MB a step. Both read the environment at the first product.
+for _variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+    os.environ.setdefault(_variable, "64")
 _WORTHWHILE = 1e8
 """Floating-point operations. oneDNN compiles a kernel for every shape, a millisecond each, and an expert hardly ever
 gets the same number of tokens twice."""

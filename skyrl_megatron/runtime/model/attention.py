@@ -60,7 +60,7 @@ class AttentionPlan:
 _SIMILAR = 0.75  # pieces shorter than this share of a group's longest start a group of their own
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=64)
 def attention_plan(
     lengths: tuple[int, ...], cp: int, rank: int, window: int | None, device: torch.device
 ) -> AttentionPlan:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def local_positions(padded_lengths: tuple[int, ...], cp: int, rank: int) -> Tensor:
     """Return where the tokens of ``rank``, in its local order, stand in the packed global order: [P / cp] int64."""
     if cp == 1:
@@ -29,7 +29,7 @@ def local_positions(padded_lengths: tuple[int, ...], cp: int, rank: int) -> Tens
     return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def global_order(padded_lengths: tuple[int, ...], cp: int) -> Tensor:
     """Return where each token of the packed global order stands in the ranks' tokens laid end to end: [P] int64."""
     held = torch.cat([local_positions(padded_lengths, cp, rank) for rank in range(cp)])
