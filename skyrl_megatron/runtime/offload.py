@@ -122,8 +122,8 @@ class Offload:
             "optimizer": lambda: (each for optimizer in self._optimizers for each in optimizer_tensors(optimizer)),
         }
         seen = {tensor.untyped_storage()._cdata for tensor in tensors["weights"]()} if part == "optimizer" else set()
-        for tensor in tensors[part]():
-            storage = getattr(tensor, "_data", tensor).untyped_storage()  # the bytes of an FP8 tensor
+        for tensor in (each for whole in tensors[part]() for each in memory_of(whole)):
+            storage = tensor.untyped_storage()
             if storage._cdata not in seen and storage.device == device.device() and storage.nbytes():
                 seen.add(storage._cdata)
                 yield storage
@@ -142,6 +142,14 @@ def optimizer_tensors(optimizer: Any | None) -> Iterator[Tensor]:
             for state in inner.state.values():
                 yield from (value for value in state.values() if torch.is_tensor(value))
         yield from getattr(outer, "param_to_fp32_param", {}).values()
+
+
+def memory_of(tensor: Any) -> list[Tensor]:
+    """Return what holds a tensor's bytes: itself, or an FP8 tensor's data and their transpose, which Transformer
+    Engine's Adam makes beside them on GPUs before Blackwell (``Float8Quantizer::create_tensor``) and does not read."""
+    if not hasattr(tensor, "_transpose"):
+        return [tensor]
+    return [each for each in (tensor._data, tensor._transpose) if each is not None]
 
 
 def _parameters(chunk: Any) -> Iterator[Tensor]:

@@ -111,7 +111,7 @@ def test_frozen_router(ranks, tmp_path):
     check(ranks, folder, str(tmp_path / "a"), "dp2", "tp2", frozen, frozen)
 
 
-def bf16_state(folder, degrees, seed, options=None):
+def bf16_state(folder, degrees, seed, options=None, dtype="bfloat16"):
     """Model in bfloat16 with fp32 masters in a distributed Adam. No engine: it computes in fp32 on CPU."""
     import types
 
@@ -130,7 +130,8 @@ def bf16_state(folder, degrees, seed, options=None):
     megatron_patches.install()
     layout = ParallelConfig(world_size=dist.get_world_size(), **degrees)
     groups = parallel_state.initialize(layout, seed=seed)
-    model = build_model(folder, groups, dtype=torch.bfloat16)
+    dtype = getattr(torch, dtype)
+    model = build_model(folder, groups, dtype=dtype)
     load_hf(model, folder, groups)
     buffers = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
     chunks = [
@@ -142,7 +143,7 @@ def bf16_state(folder, degrees, seed, options=None):
         num_warmup_steps=0, num_decay_steps=None,
     )  # fmt: skip
     optimizer = build_optimizer(
-        chunks, settings, options or {}, groups, params_dtype=torch.bfloat16, use_distributed_optimizer=True,
+        chunks, settings, options or {}, groups, params_dtype=dtype, use_distributed_optimizer=True,
         overlap_param_gather=False,
     )  # fmt: skip
     return RankState(chunks, groups, optimizer, build_lr_schedule(optimizer, settings, None))

@@ -140,9 +140,9 @@ def saved(folder, root, overrides):
     return held_by_name(trained)
 
 
-def loaded(folder, root, overrides, fault=None):
-    """What another engine holds, trained differently, when it has loaded that. ``fault``: moments are read into memory
-    that nobody looks at."""
+def loaded(folder, root, overrides, fault=None, *, stepped=True):
+    """What another engine holds when it has loaded that: one trained differently, or not at all (``stepped``), as a
+    resumed run's. ``fault``: moments are read into memory that nobody looks at."""
     import dataclasses
     import warnings
     from unittest import mock
@@ -152,7 +152,8 @@ def loaded(folder, root, overrides, fault=None):
     from tests.checkpoint.ranks import RankCheckpointer
 
     trained = engine(folder, "single", seed=7, **overrides)
-    train(trained, [10])
+    if stepped:
+        train(trained, [10])
 
     def elsewhere(*arguments):
         for block in blocks_to_load(*arguments):

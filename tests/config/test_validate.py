@@ -15,6 +15,8 @@ E = "generator.inference_engine."
 A = "trainer.algorithm."
 M = "trainer.policy.megatron_config."
 K = M + "transformer_config_kwargs."
+O = M + "optimizer_config_kwargs."  # noqa: E741
+AWARE = O + "use_precision_aware_optimizer=true"
 LORA = "trainer.policy.model.lora."
 
 ADAPTERS = "trainer.policy.model.lora.adapters"
@@ -297,6 +299,25 @@ RULES = {
     ),
     "multi-token prediction": ([f"{K}mtp_num_layers=1"], f"{K}mtp_num_layers", "not trained"),
     "graphs of training": ([f"{K}cuda_graph_impl=local"], f"{K}cuda_graph_impl", "vary in length"),
+    "narrow moments of the usual Adam": ([f"{O}exp_avg_dtype=bf16"], f"{O}exp_avg_dtype", f"{AWARE[len(O) :]}"),
+    "narrow moments on the host": (
+        [AWARE, f"{O}optimizer_cpu_offload=true", f"{O}exp_avg_sq_dtype=bf16"],
+        f"{O}exp_avg_sq_dtype",
+        "leave one of them out",
+    ),
+    "bf16 masters": ([AWARE, f"{O}main_params_dtype=bf16"], f"{O}main_params_dtype", "use fp16"),
+    "types of gradients": ([AWARE, f"{O}main_grads_dtype=bf16"], f"{O}main_grads_dtype", "grad_reduce_in_fp32"),
+    "no such type": ([f"{O}exp_avg_dtype=fp7"], f"{O}exp_avg_dtype", "use fp32, bf16"),
+    "precision-aware and whole": (
+        [AWARE, f"{O}use_distributed_optimizer=false"],
+        f"{O}use_precision_aware_optimizer",
+        "use_distributed_optimizer=true",
+    ),
+    "fp32 weights on the host": (
+        ["trainer.bf16=false", f"{O}optimizer_cpu_offload=true"],
+        f"{O}optimizer_cpu_offload",
+        "trainer.bf16=true",
+    ),
     "allgather": ([f"{M}moe_token_dispatcher_type=allgather"], f"{M}moe_token_dispatcher_type", "use alltoall"),
     "flex without DeepEP": ([f"{M}moe_token_dispatcher_type=flex"], f"{M}moe_token_dispatcher_type", "use alltoall"),
     "no such attention": ([f"{K}attention_backend=local"], f"{K}attention_backend", "auto, flash"),

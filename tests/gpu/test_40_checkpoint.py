@@ -1,4 +1,5 @@
-"""A checkpoint of every kind of optimizer that a GPU runs, loaded by a new engine."""
+"""A checkpoint of every kind of optimizer that a GPU runs, loaded by a new engine and by one that has trained, and
+one kind's by another."""
 
 import pytest
 
@@ -16,5 +17,22 @@ def test_saved_and_loaded(ranks, tmp_path, option):
     """FP8 moments are stored unscaled and scaled anew: near, not equal."""
     folder, overrides = training.save_model(tmp_path / "model"), {"trainer.bf16": True} | OPTIONS[option]
     saved = ranks(1, training.saved, folder, str(tmp_path / "run"), overrides)[0]
-    loaded = ranks(1, training.loaded, folder, str(tmp_path / "run"), overrides)[0]
-    assert loaded == saved and len(saved) > 40
+    assert len(saved) > 40
+    for stepped in (False, True):
+        loaded = ranks(1, training.loaded, folder, str(tmp_path / "run"), overrides, stepped=stepped)[0]
+        assert loaded == saved, "into an optimizer that has stepped" if stepped else "into a new one"
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [("precision-aware", "distributed"), ("distributed", "precision-aware")]
+)
+def test_one_kind_loads_another(ranks, tmp_path, source, target):
+    """fp32 masters and moments, whichever way they are kept. A master half-way between two bf16 weights, one in some
+    thousands, is one unit in its last place off where only lower halves are kept."""
+    folder, root = training.save_model(tmp_path / "model"), str(tmp_path / "run")
+    bf16 = {"trainer.bf16": True}
+    saved = ranks(1, training.saved, folder, root, bf16 | OPTIONS[source])[0]
+    loaded = ranks(1, training.loaded, folder, root, bf16 | OPTIONS[target])[0]
+    assert loaded.keys() == saved.keys() and len(saved) > 40
+    differ = sorted(name for name in saved if loaded[name] != saved[name])
+    assert all(target == "precision-aware" and name.endswith(" param") for name in differ), differ

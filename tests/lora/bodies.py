@@ -62,19 +62,39 @@ def three_steps(folder, batch, expected, layout, overrides, fault=None):
                 for factor in stream_factors(engine.adapters, engine.groups, of=lambda p: p.main_grad):
                     name = f"{factor.module}.{factor.letter}"
                     want = expected.grads[name]
-                    gradients[name] = float((factor.tensor - want).abs().max() / want.abs().max())
+                    gradients[name] = float((factor.tensor.cpu() - want).abs().max() / want.abs().max())
             result = engine.optim_step()
             if step == 0:
                 final_loss, grad_norm = measured["final_loss"], result.grad_norm
     weights = {
         f"{factor.module}.{factor.letter}": float(
-            (factor.tensor - expected.weights[f"{factor.module}.{factor.letter}"]).abs().max()
+            (factor.tensor.cpu() - expected.weights[f"{factor.module}.{factor.letter}"]).abs().max()
         )
         for factor in stream_factors(engine.adapters, engine.groups)
     }
     after = local_weights(engine.model, engine.groups)
     base = all(torch.equal(old, new.tensor) for old, new in zip(before, after, strict=True))
     return Outcome(final_loss, grad_norm, gradients, weights, base)
+
+
+def one_backward(folder, batch, factors, layers, overrides, fault=None):
+    """Log-probs [B, T] and the gradient of every factor, as ``tests.training.bodies.one_backward`` of weights."""
+    from skyrl_megatron.runtime.lora.names import stream_factors
+    from tests.lora.faults import planted
+    from tests.training.bodies import MEGATRON, NO_DISTRIBUTED
+
+    asked = {f"{MEGATRON}transformer_config_kwargs.transformer_impl": layers}
+    engine = adapted_engine(folder, {}, NO_DISTRIBUTED | asked | overrides, factors)
+    assert engine.model.config.transformer_impl == layers
+    batch.old_logprobs = batch.rollout_logprobs = batch.ref_logprobs = batch.response_mask * -6.0
+    with planted(fault, engine):
+        logprobs = engine.compute_logprobs(batch)
+        engine.forward_backward(batch)
+        engine.reduce_gradients()
+    pieces = stream_factors(engine.adapters, engine.groups, of=lambda parameter: parameter.main_grad)
+    return {"log-probs": logprobs.numpy()} | {
+        f"{each.module}.{each.letter}": each.tensor.detach().float().cpu().numpy() for each in pieces
+    }
 
 
 def check(outcomes, expected):

@@ -68,11 +68,13 @@ def test_yarn_is_fused_in_latent_attention_alone(fused_kernels, model_type, fuse
 
 
 def test_families_that_need_our_layers_get_them():
+    """And ``--check`` counts memory of the same."""
+    from skyrl_megatron.entrypoints.memory.roles import LOCAL_LAYERS
     from skyrl_megatron.runtime.hf.model import read_hf_model
     from skyrl_megatron.runtime.model.layer_choice import lacking
 
     needs = {name for name in TINY if lacking(read_hf_model(tiny_config(name)))}
-    assert needs == OUR_LAYERS
+    assert needs == OUR_LAYERS == LOCAL_LAYERS
 
 
 def test_the_users_attention_kernels_are_kept(monkeypatch):

@@ -74,12 +74,12 @@ def three_steps(folder, batch, expected, layout, overrides, fault=None):
                 engine.reduce_gradients()
                 for piece in stream_hf(engine.model, engine.groups, of=lambda parameter: parameter.main_grad):
                     want = expected.grads[piece.name]
-                    gradients[piece.name] = float((piece.tensor - want).abs().max() / want.abs().max())
+                    gradients[piece.name] = float((piece.tensor.cpu() - want).abs().max() / want.abs().max())
             result = engine.optim_step(more_follow=step < reference.STEPS - 1)
             if step == 0:
                 grad_norm = result.grad_norm
     weights = {
-        piece.name: float((piece.tensor - expected.weights[piece.name]).abs().max())
+        piece.name: float((piece.tensor.cpu() - expected.weights[piece.name]).abs().max())
         for piece in stream_hf(engine.model, engine.groups)
     }
     return Outcome(metrics, grad_norm, gradients, weights)
@@ -145,14 +145,14 @@ def leaves_and_comes_back(folder, batch, overrides, fault=None):
 
     from skyrl_megatron import device
     from skyrl_megatron.runtime.engine import MegatronEngine
-    from skyrl_megatron.runtime.offload import optimizer_tensors
+    from skyrl_megatron.runtime.offload import memory_of, optimizer_tensors
 
     engine = MegatronEngine(config(folder, overrides=overrides))
     batch.old_logprobs = batch.rollout_logprobs = batch.ref_logprobs = batch.response_mask * -6.0
 
     def tensors():
         found = [*(p for chunk in engine.chunks for p in chunk.parameters()), *optimizer_tensors(engine.optimizer)]
-        return [getattr(tensor, "_data", tensor).detach() for tensor in found]
+        return [each.detach() for tensor in found for each in memory_of(tensor)]
 
     def step():
         engine.forward_backward(batch)

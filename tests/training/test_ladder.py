@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint import training
+from tests.support.resolve import misfits
 from tests.training import bodies
 
 LADDER = Path(__file__).parents[1] / "gpu"
@@ -20,6 +21,24 @@ def test_layers(ranks, folder, batch, fault):
     """Rung 10: ours against ours; a mistake in one layer shows."""
     exact = ranks(1, bodies.one_backward, folder, batch, "local", {})[0]
     found = ranks(1, bodies.one_backward, folder, batch, "local", {}, fault)[0]
+    if fault is None:
+        bodies.check_as_near(found, exact, exact)
+    else:
+        with pytest.raises(AssertionError, match="are off"):
+            bodies.check_as_near(found, exact, exact)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("fault", [None, "gate and up swapped"])
+def test_adapters(ranks, folder, batch, fault):
+    """Rung 25."""
+    from skyrl_megatron.runtime.hf.model import read_hf_model
+    from tests.lora import bodies as adapters
+    from tests.lora import reference
+
+    factors = reference.start_factors(read_hf_model(folder).plan, separate=False)
+    exact = ranks(1, adapters.one_backward, folder, batch, factors, "local", {})[0]
+    found = ranks(1, adapters.one_backward, folder, batch, factors, "local", {}, fault)[0]
     if fault is None:
         bodies.check_as_near(found, exact, exact)
     else:
@@ -42,7 +61,9 @@ def test_checkpoint(ranks, tmp_path):
     """Rung 40."""
     folder, root = training.save_model(tmp_path / "model"), str(tmp_path / "run")
     saved = ranks(1, training.saved, folder, root, {})[0]
-    assert len(saved) > 40 and ranks(1, training.loaded, folder, root, {})[0] == saved
+    assert len(saved) > 40
+    for stepped in (False, True):
+        assert ranks(1, training.loaded, folder, root, {}, stepped=stepped)[0] == saved
     assert ranks(1, training.loaded, folder, root, {}, "moments go elsewhere")[0] != saved
 
 
@@ -54,6 +75,38 @@ def test_every_rung_says_what_it_proves_and_what_to_report():
             t.id for node in ast.parse(rung.read_text()).body if isinstance(node, ast.Assign) for t in node.targets
         }
         assert {"PROVES", "REPORT"} <= names, rung.name
+
+
+@pytest.mark.parametrize("rung", sorted(LADDER.glob("*.py")), ids=lambda path: path.stem)
+def test_rungs_name_what_there_is(rung):
+    """Imports, attributes and arguments; those of Transformer Engine are looked at by ``tests/te``."""
+    assert misfits(rung.read_text(), without=("transformer_engine", "vllm")) == []
+
+
+def test_settings_of_rungs_are_valid_on_one_gpu(tmp_path):
+    """Those of the optimizers (rungs 30 and 40), of the engine (60) and of the run (90)."""
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.config.hardware import Hardware
+    from skyrl_megatron.config.validate import find_problems
+    from tests.gpu import test_30_offload, test_60_engines, test_90_run
+    from tests.job import runs
+
+    one_gpu = Hardware(1, 1)
+    optimizers = [{"trainer.bf16": True} | options for options in test_30_offload.OPTIONS.values()]
+    keys = [SkyRLTrainConfig.from_cli_overrides({"trainer.logger": "console"} | options) for options in optimizers]
+    keys.append(SkyRLTrainConfig.from_cli_overrides(runs.arguments(tmp_path, **test_90_run.SHARED)))
+    assert [find_problems(cfg, one_gpu) for cfg in keys] == [[]] * len(keys)
+    engine = test_60_engines.settings({"A": tmp_path}, sleep_mode=True)
+    assert engine.sleep_mode and not engine.enforce_eager
+
+
+def test_a_name_or_an_argument_that_there_is_not_shows():
+    text = "from tests.training import bodies\nfrom tests.training import no_such\n"
+    text += "bodies.three_step\nbodies.check([])\nranks(1, bodies.one_backward, 1, 2, 3)\n"
+    text += "ranks(1, bodies.one_backward, 1, 2, 3, {}, faults=1, timeout_s=3)\nbodies.config(1, *two, pp=3)\n"
+    found = misfits(text)
+    words = ("no_such", "three_step does not exist", "'expected'", "'overrides'", "'faults'")
+    assert len(found) == len(words) and all(word in line for word, line in zip(words, found, strict=True)), found
 
 
 @pytest.mark.process

@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from skyrl_megatron.config.names import OPTIMIZER_DTYPES
+from skyrl_megatron.config.rules.optimizer import optimizer_problems
 from skyrl_megatron.config.rules.role_layout import role_world_size
 from skyrl_megatron.errors import Problem
 
@@ -59,10 +59,9 @@ def megatron_problems(cfg: SkyRLTrainConfig, role: str, section: str, hardware: 
     for name, fix in NOT_DRIVEN.items():
         if (value := megatron.transformer_config_kwargs.get(name)) not in (None, False, 0, "none"):
             yield Problem(f"{section}transformer_config_kwargs.{name}", value, fix)
-    for name, value in megatron.optimizer_config_kwargs.items():
-        if name.endswith("_dtype") and value not in OPTIMIZER_DTYPES:
-            fix = f"is no type: use {', '.join(OPTIMIZER_DTYPES)}"
-            yield Problem(f"{section}optimizer_config_kwargs.{name}", value, fix)
+    if role != "ref":
+        options, key = megatron.optimizer_config_kwargs, f"{section}optimizer_config_kwargs."
+        yield from optimizer_problems(options, key, hardware, bf16=cfg.trainer.bf16)
     yield from _attention(cfg, megatron, section, hardware)
     world = role_world_size(cfg.trainer.placement, role)
     outside = [rank for rank in megatron.torch_profiler_config.ranks if not 0 <= rank < world]

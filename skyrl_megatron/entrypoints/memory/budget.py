@@ -10,7 +10,7 @@ from bridges.plan import Plan
 from skyrl_megatron.config.hf_model import read_hf_config
 from skyrl_megatron.config.rules.role_layout import active_roles
 from skyrl_megatron.entrypoints.memory.adapters import AdapterTable
-from skyrl_megatron.entrypoints.memory.host import node_phase, pinned_by_a_process
+from skyrl_megatron.entrypoints.memory.host import node_phase
 from skyrl_megatron.entrypoints.memory.parameters import ParameterTable
 from skyrl_megatron.entrypoints.memory.phases import Phase, gpu_phases
 from skyrl_megatron.entrypoints.memory.roles import RoleModel, role_models
@@ -28,8 +28,6 @@ class Budget:
     models: dict[str, RoleModel]
     gpus: tuple[Phase, ...]
     node: Phase
-    pinned: int
-    """Pinned memory of the largest rank process."""
     hardware: Hardware
 
     @classmethod
@@ -40,7 +38,6 @@ class Budget:
             models,
             tuple(gpu_phases(cfg, models, hardware.gpu_bytes)),
             node_phase(cfg, models),
-            pinned_by_a_process(cfg, models),
             hardware,
         )
 

@@ -41,11 +41,6 @@ def _blocks(size: int) -> int:
     return -(-size // BLOCK_BYTES) * BLOCK_BYTES
 
 
-def pinned_by_a_process(cfg: SkyRLTrainConfig, models: dict[str, RoleModel]) -> int:
-    """Return the bytes that the largest rank process keeps in pinned memory."""
-    return max(sum(part.nbytes for part in _of_ranks(cfg, role, model, 1)) for role, model in models.items())
-
-
 def _of_ranks(cfg: SkyRLTrainConfig, role: str, model: RoleModel, here: int) -> list[Part]:
     """Return what ``here`` neighbouring ranks keep on the host, at most."""
     away = resident(cfg, role, TRAINING, role) - resident(cfg, role, GENERATION) - {"gradients"}
@@ -63,8 +58,10 @@ def _of_ranks(cfg: SkyRLTrainConfig, role: str, model: RoleModel, here: int) -> 
         Part(f"{role} {' and '.join(sorted(away, reverse=True))} off the GPU", total(offloaded)),
         Part(f"{role} optimizer of optimizer_cpu_offload", total(sum(state.host_optimizer for state in states))),
     ]
+    unscaled = sum(state.unscaled for state in states)
+    parts.append(Part(f"{role} optimizer unscaled for a checkpoint", total(unscaled)))
     if model.trained and model.settings.megatron_config.async_dist_ckpt_save:
-        copied = sum(state.weights / max(model.parallel.dp_cp, 1) + state.optimizer for state in states)
+        copied = sum(state.weights / max(model.parallel.dp_cp, 1) + state.optimizer for state in states) + unscaled
         copied += sum(state.host_optimizer * 3 / 4 for state in states)  # but for the gradients
         parts.append(Part(f"{role} checkpoint while it is written", total(copied)))
     return [part for part in parts if part.nbytes]

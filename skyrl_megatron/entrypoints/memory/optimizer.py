@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from skyrl_megatron.config.names import OPTIMIZER_DTYPES
 from skyrl_megatron.config.rules.layout import ParallelConfig
 from skyrl_megatron.entrypoints.memory.parameters import StageParameters
 
@@ -33,6 +34,8 @@ class RankBytes:
     """fp32 buffers of the model: router biases."""
     step: int = 0
     """Beside all that while the optimizer steps: fp32 copies of gradients that are not fp32."""
+    unscaled: int = 0
+    """On the host while a checkpoint is saved or loaded: fp32 copies of state that the optimizer keeps in less."""
     host_optimizer: int = 0
     """What ``optimizer_cpu_offload`` keeps on the host: master weights, moments and gradients, those that are pinned
     rounded up to powers of two as torch's allocator does."""
@@ -78,6 +81,7 @@ def rank_bytes(
         optimizer=shard * state.kept + (shard - on_host) * state.device,
         buffers=buffers,
         step=copied,
+        unscaled=shard * state.unscaled,
         host_optimizer=round(on_host * (state.host + state.pinned * count.pinned_rounding)),
     )
 
@@ -98,6 +102,8 @@ class _State:
     """Share of the parameters that is updated on the host."""
     copied: float = 1.0
     """Share of the gradients that is copied to fp32 on the device, unless they are fp32."""
+    unscaled: int = 0
+    """Of fp32 copies that a checkpoint makes (``runtime/checkpoint/fused_adam.py``)."""
 
 
 def _state(options: Mapping[str, Any], bf16: bool) -> _State:
@@ -111,14 +117,27 @@ def _state(options: Mapping[str, Any], bf16: bool) -> _State:
         return _State(device=8, kept=_FP32 if bf16 else 0, host=8, pinned=8, offloaded=offloaded)
     if not aware:
         return _State(device=12 if bf16 else 8)
-    moments = sum(_width_of(options.get(name)) for name in ("exp_avg_dtype", "exp_avg_sq_dtype"))
-    master = _width_of(options.get("main_params_dtype"))
-    if master == _FP32 and options.get("store_param_remainders", True):
+    types = [options.get(name) for name in ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype")]
+    *moments, master = [_width_of(each) for each in types]
+    unscaled = _FP32 * sum(map(_is_scaled, types))
+    if bf16 and master == _FP32 and options.get("store_param_remainders", True):
         master = 2  # the other half of an fp32 weight is the bf16 weight itself
-    return _State(device=moments + (master if bf16 else 0), copied=0.0)
+        unscaled += _FP32
+    return _State(device=sum(moments) + master, copied=0.0, unscaled=unscaled)
 
 
 def _width_of(dtype: object) -> int:
-    """Return the bytes of a torch dtype or its name; fp32 where none is given."""
+    """Return the bytes of a torch dtype or its name; fp32 where none is given. FP8 has two, because Transformer Engine
+    makes the transpose beside it (``runtime/offload.py``), but on Blackwell."""
+    return {"float16": 2, "bfloat16": 2, "uint8": 2}.get(_torch_name(dtype), _FP32)
+
+
+def _is_scaled(dtype: object) -> bool:
+    """Tell whether state of this type has a scale beside it, without which a checkpoint stores it."""
+    return _torch_name(dtype) in ("float16", "uint8")
+
+
+def _torch_name(dtype: object) -> str:
+    """Return torch's name of a type that is given by any of its names."""
     name = str(dtype).removeprefix("torch.")
-    return {"float16": 2, "bfloat16": 2, "fp16": 2, "bf16": 2, "uint8": 1, "fp8": 1}.get(name, _FP32)
+    return OPTIMIZER_DTYPES.get(name, name)

@@ -25,7 +25,7 @@ from skyrl_megatron.entrypoints.memory.parameters import ParameterTable, StagePa
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
 
-LOCAL_LAYERS = frozenset({"gpt_oss"})
+LOCAL_LAYERS = frozenset({"gpt_oss", "olmoe"})
 """Families that Transformer Engine's layers cannot express: they use ours on GPUs too."""
 
 
@@ -42,7 +42,8 @@ class RoleModel:
     @classmethod
     def of(cls, cfg: SkyRLTrainConfig, role: str, table: ParameterTable, *, on_cpu: bool = False) -> RoleModel:
         """Lay out a role's model as ``cfg`` says, with the kernels of a GPU or of a CPU."""
-        fused = not on_cpu and table.plan.family.model_type not in LOCAL_LAYERS
+        asked = getattr(cfg.trainer, role).megatron_config.transformer_config_kwargs.get("transformer_impl")
+        fused = not on_cpu and table.plan.family.model_type not in LOCAL_LAYERS and asked != "local"
         kernels = Kernels(2 if cfg.trainer.bf16 and not on_cpu else 4, fused, on_cpu=on_cpu)
         return cls(cfg, role, table, role_layout(cfg, role), kernels)
 

@@ -6,6 +6,7 @@ sees its own flat ranges in place: nothing is gathered, nothing is copied.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from skyrl_megatron.errors import CheckpointError
+from skyrl_megatron.runtime.checkpoint import fused_adam
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
@@ -66,23 +68,22 @@ def sharded_parameters(optimizer: MegatronOptimizer | None) -> set[int]:
 
 def _distributed(part: Any) -> Iterator[OwnedRange]:
     """Yield ranges of megatron/core/optimizer/distrib_optimizer.py, in its order."""
-    precision_aware = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-    copies = precision_aware and not _is_hybrid(part)  # states come unscaled to fp32, in new memory
     for by_dtype in part.gbuf_ranges:
         for buckets in by_dtype.values():
             for bucket in buckets:
                 for parameter, ranges in bucket["param_map"].items():
-                    place = ranges["param"]
-                    tensors = part._get_main_param_and_optimizer_states(parameter)
-                    for repeated in ("step", "master_param"):  # HybridDeviceOptimizer's is the same again
-                        tensors.pop(repeated, None)
+                    place, put_back = ranges["param"], None
+                    if _is_fused(part):
+                        group, order = part.model_param_group_index_map[parameter]
+                        shard = part.optimizer.param_groups[group]["params"][order]
+                        tensors = fused_adam.stored(part.optimizer, shard)
+                        put_back = functools.partial(fused_adam.put_back, part.optimizer, shard)
+                    else:
+                        tensors = part._get_main_param_and_optimizer_states(parameter)
+                        for repeated in ("step", "master_param"):  # HybridDeviceOptimizer's is the same again
+                            tensors.pop(repeated, None)
                     flat = {name: tensor.detach().view(-1) for name, tensor in tensors.items()}
-                    put_back = _setter(part, parameter) if copies else None
                     yield OwnedRange(parameter, place.start, place.end, flat, True, put_back)
-
-
-def _setter(part: Any, parameter: torch.Tensor) -> Callable[[dict[str, torch.Tensor]], None]:
-    return lambda tensors: part._set_main_param_and_optimizer_states(parameter, {"step": None} | tensors)
 
 
 def _replicated(part: Any) -> Iterator[OwnedRange]:
@@ -119,6 +120,8 @@ def _make_state(part: Any) -> None:
         for inner in part.optimizer.sub_optimizers:
             _make_moments(inner)
         part.optimizer._sync_sub_optimizers_state_to_hdo()
+    elif _is_fused(part):
+        fused_adam.make_state(part.optimizer)
     else:
         part.init_state_fn(part.optimizer, part.config)
     for inner in _stepping(part):
@@ -141,6 +144,11 @@ def _parameters(inner: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 def _is_hybrid(part: Any) -> bool:
     """Tell whether it is Megatron's HybridDeviceOptimizer (``optimizer_cpu_offload``)."""
     return hasattr(part.optimizer, "sub_optimizers")
+
+
+def _is_fused(part: Any) -> bool:
+    """Tell whether it is Transformer Engine's precision-aware Adam (``use_precision_aware_optimizer``)."""
+    return part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 and not _is_hybrid(part)
 
 
 def _stepping(part: Any) -> list[torch.optim.Optimizer]:
