@@ -298,6 +298,9 @@ RULES = {
         "context_parallel_size alone",
     ),
     "multi-token prediction": ([f"{K}mtp_num_layers=1"], f"{K}mtp_num_layers", "not trained"),
+    "one down projection": ([f"{K}mla_down_proj_fusion=true"], f"{K}mla_down_proj_fusion", "leave it out"),
+    "latents of an inference": ([f"{K}cache_mla_latents=true"], f"{K}cache_mla_latents", "engines are vLLM's"),
+    "clipped queries": ([f"{K}qk_clip=true"], f"{K}qk_clip", "leave it out"),
     "graphs of training": ([f"{K}cuda_graph_impl=local"], f"{K}cuda_graph_impl", "vary in length"),
     "narrow moments of the usual Adam": ([f"{O}exp_avg_dtype=bf16"], f"{O}exp_avg_dtype", f"{AWARE[len(O) :]}"),
     "narrow moments on the host": (
@@ -546,6 +549,29 @@ def test_rules_that_need_the_model(model, args, key, words):
         base.append(f"{E}num_engines=12")
     found = problems(*base, *args, hardware=Hardware(16))
     assert [p for p in found if p.key == key and words in p.fix], found
+
+
+LATENT = {"model_type": "deepseek_v3", "kv_lora_rank": 16, "qk_rope_head_dim": 8}
+YARN = {"rope_scaling": {"type": "yarn", "factor": 4.0}}
+
+
+@pytest.mark.parametrize(
+    "hf, words",
+    [
+        (LATENT, "knows YaRN alone"),
+        (LATENT | YARN, None),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "mscale"),
+        ({}, None),
+    ],
+    ids=["latent", "latent with YaRN", "YaRN", "plain"],
+)
+def test_fused_rotary_kernels_that_rotate_otherwise(hf, words):
+    from skyrl_megatron.config.rules.megatron import megatron_problems
+
+    cfg = SkyRLTrainConfig.from_cli_overrides([f"{K}apply_rope_fusion=true"])
+    found = list(megatron_problems(cfg, "policy", M, GPUS, hf))
+    assert [problem.key for problem in found] == [f"{K}apply_rope_fusion"] * (words is not None)
+    assert words is None or (words in found[0].fix and found[0].fix.endswith("leave it out"))
 
 
 def test_experts_with_biases_cannot_be_cut(tmp_path):

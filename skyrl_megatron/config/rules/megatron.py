@@ -4,8 +4,8 @@ not drive, each with the setting that works."""
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config.rules.optimizer import optimizer_problems
 from skyrl_megatron.config.rules.role_layout import role_world_size
@@ -35,6 +35,11 @@ NOT_DRIVEN = {
         "multi-token-prediction layers are passed on as they are and not trained: leave it out "
         "(`python -m bridges inspect` lists them as passthrough)"
     ),
+    "qk_clip": "needs a step after the optimizer's, which this trainer does not take: leave it out",
+    "mla_down_proj_fusion": (
+        "joins two weights that loading, syncs and checkpoints know by their own names: leave it out"
+    ),
+    "cache_mla_latents": "is for Megatron's own inference, and engines are vLLM's: leave it out",
     "enable_cuda_graph": _VARYING,
     "external_cuda_graph": _VARYING,
     "cuda_graph_impl": _VARYING,
@@ -42,8 +47,11 @@ NOT_DRIVEN = {
 """Fields of Megatron's ``TransformerConfig`` that need more than a field → why, and what to do instead."""
 
 
-def megatron_problems(cfg: SkyRLTrainConfig, role: str, section: str, hardware: Hardware) -> Iterator[Problem]:
-    """Yield everything wrong with a role's ``megatron_config``, its layout apart. ``section``: where it stands."""
+def megatron_problems(
+    cfg: SkyRLTrainConfig, role: str, section: str, hardware: Hardware, hf: Mapping[str, Any]
+) -> Iterator[Problem]:
+    """Yield everything wrong with a role's ``megatron_config``, its layout apart. ``section``: where it stands;
+    ``hf``: the model's ``config.json``, {} where it is not at hand."""
     megatron: MegatronConfig = getattr(cfg.trainer, role).megatron_config
     if megatron.context_parallel_size > 1 and not cfg.trainer.use_sample_packing:
         fix = "needs trainer.use_sample_packing=true"
@@ -63,6 +71,7 @@ def megatron_problems(cfg: SkyRLTrainConfig, role: str, section: str, hardware: 
         options, key = megatron.optimizer_config_kwargs, f"{section}optimizer_config_kwargs."
         yield from optimizer_problems(options, key, hardware, bf16=cfg.trainer.bf16)
     yield from _attention(cfg, megatron, section, hardware)
+    yield from _rotary(megatron.transformer_config_kwargs, section, hardware, hf)
     world = role_world_size(cfg.trainer.placement, role)
     outside = [rank for rank in megatron.torch_profiler_config.ranks if not 0 <= rank < world]
     if outside:
@@ -87,6 +96,25 @@ def _attention(cfg: SkyRLTrainConfig, megatron: MegatronConfig, section: str, ha
     elif cp > 1 and backend is None and not cfg.trainer.flash_attn:
         fix = f"unfused attention has no kernel for {section}context_parallel_size={cp}: use true, or 1 there"
         yield Problem("trainer.flash_attn", False, fix)
+
+
+def _rotary(kwargs: Mapping[str, Any], section: str, hardware: Hardware, hf: Mapping[str, Any]) -> Iterator[Problem]:
+    """Check that a fused rotary kernel that is asked for rotates as the model does; left out, it is taken where one
+    does (``runtime/model/transformer_config.py``)."""
+    if not kwargs.get("apply_rope_fusion"):
+        return
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling")
+    rope = rope if isinstance(rope, Mapping) else {}
+    latent, yarn = bool(hf.get("kv_lora_rank")), "yarn" in (rope.get("rope_type"), rope.get("type"))
+    reason = None
+    if hardware.is_cpu:
+        reason = "needs a GPU"
+    elif latent and not yarn:
+        reason = "multi-latent attention's fused kernel knows YaRN alone, and the model has none"
+    elif yarn and not latent:
+        reason = "the fused kernel leaves out the mscale of the model's YaRN"
+    if reason:
+        yield Problem(f"{section}transformer_config_kwargs.apply_rope_fusion", True, f"{reason}: leave it out")
 
 
 def _experts(cfg: SkyRLTrainConfig, megatron: MegatronConfig, section: str, hardware: Hardware) -> Iterator[Problem]:

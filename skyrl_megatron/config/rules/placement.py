@@ -36,7 +36,7 @@ def placement_problems(
         own = (role_layout(cfg, role), getattr(cfg.trainer, role).megatron_config, configs.get(role))
         if role == "policy" or own != policy:  # the same problem is named once
             yield from _layout(own[0], own[2] or {}, section)
-            yield from megatron_problems(cfg, role, section, hardware)
+            yield from megatron_problems(cfg, role, section, hardware, own[2] or {})
         yield from _no_adapter(cfg, role)
         yield from _fsdp(getattr(cfg.trainer, role).fsdp_config, f"trainer.{role}.fsdp_config.")
     yield from _colocation(cfg)
