@@ -61,7 +61,8 @@ def state_bytes(folder, options, dtype):
 
     with in_host_memory():
         state = bf16_state(folder, {}, 1, options, dtype)
-        stored = storages(tensor for each in owned_ranges(state.optimizer) for tensor in each.tensors.values())
+        ranges = list(owned_ranges(state.optimizer))
+        stored = storages(tensor for each in ranges for tensor in each.tensors.values())
         own = storages(memory for whole in optimizer_tensors(state.optimizer) for memory in memory_of(whole))
     weights = {p.untyped_storage().data_ptr() for chunk in state.model_chunks for p in chunk.parameters()}
     held = sum(size for place, size in own.items() if place not in weights)
