@@ -94,7 +94,8 @@ def test_settings_of_rungs_are_valid_on_one_gpu(tmp_path):
     one_gpu = Hardware(1, 1)
     optimizers = [{"trainer.bf16": True} | options for options in test_30_offload.OPTIONS.values()]
     keys = [SkyRLTrainConfig.from_cli_overrides({"trainer.logger": "console"} | options) for options in optimizers]
-    keys.append(SkyRLTrainConfig.from_cli_overrides(runs.arguments(tmp_path, **test_90_run.SHARED)))
+    run = runs.arguments(runs.prepare(tmp_path), **test_90_run.SHARED)
+    keys.append(SkyRLTrainConfig.from_cli_overrides(run))
     assert [find_problems(cfg, one_gpu) for cfg in keys] == [[]] * len(keys)
     engine = test_60_engines.settings({"A": tmp_path}, sleep_mode=True)
     assert engine.sleep_mode and not engine.enforce_eager
