@@ -58,6 +58,8 @@ def test_what_a_gpu_run_needs_and_what_it_does_not():
         **{te: Imported(True, "2.20.2", "ImportError: undefined symbol"), "apex": Imported(True, "", "no")}
     )
     assert broken[te].state == "FAIL" and "this environment's torch" in broken[te].fix
+    hangs = judged(vLLM=Imported(True, "", "did not return within 240 s"))["vLLM"]
+    assert hangs.text.startswith("does not import") and "when the machine is less busy" in hangs.fix
     assert broken["apex"].state == "warn"
 
 
@@ -66,6 +68,7 @@ def test_what_a_gpu_run_needs_and_what_it_does_not():
     [
         ({"driver": [13, 2]}, "ok", "driver's CUDA 13.2"),
         ({"driver": [12, 8]}, "FAIL", "install a driver of CUDA 13.0"),
+        ({"driver": [0, 0]}, "FAIL", "no driver, torch's 13.0"),
         ({"runtime": [13, 1]}, "warn", "update the driver to CUDA 13.1"),
         ({"runtime": [0, 0]}, "FAIL", "without CUDA"),
         ({"devices": [], "reason": "CUDA unknown error"}, "FAIL", "CUDA unknown error"),

@@ -18,6 +18,8 @@ from importlib import metadata
 from typing import Any
 
 DEADLINE_S = 240.0
+TIMED_OUT = "did not return"
+"""How the error of a package begins whose import was ended."""
 MODULES = {
     "torch": ("torch", "torch"),
     "megatron-core": ("megatron.core", "megatron-core"),
@@ -60,7 +62,7 @@ def import_all(names: Sequence[str], deadline_s: float = DEADLINE_S) -> dict[str
             run = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, check=False)
             output, end = run.stdout, f"the process died with code {run.returncode}: {_last_line(run.stderr)}"
         except subprocess.TimeoutExpired as error:
-            output, end = _text(error.stdout), f"did not return within {deadline_s:g} s"
+            output, end = _text(error.stdout), f"{TIMED_OUT} within {deadline_s:g} s"
         at = left[0]
         for line in output.splitlines():
             if line.startswith("> "):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 
 from skyrl_megatron.entrypoints.doctor.finding import Finding
-from skyrl_megatron.entrypoints.doctor.imports import Imported
+from skyrl_megatron.entrypoints.doctor.imports import TIMED_OUT, Imported
 
 SET_UP = "launch/setup.sh"
 PYTHONS = ((3, 12), (3, 13))
@@ -82,9 +83,11 @@ def _needed(name: str, found: Imported, *, gpu: bool) -> Finding:
     fix = f"{SET_UP} {'gpu' if gpu else 'cpu'}"
     if not found.installed:
         return Finding(name, "FAIL", "not installed", fix)
-    if name == "Transformer Engine":
+    if found.error.startswith(TIMED_OUT):
+        fix = f"run this again when the machine is less busy (load {os.getloadavg()[0]:.0f}); if it still hangs, {fix}"
+    elif name == "Transformer Engine":
         fix += ", which builds it with this environment's torch"
-    return Finding(name, "FAIL", f"{found.version} does not import: {found.error}", fix)
+    return Finding(name, "FAIL", f"{found.version} does not import: {found.error}".lstrip(), fix)
 
 
 def _optional(name: str, found: Imported) -> Finding:
@@ -103,7 +106,8 @@ def _optional(name: str, found: Imported) -> Finding:
 def cuda(torch: Imported) -> Iterator[Finding]:
     """Judge driver, runtime and NCCL by what torch said of them."""
     (runtime, release), (driver, minor) = torch.facts["runtime"], torch.facts["driver"]
-    text = f"driver's CUDA {driver}.{minor}, torch's {runtime}.{release}"
+    theirs = f"driver's CUDA {driver}.{minor}" if driver else "no driver"
+    text = f"{theirs}, torch's {runtime}.{release}"
     if not runtime:
         yield Finding("CUDA", "FAIL", "this torch is built without CUDA", f"{SET_UP} gpu")
     elif driver < runtime:
