@@ -33,8 +33,10 @@ def optimizer_problems(
         fix = f"its state is split over data-parallel ranks: use {_SPREAD}=true, or leave this out"
         yield Problem(f"{section}{_AWARE}", aware, fix)
     for name, value in options.items():
-        if name.endswith("_dtype") and (fix := _type_problem(name, value, aware=bool(aware), on_host=bool(on_host))):
-            yield Problem(f"{section}{name}", value, fix)
+        if not name.endswith("_dtype"):
+            continue
+        if wrong := _type_problem(name, value, aware=bool(aware), on_host=bool(on_host)):
+            yield Problem(f"{section}{name}", value, wrong)
 
 
 def _type_problem(name: str, value: object, *, aware: bool, on_host: bool) -> str | None:
