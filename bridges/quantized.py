@@ -1,13 +1,25 @@
-"""Quantised HF folders seen as plain bf16: FP8 in blocks (DeepSeek-V3, Kimi-K2) and MXFP4 (gpt-oss).
+"""Quantised HF folders seen as plain bf16, or as the 8-bit values that they hold.
 
-FP8: ``w[i, j] = bf16(fp32(q[i, j]) · scale_inv[i // rows, j // columns])``, blocks as in ``weight_block_size``, the
-last ones cut short (``inference/kernel.py`` of DeepSeek-V3). MXFP4: two 4-bit floats (E2M1, low nibble first) per
-byte, 32 values share one power of two (OCP Microscaling Formats 1.0); on disk the matrix is transposed against the
-bf16 layout. Tensors are dequantised one at a time as they are read.
+==================  ===================================  =====================================================
+``quant_method``    on disk                              written by
+==================  ===================================  =====================================================
+fp8                 ``W`` in float8, ``W_scale_inv`` of  DeepSeek-V3, Kimi-K2, Qwen3's FP8 releases (their
+                    blocks ``weight_block_size``         ``inference/kernel.py``), transformers
+compressed-tensors  ``W_packed``, four int8 and 128 in   llm-compressor (``compressors/pack_quantized`` of
+                    an int32, or ``W`` in int8 or        compressed-tensors: int8 of weights alone; ``naive_
+                    float8; ``W_scale``                  quantized``: of activations too)
+mxfp4               ``W_blocks``, two 4-bit floats a     gpt-oss (OCP Microscaling Formats 1.0: E2M1, low nibble
+                    byte, and ``W_scales``, powers of 2  first; on disk transposed against the bf16 layout)
+==================  ===================================  =====================================================
+
+``W`` is the name of a weight. 8 bits: ``w = bf16(fp32(q) · scale)``, see :class:`bridges.scaled.ScaledMatrix`. Tensors
+are dequantised one at a time as they are read.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +28,15 @@ from torch import Tensor
 
 from bridges.errors import BridgeError
 from bridges.hf_io import HfFolder
+from bridges.quantisation import Quantisation, unfit
 from bridges.rows import Shape
+from bridges.scaled import ScaledMatrix, of_blocks
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FP8_SCALE = "_scale_inv"
+SCALE, PACKED, PACKED_SHAPE = "_scale", "_packed", "_shape"
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 BLOCKS, SCALES = "_blocks", "_scales"
-
-
-def dequantize_fp8(quantized: Tensor, scale_inv: Tensor, block: tuple[int, int]) -> Tensor:
-    """Turn FP8 ``[m, n]`` and fp32 scales ``[⌈m/rows⌉, ⌈n/columns⌉]`` into bf16, a band of rows at a time."""
-    rows, columns = block
-    out = torch.empty(quantized.shape, dtype=torch.bfloat16)
-    for band, scales in enumerate(scale_inv.float()):
-        part = slice(band * rows, (band + 1) * rows)
-        out[part] = quantized[part].float() * scales.repeat_interleave(columns)[: quantized.shape[1]]
-    return out
 
 
 def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -42,23 +47,33 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     return scaled.to(torch.bfloat16).flatten(-2)
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The tensors on disk that a weight of 8 bits is made of."""
+
+    values: str
+    scales: str
+    shape: tuple[int, int]
+    block: tuple[int, int]
+
+    @property
+    def packed(self) -> bool:
+        return self.values.endswith(PACKED)
+
+
 class DequantizedFolder:
     """A quantised HF folder under the names, shapes and dtype of its bf16 original."""
 
     def __init__(self, folder: HfFolder) -> None:
         self.folder = folder
         self.path: Path = folder.path
-        quantization = folder.config["quantization_config"]
-        self.method = quantization.get("quant_method")
-        if self.method not in ("fp8", "mxfp4"):
-            raise BridgeError(
-                f"{self.path}/config.json: quant_method={self.method!r} cannot be dequantised exactly; use the bf16 "
-                "release of the model, or one in fp8 or mxfp4"
-            )
-        rows, columns = quantization.get("weight_block_size") or (128, 128)
-        self.block = (int(rows), int(columns))
+        found = Quantisation.of(folder.config, f"{self.path}/config.json")
+        assert found is not None
+        self.method, self._blocks = found.method, found.blocks
         self.config = self._plain_config()
-        self._shapes = self._fp8_shapes() if self.method == "fp8" else self._mxfp4_shapes()
+        self._scaled: dict[str, _Place] = {}
+        read = {"fp8": self._fp8, "compressed-tensors": self._compressed, "mxfp4": self._mxfp4}
+        self._shapes: dict[str, Shape] = dict(read[self.method]())
 
     def _plain_config(self) -> dict[str, Any]:
         config = {key: value for key, value in self.folder.config.items() if key != "quantization_config"}
@@ -67,27 +82,57 @@ class DequantizedFolder:
                 config[key] = "bfloat16"
         return config
 
-    def _fp8_shapes(self) -> dict[str, Shape]:
-        shapes: dict[str, Shape] = {}
+    def _fp8(self) -> Iterator[tuple[str, Shape]]:
         for name, info in self.folder.tensors.items():
             if name.endswith(FP8_SCALE):
-                if name.removesuffix(FP8_SCALE) not in self.folder.tensors:
-                    raise BridgeError(f"{self.path}: {name} belongs to no tensor; fetch the folder again")
+                self._belongs(name, name.removesuffix(FP8_SCALE))
                 continue
-            shapes[name] = info.shape
             if info.dtype in FP8:
-                scale = self.folder.tensors.get(name + FP8_SCALE)
-                grid = tuple(-(-size // step) for size, step in zip(info.shape, self.block, strict=True))
-                if scale is None or scale.shape != grid:
-                    found = "missing" if scale is None else list(scale.shape)
-                    raise BridgeError(
-                        f"{self.path}: {name}{FP8_SCALE} is {found}, expected {list(grid)} for blocks of "
-                        f"{list(self.block)}; fetch the folder again"
-                    )
-        return shapes
+                self._scaled[name] = self._place(name, name + FP8_SCALE, info.shape, self._blocks)
+            yield name, info.shape
 
-    def _mxfp4_shapes(self) -> dict[str, Shape]:
-        shapes: dict[str, Shape] = {}
+    def _compressed(self) -> Iterator[tuple[str, Shape]]:
+        tensors, groups = self.folder.tensors, self._blocks
+        for name, info in tensors.items():
+            if name.endswith((f"weight{SCALE}", f"weight{PACKED_SHAPE}")):
+                plain = name[: name.rindex("_")]
+                self._belongs(name, plain + PACKED if plain + PACKED in tensors else plain)
+            elif name.endswith(("weight_zero_point", "weight_g_idx")):
+                raise unfit(
+                    f"{self.path}", f"{name} (of a quantisation that is not symmetric, or in an order of its own)"
+                )
+            elif name.endswith(f"weight{PACKED}"):
+                plain, shape = name.removesuffix(PACKED), self.folder.read(name.removesuffix(PACKED) + PACKED_SHAPE)
+                self._scaled[plain] = self._place(name, plain + SCALE, tuple(shape.tolist()), groups)
+                yield plain, self._scaled[plain].shape
+            else:
+                if info.dtype in (*FP8, torch.int8):
+                    self._scaled[name] = self._place(name, name + SCALE, info.shape, groups)
+                yield name, info.shape
+
+    def _belongs(self, name: str, owner: str) -> None:
+        if owner not in self.folder.tensors:
+            raise BridgeError(f"{self.path}: {name} belongs to no tensor; fetch the folder again")
+
+    def _place(self, values: str, scales: str, shape: Shape, blocks: tuple[tuple[int, int], ...]) -> _Place:
+        """Return where a weight of ``shape`` lies; its block is that of ``blocks`` whose number its scales have."""
+        info = self.folder.tensors.get(scales)
+        rows, columns = shape
+        expected: dict[Shape, tuple[int, int]] = {}
+        for height, width in blocks:
+            block = (height or rows, width or columns)
+            expected.setdefault((-(-rows // block[0]), -(-columns // block[1])), block)
+        found = None if info is None else info.shape
+        grid = (1, 1) if found in ((), (1,)) else found
+        if grid is None or grid not in expected:
+            raise BridgeError(
+                f"{self.path}: {scales} is {'missing' if found is None else list(found)}, expected "
+                f"{' or '.join(str(list(each)) for each in expected)} for blocks of "
+                f"{' or '.join(str(list(each)) for each in expected.values())}; fetch the folder again"
+            )
+        return _Place(values, scales, (rows, columns), expected[grid])
+
+    def _mxfp4(self) -> Iterator[tuple[str, Shape]]:
         for name, info in self.folder.tensors.items():
             if name.endswith(BLOCKS):
                 plain = name.removesuffix(BLOCKS)
@@ -99,10 +144,9 @@ class DequantizedFolder:
                         "again"
                     )
                 experts, rows, groups, width = info.shape
-                shapes[plain] = (experts, groups * width * 2, rows)
+                yield plain, (experts, groups * width * 2, rows)
             elif not (name.endswith(SCALES) and name.removesuffix(SCALES) + BLOCKS in self.folder.tensors):
-                shapes[name] = info.shape
-        return shapes
+                yield name, info.shape
 
     def shapes(self) -> dict[str, Shape]:
         """Return name → shape of every tensor, as in a bf16 folder."""
@@ -110,17 +154,31 @@ class DequantizedFolder:
 
     def dtype(self, name: str) -> torch.dtype:
         """bf16 for what is dequantised, else the dtype on disk."""
-        if name not in self.folder.tensors or self.folder.dtype(name) in FP8:
+        if name in self._scaled or name not in self.folder.tensors:
             return torch.bfloat16
         return self.folder.dtype(name)
 
+    def block(self, name: str) -> tuple[int, int] | None:
+        """Return the rows and columns of a weight's blocks of 8-bit values; None where it is something else."""
+        place = self._scaled.get(name)
+        return None if place is None else place.block
+
+    def read_scaled(self, name: str) -> ScaledMatrix:
+        """Return a weight that has a :meth:`block` as it is quantised."""
+        place = self._scaled[name]
+        values = self.folder.read(place.values)
+        if place.packed:
+            values = (values.view(torch.uint8)[:, : place.shape[1]] ^ 0x80).view(torch.int8)
+        scales = self.folder.read(place.scales)
+        return of_blocks(values, scales.view(1, 1) if scales.dim() < 2 else scales, place.block)
+
     def read(self, name: str, index: int | None = None) -> Tensor:
         """Return the tensor, or its slice ``[index]``, dequantised if it is quantised."""
+        if name in self._scaled:
+            whole = self.read_scaled(name).dequantized()
+            return whole if index is None else whole[index]
         if name not in self.folder.tensors:
             blocks = self.folder.read(name + BLOCKS, index)
             scales = self.folder.read(name + SCALES, index)
             return dequantize_mxfp4(blocks, scales).transpose(-1, -2)
-        tensor = self.folder.read(name, index)
-        if tensor.dtype in FP8:
-            return dequantize_fp8(tensor, self.folder.read(name + FP8_SCALE), self.block)
-        return tensor
+        return self.folder.read(name, index)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from bridges.conversions import Conversion
+from bridges.conversions import Conversion, DeinterleaveGateUp, Transpose
 from bridges.errors import BridgeError
 from bridges.names import te_spelling
 from bridges.rows import ModelShape, Row, Shape, Split
@@ -82,6 +82,13 @@ class Entry:
         """The layer's number, for an entry known to belong to one."""
         assert self.layer is not None, self.name
         return self.layer
+
+    @property
+    def can_be_scaled(self) -> bool:
+        """Whether it is a linear map's matrix made of rows on disk, so that 8-bit values and their scales can be cut
+        and ordered as they are."""
+        turned = isinstance(self.bound.conversion, Transpose | DeinterleaveGateUp)
+        return ".linear_" in self.name and len(self.shape) == 2 and not turned and self.hf[0].index is None
 
     @property
     def is_buffer(self) -> bool:
