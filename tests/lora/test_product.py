@@ -41,6 +41,33 @@ def test_value_and_gradients_are_autograds(counts):
         assert torch.allclose(mine, theirs, rtol=0, atol=1e-13)
 
 
+@pytest.mark.parametrize("rank", [2, 3, 4])
+def test_ranks_that_no_kernel_takes_get_zeros_beside_them(rank):
+    """Rows of 16 bytes, four fp32 values, for what a GPU has one kernel for; the result is that of the rank itself."""
+    from unittest import mock
+
+    import torch
+
+    from skyrl_megatron.runtime.lora import product as products
+
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.tensor([3, 0, 4])
+    x, a, b = (
+        torch.randn(*shape, generator=generator, requires_grad=True) for shape in ((7, 8), (3, rank, 8), (3, 8, rank))
+    )
+    factor = torch.randn(7, 8, generator=generator)
+    experts = zip(x.double().split(counts.tolist()), a.double(), b.double(), strict=True)
+    want = torch.cat([rows @ down.t() @ up.t() for rows, down, up in experts])
+    with mock.patch.object(products, "grouped_gemm", wraps=products.grouped_gemm) as gemm:
+        got = products._grouped(products._grouped(x, a, counts), b, counts)
+    seen = [size for call in gemm.call_args_list for size in (call.args[0].shape[-1], *call.args[1].shape[1:])]
+    assert len(seen) == 6 and all(size % 4 == 0 for size in seen)
+    assert (got - want).abs().max() < 1e-5
+    expected = torch.autograd.grad((want * factor).sum(), (x, a, b))
+    for mine, theirs in zip(torch.autograd.grad((got * factor).sum(), (x, a, b)), expected, strict=True):
+        assert mine.shape == theirs.shape and (mine - theirs).abs().max() < 1e-5
+
+
 def test_a_base_that_something_else_needs_is_an_error():
 
     from skyrl_megatron.runtime.lora.product import add_factor_product

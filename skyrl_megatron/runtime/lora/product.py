@@ -10,17 +10,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from skyrl_megatron.runtime.cpu.gemm import grouped_gemm
+
+_ALIGNED = 16
+"""Bytes that rows of a CUDA kernel's grouped products must be multiples of."""
 
 
 def factor_product(x: Tensor, weight: Tensor, counts: Tensor | None) -> Tensor:
     """Compute x · weightᵀ: [..., k] × [m, k] → [..., m]; or with [E, m, k] of rows sorted by expert, ``counts`` [E] of
     each. Differentiable."""
     if weight.dim() == 3 and x.is_cuda:
-        return grouped_gemm(x, weight, _required(counts))
-    product: Tensor = _FactorProduct.apply(x, weight, _rows(x, weight, counts))  # type: ignore[no-untyped-call]
-    return product
+        return _grouped(x, weight, _required(counts))
+    return _product(None, x, weight, counts, 1.0)
 
 
 def add_factor_product(base: Tensor, x: Tensor, weight: Tensor, counts: Tensor | None, scale: float) -> Tensor:
@@ -30,47 +33,38 @@ def add_factor_product(base: Tensor, x: Tensor, weight: Tensor, counts: Tensor |
     backward pass that needs its old values raises autograd's error. Types are those of ``base``.
     """
     if weight.dim() == 3 and base.is_cuda:
-        return base + grouped_gemm(x * scale, weight, _required(counts))
-    rows = _rows(x, weight, counts)
-    added: Tensor = _AddFactorProduct.apply(base, x, weight, rows, scale)  # type: ignore[no-untyped-call]
-    return added
+        return base + _grouped(x * scale, weight, _required(counts))
+    return _product(base, x, weight, counts, scale)
+
+
+def _grouped(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Multiply as :func:`grouped_gemm`, with zeros beside a rank that no kernel for all experts takes: without them
+    the host would wait for ``counts`` in every layer, and start a kernel for each expert."""
+    missing_in, missing_out = (-size % (_ALIGNED // x.element_size()) for size in (x.shape[-1], weight.shape[-2]))
+    if not missing_in and not missing_out:
+        return grouped_gemm(x, weight, counts)
+    padded = grouped_gemm(F.pad(x, (0, missing_in)), F.pad(weight, (0, missing_in, 0, missing_out)), counts)
+    return padded[..., : weight.shape[-2]]
+
+
+def _product(base: Tensor | None, x: Tensor, weight: Tensor, counts: Tensor | None, scale: float) -> Tensor:
+    rows = [x.numel() // x.shape[-1]] if weight.dim() == 2 else _required(counts).tolist()
+    product: Tensor = _FactorProduct.apply(base, x, weight, rows, scale)  # type: ignore[no-untyped-call]
+    return product
 
 
 class _FactorProduct(torch.autograd.Function):
-    """y[rows of e] = x[rows of e] @ w[e]ᵀ; a matrix of no expert is that of the only one."""
+    """base[rows of e] + scale · x[rows of e] @ w[e]ᵀ, in the memory of ``base``; without one, a new tensor. A matrix
+    of no expert is that of the only one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.counts = counts
-        out = x.new_empty(*x.shape[:-1], weight.shape[-2])
-        for rows, wide, matrix in zip(_split(out, counts), _split(x, counts), _each(weight), strict=True):
-            torch.mm(wide, matrix.t(), out=rows)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        shares = _split(grads[0], ctx.counts)
-        grad_x = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            grad_x = _times(shares, weight, x, ctx.counts)
-        if ctx.needs_input_grad[1]:
-            pairs = zip(shares, _split(x, ctx.counts), strict=True)
-            grad_weight = torch.stack([grad.t() @ rows for grad, rows in pairs]).view(weight.shape)
-        return grad_x, grad_weight, None
-
-
-class _AddFactorProduct(torch.autograd.Function):
-    """base[rows of e] += scale · x[rows of e] @ w[e]ᵀ."""
-
-    @staticmethod
-    def forward(ctx: Any, base: Tensor, x: Tensor, weight: Tensor, counts: list[int], scale: float) -> Tensor:
+    def forward(ctx: Any, base: Tensor | None, x: Tensor, weight: Tensor, counts: list[int], scale: float) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.counts, ctx.scale = counts, scale
-        out = base.detach().contiguous()
-        for rows, narrow, matrix in zip(_split(out, counts), _split(x, counts), _each(weight), strict=True):
-            rows.addmm_(narrow, matrix.t(), alpha=scale)
+        out = x.new_empty(*x.shape[:-1], weight.shape[-2]) if base is None else base.detach().contiguous()
+        kept = 0.0 if base is None else 1.0  # times zero, memory is not read: what lay there may be no number
+        for rows, own, matrix in zip(_split(out, counts), _split(x, counts), _each(weight), strict=True):
+            rows.addmm_(own, matrix.t(), beta=kept, alpha=scale)
         return out
 
     @staticmethod
@@ -79,26 +73,19 @@ class _AddFactorProduct(torch.autograd.Function):
         shares = _split(grads[0], ctx.counts)
         grad_x = grad_weight = None
         if ctx.needs_input_grad[1]:
-            grad_x = _times(shares, weight, x, ctx.counts).mul_(ctx.scale)
+            grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+            for rows, grad, matrix in zip(_split(grad_x, ctx.counts), shares, _each(weight), strict=True):
+                rows.addmm_(grad, matrix, beta=0.0, alpha=ctx.scale)
         if ctx.needs_input_grad[2]:
-            # As (xᵀ · grad)ᵀ, which is faster than gradᵀ · x. An expert without rows gets zeros.
-            pairs = zip(_split(x * ctx.scale, ctx.counts), shares, strict=True)
-            grad_weight = torch.stack([(rows.t() @ grad).t() for rows, grad in pairs]).view(weight.shape)
-        return grads[0], grad_x, grad_weight, None, None
+            # An expert without rows gets zeros.
+            products = [_weight_gradient(*pair) for pair in zip(shares, _split(x, ctx.counts), strict=True)]
+            grad_weight = torch.stack(products).view(weight.shape).mul_(ctx.scale)
+        return grads[0] if ctx.needs_input_grad[0] else None, grad_x, grad_weight, None, None
 
 
-def _times(shares: tuple[Tensor, ...], weight: Tensor, x: Tensor, counts: list[int]) -> Tensor:
-    """Return the gradient of ``x``."""
-    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for rows, grad, matrix in zip(_split(grad_x, counts), shares, _each(weight), strict=True):
-        torch.mm(grad, matrix, out=rows)
-    return grad_x
-
-
-def _rows(x: Tensor, weight: Tensor, counts: Tensor | None) -> list[int]:
-    """Return how many rows belong to each matrix."""
-    found: list[int] = [x.numel() // x.shape[-1]] if weight.dim() == 2 else _required(counts).tolist()
-    return found
+def _weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """Return gradᵀ · x, by the order that is faster for a thin side: that of A is grad's, that of B is x's."""
+    return grad.t() @ x if grad.shape[-1] < x.shape[-1] else (x.t() @ grad).t()
 
 
 def _required(counts: Tensor | None) -> Tensor:
