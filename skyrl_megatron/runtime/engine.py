@@ -91,9 +91,10 @@ class MegatronEngine:
             dtype=parameter_dtype(cfg),
             transformer_config_kwargs=transformer_kwargs(cfg, role),
             prefix=f"trainer.{role}.megatron_config.",
+            frozen=self.is_adapted,
         )
         assert self.model.hf.path is not None
-        load_hf(self.model, self.model.hf.path, self.groups)
+        load_hf(self.model, self.model.hf.path, self.groups, frozen=self.is_adapted)
         fused = cfg.trainer.fused_lm_head_logprob and self.groups.is_last_stage
         self._head_weight = return_hidden_states(self.model.chunks[-1], self.groups) if fused else None
         self.flops = model_flops(self.model.config, self.model.vocab_size, self.model.head)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from skyrl_megatron import device
 from skyrl_megatron.runtime.host_memory import HostMemory
+from skyrl_megatron.runtime.model.scaled_weights import scaled_buffers
 
 Part = Literal["weights", "gradients", "optimizer"]
 PARTS: tuple[Part, ...] = ("weights", "gradients", "optimizer")
@@ -155,6 +156,7 @@ def memory_of(tensor: Any) -> list[Tensor]:
 def _parameters(chunk: Any) -> Iterator[Tensor]:
     """Yield the model's, and those that a chunk in Megatron's DDP trains: another adapter may be on the model now."""
     yield from chunk.parameters()
+    yield from scaled_buffers(chunk)
     yield from getattr(chunk, "params_with_grad", ())
 
 

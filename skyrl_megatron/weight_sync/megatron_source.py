@@ -56,7 +56,7 @@ class MegatronWeightSource:
             first = place - len(entry.hf)
             for number, (name, shape, rows, ranges) in enumerate(self._tensors(entry, known[key])):
                 meta = TensorMeta(name, dtype_name(local), shape, rows, position=first + number)
-                shard = TensorShard(meta, local, ranges, over if size > 1 else None)
+                shard = TensorShard(meta, local, ranges, over if size > 1 else None, make=weight.make)
                 shards.append(replace(shard, finish=self._finish(entry, shard) if shard.rank == 0 else None))
         return shards
 

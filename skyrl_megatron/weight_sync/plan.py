@@ -23,19 +23,25 @@ from skyrl_megatron.weight_sync.source import RowRange, TensorShard, WeightSourc
 
 @dataclass(slots=True)
 class Copies:
-    """Copies between views of memory that stays."""
+    """Copies between views of memory that stays, or of rows that are made when they are copied."""
 
     targets: list[Tensor] = field(default_factory=list)
     sources: list[Tensor] = field(default_factory=list)
+    made: list[tuple[Tensor, Callable[[], Tensor]]] = field(default_factory=list)
 
-    def add(self, target: Tensor, source: Tensor) -> None:
+    def add(self, target: Tensor, source: Tensor | Callable[[], Tensor]) -> None:
         """Add a copy."""
-        self.targets.append(target)
-        self.sources.append(source)
+        if isinstance(source, Tensor):
+            self.targets.append(target)
+            self.sources.append(source)
+        else:
+            self.made.append((target, source))
 
     def __call__(self) -> None:
         if self.targets:
             torch._foreach_copy_(self.targets, self.sources)
+        for target, make in self.made:
+            target.copy_(make())
 
 
 @dataclass(slots=True)
@@ -156,13 +162,15 @@ class ExportPlan:
             if owner != shard.rank:
                 continue
             sources = [_source(shard, span) for span in ranges]
-            if len(sources) == 1 and sources[0].is_contiguous():
+            if len(sources) == 1 and isinstance(sources[0], Tensor) and sources[0].is_contiguous():
                 step.messages.append(Message(sources[0], shard.group, owner, Copies()))
                 continue
             if not self._outbox.numel():
                 self._outbox = self._empty(self._bucket_bytes)
             packed = _view(self._outbox, sum(span.count for span in ranges), shard.local)
-            packing = Copies(list(torch.split(packed, [span.count for span in ranges])), sources)
+            packing = Copies()
+            for target, source in zip(torch.split(packed, [span.count for span in ranges]), sources, strict=True):
+                packing.add(target, source)
             step.messages.append(Message(packed, shard.group, owner, packing))
 
     def _take_inbox(self, rows: int, like: Tensor) -> Tensor:
@@ -194,6 +202,7 @@ def _by_owner(shard: TensorShard, rows: range) -> Iterator[tuple[int, list[RowRa
     yield from found.items()
 
 
-def _source(shard: TensorShard, span: RowRange) -> Tensor:
-    """View the rows of ``span`` in this rank's shard."""
-    return shard.local[span.first : span.first + span.step * (span.count - 1) + 1 : span.step]
+def _source(shard: TensorShard, span: RowRange) -> Tensor | Callable[[], Tensor]:
+    """View the rows of ``span`` in this rank's shard, or return what makes them."""
+    rows = slice(span.first, span.first + span.step * (span.count - 1) + 1, span.step)
+    return shard.local[rows] if shard.make is None else partial(shard.make, rows)

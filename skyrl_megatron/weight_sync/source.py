@@ -39,6 +39,8 @@ class TensorShard:
     """Process group of the shards; None: the rank has all of it."""
     finish: Callable[[Tensor, range], None] | None = None
     """Changes rows of the tensor, [rows, columns], once they lie in the bucket; on the rank that sends them."""
+    make: Callable[[slice], Tensor] | None = None
+    """Makes rows of ``local``, which then has shape and dtype but no memory: a weight that is kept in 8 bits."""
 
     @property
     def rank(self) -> int:

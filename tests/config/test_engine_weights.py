@@ -33,6 +33,20 @@ def test_an_fp8_checkpoint_is_refused_with_the_way_to_bfloat16(fp8_folder):
     assert f"python -m bridges import --hf {fp8_folder} --dtype bf16" in problem.fix
 
 
+def test_a_frozen_base_may_stay_quantised_where_engines_get_it_merged(fp8_folder):
+    kwargs = [
+        f"{E}engine_init_kwargs.load_format=dummy",
+        f"{E}engine_init_kwargs.hf_overrides.quantization_config=null",
+    ]
+    lora = [f"trainer.policy.model.path={fp8_folder}", "trainer.policy.model.lora.rank=4"]
+    (problem,) = found(*lora)
+    assert all(each in problem.fix for each in kwargs)
+    assert found(*lora, *kwargs) == []
+    for missing in (lora, kwargs[1:]), (lora, kwargs[:1]), (lora[:1], kwargs):
+        assert len(found(*(each for part in missing for each in part))) == 1, missing
+    assert len(found(*lora, *kwargs, "trainer.policy.model.lora.sync_mode=memory")) == 1
+
+
 def test_quantised_engines_are_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen3_moe")))
     (problem,) = found(f"trainer.policy.model.path={tmp_path}", f"{E}engine_init_kwargs.quantization=fp8")

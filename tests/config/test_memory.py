@@ -213,6 +213,7 @@ def engine_bytes(folder, overrides):
     from skyrl_megatron.entrypoints.memory.budget import parameter_tables
     from skyrl_megatron.entrypoints.memory.roles import RoleModel
     from skyrl_megatron.runtime.engine import MegatronEngine
+    from skyrl_megatron.runtime.model.scaled_weights import scaled_weight
 
     cfg = SkyRLTrainConfig.from_cli_overrides(
         {"trainer.policy.model.path": str(folder), "trainer.bf16": False} | overrides
@@ -231,7 +232,8 @@ def engine_bytes(folder, overrides):
     for optimizer in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
         for entry in optimizer.optimizer.state.values():
             state |= {id(value): value for value in entry.values() if torch.is_tensor(value) and value.dim()}
-    weights = sum(parameter.nbytes for chunk in engine.chunks for parameter in chunk.parameters())
+    parameters = [parameter for chunk in engine.chunks for parameter in chunk.parameters()]
+    weights = sum(scaled.matrix().nbytes if (scaled := scaled_weight(p)) else p.nbytes for p in parameters)
     measured = (weights, sum(b.grad_data.nbytes for b in buffers), sum(value.nbytes for value in state.values()))
     size = RoleModel.of(cfg, "policy", parameter_tables(cfg)["policy"], on_cpu=True).state(engine.groups.pp.rank())
     return measured, (size.weights, size.gradients, size.optimizer)
@@ -285,6 +287,27 @@ def test_states_of_adapters_are_those_of_the_engine(ranks, tmp_path, settings):
         assert abs(gradients - predicted[1]) <= 0.01 * gradients  # buffers are padded
     measured, predicted = (sum(rank[which][2] for rank in found) for which in (0, 1))
     assert measured == predicted  # Adam's state, shared by the ranks
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8 groups"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {f"{M}tensor_model_parallel_size": 2, f"{M}expert_tensor_parallel_size": 2},
+        {f"{M}expert_model_parallel_size": 2},
+    ],
+    ids=["tp2·etp2", "ep2"],
+)
+def test_a_base_of_8_bits_is_counted_as_it_is_kept(ranks, tmp_path, kind, degrees):
+    from tests.support.quantised import quantise
+
+    sizes = dict(hidden_size=64, moe_intermediate_size=32, num_hidden_layers=2, num_key_value_heads=2, vocab_size=1024)
+    (tmp_path / "plain model").mkdir()
+    quantised, _ = quantise(save_tiny("qwen3_moe", tmp_path / "plain model", **sizes), tmp_path, kind)
+    overrides = {f"{LORA}rank": 4, "trainer.placement.policy_num_gpus_per_node": 2}
+    overrides |= {f"{M}{name}": degree for name, degree in degrees.items()}
+    for (weights, *_), predicted in ranks(2, engine_bytes, quantised, overrides, timeout_s=400):
+        assert 0 <= predicted[0] - weights <= 0.01 * weights  # ranks whose first block is cut have a scale more
 
 
 RECIPES = {

@@ -16,7 +16,8 @@ def factors(folder):  # noqa: F811
 
 
 def body(folder, factors, root, layout, overrides):  # noqa: F811
-    """Whole tensors by their sent names, put together of the buckets of two passes; the adapters grow in between."""
+    """Whole tensors by their sent names, put together of the buckets of the second of three passes, before which the
+    adapters grow, and of the third, before which they become zero."""
     import torch
     import torch.distributed as dist
 
@@ -28,7 +29,8 @@ def body(folder, factors, root, layout, overrides):  # noqa: F811
     source = MergedWeightSource(engine.adapters, engine.groups)
     plan = ExportPlan(source, BUCKET_BYTES, torch.device("cpu"))
     metas = list(source.metadata())
-    for number in range(2):
+    passes = []
+    for number in range(3):
         source.refresh()
         sent = {}
         for index, bucket in enumerate(plan.buckets):
@@ -41,10 +43,11 @@ def body(folder, factors, root, layout, overrides):  # noqa: F811
         plan.finish()
         save_hf(engine.model, engine.groups, root / str(number), of=engine.adapters.merged)
         for factor in engine.adapters.factors():
-            factor.tensor.data.mul_(1.5)
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, sent)
-    return joined(everyone)
+            factor.tensor.data.mul_(1.5 if number == 0 else 0.0)
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, sent)
+        passes.append(joined(everyone))
+    return passes[1:]
 
 
 def joined(everyone):
@@ -77,8 +80,12 @@ def test_buckets_hold_the_merged_weights(ranks, folder, factors, tmp_path, layou
         from skyrl_megatron.runtime.hf.model import read_hf_model
 
         factors = reference.start_factors(read_hf_model(folder).plan, separate=True)
-    sent = ranks(layout["world"], body, folder, factors, tmp_path, layout, overrides)[0]
-    merged, base = (load_file(path / "model.safetensors") for path in (tmp_path / "1", folder))
+    sent, of_zeros = ranks(layout["world"], body, folder, factors, tmp_path, layout, overrides)[0]
+    merged, base, unmerged = (
+        load_file(path / "model.safetensors") for path in (tmp_path / "1", folder, tmp_path / "2")
+    )
+    assert unmerged.keys() == base.keys() and all(torch.equal(unmerged[name], base[name]) for name in base)
+    assert all(torch.equal(of_zeros[name], base[name]) for name in set(of_zeros) & set(base))
     for name, tensor in sent.items():
         if name.endswith(("gate_up_proj", "down_proj")):
             parts = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
@@ -91,3 +98,28 @@ def test_buckets_hold_the_merged_weights(ranks, folder, factors, tmp_path, layou
             adapted = any(part in name for part in ("q_proj", "k_proj", "v_proj", "o_proj"))
             assert torch.equal(tensor, base[name]) != adapted, name
     assert len(sent) == 4 * 11 + 3
+
+
+@pytest.mark.parametrize(
+    "kind, layout",
+    [
+        ("fp8", dict(world=4, tp=2, ep=2)),
+        pytest.param("int8 channels", dict(world=2, tp=2, etp=2), marks=pytest.mark.full_matrix),
+        pytest.param("fp8", dict(world=2, pp=2, vpp=2), marks=pytest.mark.full_matrix),
+    ],
+    ids=str,
+)
+def test_a_base_of_8_bits_is_sent_dequantised(ranks, folder, factors, tmp_path, kind, layout):  # noqa: F811
+    """Bit for bit what the same base in bfloat16 sends: rows are made while a bucket is filled."""
+    import torch
+
+    from tests.support.quantised import quantise
+
+    sent = []
+    for base in quantise(folder, tmp_path, kind):
+        (out := tmp_path / f"of {base.name}").mkdir()
+        sent.append(ranks(layout["world"], body, base, factors, out, layout, {})[0])
+    for ours, theirs in zip(*sent, strict=True):
+        assert ours.keys() == theirs.keys() and len(ours) == 4 * 11 + 3
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+        assert all(tensor.isfinite().all() for tensor in ours.values())

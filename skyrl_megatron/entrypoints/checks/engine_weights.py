@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from skyrl_megatron.config.hf_model import read_hf_config
 from skyrl_megatron.entrypoints.checks.planned_run import PlannedRun
 from skyrl_megatron.errors import ConfigError, Problem
+
+KWARGS = "generator.inference_engine.engine_init_kwargs"
 
 
 def engine_weights(run: PlannedRun) -> Iterator[Problem]:
@@ -24,10 +27,26 @@ def engine_weights(run: PlannedRun) -> Iterator[Problem]:
         return  # the rules of the configuration say what is wrong with the file
     if quantised := hf.get("quantization_config"):
         method = quantised.get("quant_method", "quantised") if isinstance(quantised, dict) else "quantised"
-        yield Problem(
-            key,
-            path,
-            f"engines would build {method} layers of it and get bfloat16 weights in training: write it in bfloat16, "
-            f"python -m bridges import --hf {path} --dtype bf16 --out MEGATRON, then python -m bridges export "
-            f"--megatron MEGATRON --hf-template {path} --out FOLDER, and name that folder",
+        lora = run.cfg.trainer.policy.model.lora
+        if lora.rank and lora.sync_mode == "merged" and _get_dequantised(engine.engine_init_kwargs):
+            return
+        plain = (
+            f"write it in bfloat16, python -m bridges import --hf {path} --dtype bf16 --out MEGATRON, then python -m "
+            f"bridges export --megatron MEGATRON --hf-template {path} --out FOLDER, and name that folder"
         )
+        if lora.rank:
+            plain = (
+                "its base can stay as it is if engines start without weights and get them merged: "
+                "trainer.policy.model.lora.sync_mode=merged "
+                f"{KWARGS}.load_format=dummy {KWARGS}.hf_overrides.quantization_config=null; or {plain}"
+            )
+        yield Problem(
+            key, path, f"engines would build {method} layers of it and get bfloat16 weights in training: {plain}"
+        )
+
+
+def _get_dequantised(kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether engines of a quantised folder are built without quantisation, and without its weights."""
+    overrides = kwargs.get("hf_overrides")
+    plain = isinstance(overrides, Mapping) and overrides.get("quantization_config", overrides) is None
+    return plain and kwargs.get("load_format") == "dummy"

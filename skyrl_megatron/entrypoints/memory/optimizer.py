@@ -58,7 +58,8 @@ def rank_bytes(
     """Return the bytes of each rank of a stage. ``trained``: with gradients and optimizer; where there are
     ``adapters``, of those alone."""
     width = 2 if bf16 else _FP32
-    weights, buffers = count.parameters * width, count.buffers * _FP32
+    weights, buffers = (count.parameters - count.scaled) * width, count.buffers * _FP32
+    weights += count.scaled + count.scales * _FP32
     if adapters is not None:
         weights += adapters.parameters * width
     if not trained:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bridges.plan import Plan
+from bridges.quantisation import Quantisation
 from bridges.rules import Entry
 from bridges.shard import local_shape, padded_rows
 from skyrl_megatron.config.rules.layout import ParallelConfig, stage_layers
@@ -33,6 +34,12 @@ class StageParameters:
     """Those of ``dense`` that ``freeze_moe_router`` freezes."""
     pinned_rounding: float = 1.0
     """Memory of a copy whose parameters are each rounded up to a power of two, over that of the parameters."""
+    scaled: int = 0
+    """Those that are kept in the 8 bits of their checkpoint, where nothing of the model learns."""
+    scales: int = 0
+    """The fp32 scales of those."""
+    made: int = 0
+    """Most elements of those that a linear map, or all experts of a layer, make of it to compute."""
 
     @property
     def parameters(self) -> int:
@@ -62,6 +69,7 @@ class ParameterTable:
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.experts = plan, plan.shape.dims.get("E", 0)
+        self.quantisation = Quantisation.of(plan.hf_config, "config.json")
         found: dict[tuple[int, str], tuple[Entry, set[int]]] = {}
         for entry in plan.entries:
             key = (id(entry.bound), entry.name if entry.layer is None else "")
@@ -99,18 +107,18 @@ class ParameterTable:
         )
 
     def stage(
-        self, parallel: ParallelConfig, stage: int, *, value_head: bool = False, te: bool = False
+        self, parallel: ParallelConfig, stage: int, *, value_head: bool = False, te: bool = False, frozen: bool = False
     ) -> StageParameters:
         """Count the parameters on each rank of pipeline stage ``stage`` (all its chunks; each rank holds as many).
 
         ``value_head``: a critic, whose last stage has a row of hidden size instead of the output layer. ``te``: layers
-        of Transformer Engine, which keep MLA's down projections whole on every rank.
+        of Transformer Engine, which keep MLA's down projections whole on every rank. ``frozen``: a base of adapters.
         """
         layers = {
             layer for chunk in range(parallel.vpp) for layer in stage_layers(parallel, self.layers, stage, chunk)
         }
         first, last = stage == 0, stage == parallel.pp - 1
-        dense = expert = buffers = router = rounded = 0
+        dense = expert = buffers = router = rounded = scaled = scales = made = 0
         for row in self._rows:
             entry = row.entry
             if row.layers:
@@ -118,22 +126,43 @@ class ParameterTable:
             else:
                 times = int(first if row.is_embedding else last and not (value_head and row.is_head))
             if entry.is_expert:
-                times, size = times * self.experts // parallel.ep, _local_size(entry, parallel.etp)
+                times, over = times * self.experts // parallel.ep, parallel.etp
+                size = _local_size(entry, over)
                 expert += times * size
                 rounded += times * _power_of_two(size)
             elif entry.is_buffer:
                 buffers += times * _local_size(entry, parallel.tp)
             else:
-                size = _local_size(entry, 1 if te and entry.split.whole_under_te else parallel.tp)
+                over = 1 if te and entry.split.whole_under_te else parallel.tp
+                size = _local_size(entry, over)
                 dense += times * size
                 rounded += times * _power_of_two(size)
                 router += times * size if ".router." in entry.name else 0
+            if frozen and (own := self._scales(entry, parallel.etp if entry.is_expert else parallel.tp)):
+                scaled, scales = scaled + times * size, scales + times * own
+                at_once = self.experts // parallel.ep if entry.is_expert else 1
+                made = max(made, size * at_once if times else 0)
         dims = self.plan.shape.dims
         if last and value_head:
             dense += dims["H"]
         elif last and not first and "untied" not in self.plan.shape.flags:  # the last stage's copy of the embedding
             dense += padded_rows(dims["V"], parallel.tp) // parallel.tp * dims["H"]
-        return StageParameters(dense, expert, buffers, router, max(1.0, rounded / (dense + expert)))
+        return StageParameters(
+            dense, expert, buffers, router, max(1.0, rounded / (dense + expert)), scaled, scales, made
+        )
+
+    def _scales(self, entry: Entry, over: int) -> int:
+        """Count the scales of a weight on the rank, ``over`` ranks sharing it, that has the most; 0 where it is not
+        kept in 8 bits."""
+        pieces = [(piece.name, piece.shape) for piece in entry.hf]
+        if self.quantisation is None or not entry.can_be_scaled:
+            return 0
+        widths = {block and block[1] for block in (self.quantisation.block(*piece) for piece in pieces)}
+        if len(widths) > 1 or (width := widths.pop()) is None:
+            return 0
+        rows, columns = local_shape(entry, over)
+        starts = [rank * columns % width for rank in range(over if entry.split.dim == 1 else 1)]
+        return rows * max(-(-(start + columns) // width) for start in starts)
 
     def experts_of_a_layer(self) -> int:
         """Count the parameters of all routed experts of one layer; 0 without experts."""

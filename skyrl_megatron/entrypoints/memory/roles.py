@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from bridges.scaled import BAND
 from skyrl_megatron.config.rules.layout import ParallelConfig
 from skyrl_megatron.config.rules.role_layout import active_roles, role_layout
 from skyrl_megatron.config.rules.training import longest_sequence
@@ -71,7 +72,8 @@ class RoleModel:
 
     def parameters(self, stage: int) -> StageParameters:
         """Count the parameters of a rank of a stage."""
-        return self.table.stage(self.parallel, stage, value_head=self.role == "critic", te=self.kernels.fused)
+        head, frozen = self.role == "critic", self.adapters is not None
+        return self.table.stage(self.parallel, stage, value_head=head, te=self.kernels.fused, frozen=frozen)
 
     def state(self, stage: int) -> RankBytes:
         """Return what a rank of a stage holds from step to step."""
@@ -124,12 +126,18 @@ class RoleModel:
         and the head."""
         tokens = self.tokens(training=True)
         kept = kept_in_flight(self.layers, tokens, stage, self.recompute, self.micro_batches())
-        return int(kept + max(working_set(self.layers, tokens, self.recompute), self._head(stage, tokens, True)))
+        layer = working_set(self.layers, tokens, self.recompute) + self._made(stage)
+        return int(kept + max(layer, self._head(stage, tokens, True)))
 
     def forward(self, stage: int) -> int:
         """Return the bytes of a pass without gradients beside the weights."""
         tokens = self.tokens(training=False)
-        return int(max(forward_set(self.layers, tokens), self._head(stage, tokens, False)))
+        return int(max(forward_set(self.layers, tokens) + self._made(stage), self._head(stage, tokens, False)))
+
+    def _made(self, stage: int) -> int:
+        """Return the bytes of a weight that is made of 8 bits, and of what it is made by."""
+        made = self.parameters(stage).made
+        return made * self.kernels.width + 2 * 4 * min(made, BAND)
 
     def _head(self, stage: int, tokens: int, training: bool) -> float:
         if stage != self.parallel.pp - 1 or self.role == "critic":

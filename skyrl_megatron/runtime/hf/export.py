@@ -26,6 +26,7 @@ from skyrl_megatron.errors import CheckpointError
 from skyrl_megatron.runtime.agreement import from_rank_0, raise_on_all_ranks
 from skyrl_megatron.runtime.model.build import ModelChunks
 from skyrl_megatron.runtime.model.local_weights import LocalWeight, local_weights
+from skyrl_megatron.runtime.model.scaled_weights import weight_data
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
 VALUE_HEAD = "score.weight"
@@ -43,7 +44,7 @@ class HfPiece:
 
 @torch.no_grad()
 def stream_hf(
-    model: ModelChunks, groups: ProcessGroups, *, of: Callable[[Tensor], Tensor] = lambda parameter: parameter.data
+    model: ModelChunks, groups: ProcessGroups, *, of: Callable[[Tensor], Tensor] = weight_data
 ) -> Iterator[HfPiece]:
     """Yield every HF tensor exactly once over all ranks, on the rank that gathers its shards, in module order.
 
@@ -85,7 +86,7 @@ def save_hf(
     template: str | Path | None = None,
     dtype: torch.dtype | None = None,
     max_shard_size: int = 5 * 10**9,
-    of: Callable[[Tensor], Tensor] = lambda parameter: parameter.data,
+    of: Callable[[Tensor], Tensor] = weight_data,
     card: str | None = None,
 ) -> None:
     """Write ``model`` as a HF folder that any HF tool opens; every rank calls it and writes the tensors it owns.

@@ -34,6 +34,11 @@ class HfModel:
         return self.plan.shape.dims["V"]
 
     @property
+    def is_quantised(self) -> bool:
+        """Whether the folder's weights are quantised."""
+        return bool(self.config.get("quantization_config"))
+
+    @property
     def tied(self) -> bool:
         """Whether the output layer is the embedding."""
         return "untied" not in self.plan.shape.flags

@@ -32,6 +32,7 @@ from skyrl_megatron.runtime.lora.targets import Selection
 from skyrl_megatron.runtime.model.build import ModelChunks
 from skyrl_megatron.runtime.model.lm_head import returns_hidden_states
 from skyrl_megatron.runtime.model.local_weights import ADAPTERS, first_expert
+from skyrl_megatron.runtime.model.scaled_weights import weight_data
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
 
@@ -89,10 +90,10 @@ class Adapters:
 
     def merged(self, parameter: Tensor) -> Tensor:
         """Return a base weight with its adapter added, in the weight's dtype; the weight itself where it has none."""
-        adapter = self.of_weight.get(id(parameter))
+        adapter, weight = self.of_weight.get(id(parameter)), weight_data(parameter)
         if adapter is None:
-            return parameter.data
-        return (parameter.data.float() + adapter.delta().view_as(parameter)).to(parameter.dtype)
+            return weight
+        return (weight.float() + adapter.delta().view_as(parameter)).to(parameter.dtype)
 
     def sum_over_etp(self) -> None:
         """Sum the reduced gradients of factors that all ranks of an expert have whole, each from its columns or rows.

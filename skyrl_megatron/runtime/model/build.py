@@ -26,6 +26,7 @@ from skyrl_megatron.runtime.model.layer_choice import TRANSFORMER_ENGINE, descri
 from skyrl_megatron.runtime.model.layer_spec import block_spec
 from skyrl_megatron.runtime.model.rotary import PackedRotary
 from skyrl_megatron.runtime.model.router import TokenWeightedRouter
+from skyrl_megatron.runtime.model.scaled_weights import built_without_memory
 from skyrl_megatron.runtime.model.transformer_config import transformer_config
 from skyrl_megatron.runtime.model.value_head import ValueHead
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
@@ -78,12 +79,14 @@ def build_model(
     trust_remote_code: bool = False,
     device: torch.device | None = None,
     prefix: str = PREFIX,
+    frozen: bool = False,
 ) -> ModelChunks:
     """Build this rank's chunks of the model in a HF folder (or of a config), with weights unset (see ``load_hf``).
 
     ``dtype``: of the parameters, default ``device.default_dtype()``. ``head``: logits, or a critic's values.
     ``transformer_config_kwargs``: fields of Megatron's ``TransformerConfig``, applied last. ``model_config_kwargs``:
-    changes to ``config.json``. ``device``: of the parameters; ``torch.device("meta")`` allocates nothing.
+    changes to ``config.json``. ``device``: of the parameters; ``torch.device("meta")`` allocates nothing. ``frozen``:
+    the weights will not learn, so that those of a quantised folder get their memory when they are loaded.
     Layers are Transformer Engine's on a GPU, if they can express the model, else those of ``layer_spec.py``.
 
     Raises ModelLoadError for a bad folder or unsupported model, ConfigError for a layout that does not fit the model,
@@ -111,7 +114,8 @@ def build_model(
         prefix=prefix,
     )
     place = torch.device("meta") if on_meta else contextlib.nullcontext()
-    with place, _quiet_deprecation(), _attention_environment():
+    memory = built_without_memory() if frozen and model.is_quantised else contextlib.nullcontext()
+    with place, memory, _quiet_deprecation(), _attention_environment():
         chunks = [_chunk(model, config, groups, stage, head, use_te) for stage in range(parallel.vpp)]
     if not on_meta:
         target = device or devices.device()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,10 +12,11 @@ from torch import Tensor
 from bridges.names import canonical
 from bridges.rules import Entry
 from skyrl_megatron.runtime.model.build import ModelChunks
+from skyrl_megatron.runtime.model.scaled_weights import scaled_weight
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
 _STACKED = "mlp.experts.linear_fc"
-_OUTPUT = "output_layer.weight"
+_OUTPUT, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 ADAPTERS = "adapters"
 """The module of a chunk that holds its low-rank adapters, which no family's table knows."""
 
@@ -29,6 +31,9 @@ class LocalWeight:
     """This rank's share; a view of the module's tensor."""
     entry: Entry
     """The row of the family's table: HF names, global shape, how it is split."""
+    make: Callable[[slice], Tensor] | None = None
+    """Makes rows of a parameter that is kept in 8 bits; ``tensor`` is then what ``of`` says of it, and its data has no
+    memory."""
 
     @property
     def is_copy(self) -> bool:
@@ -45,23 +50,68 @@ def local_weights(
     The last stage's copy of tied embeddings comes with the embedding's entry and its own name. A critic's value head
     has no row in any table and is left out. Raises KeyError for a parameter that the table does not know.
     """
-    offset = first_expert(model, groups)
-    entries = _entries(model)
     for index, chunk in enumerate(model.chunks):
-        layer_offset = model.layers(groups.pp.rank(), index).start
-        for name, tensor in _tensors(chunk, of):
-            if name == _OUTPUT and model.head == "value":
-                continue
-            if name == _OUTPUT and model.hf.tied:
-                yield LocalWeight(_OUTPUT, tensor, entries["embedding.word_embeddings.weight"])
-                continue
-            if _STACKED in name and not name[-1].isdigit():
-                for number, expert in enumerate(tensor):
-                    full = canonical(f"{name}{number}", layer_offset=layer_offset, expert_offset=offset)
-                    yield LocalWeight(full, expert, entries[full])
-                continue
-            full = canonical(name, layer_offset=layer_offset, expert_offset=offset)
-            yield LocalWeight(full, tensor, entries[full])
+        names = _Names(model, groups, index)
+        for name, parameter in _tensors(chunk):
+            full, tensor, scaled = names.of(name, parameter), parameter, scaled_weight(parameter)
+            if isinstance(parameter, torch.nn.Parameter):
+                tensor = of(parameter)
+            stacked = names.stacked(name)
+            for number, each in enumerate(full):
+                make = partial(scaled.rows, expert=number if stacked else None) if scaled else None
+                yield LocalWeight(each, tensor[number] if stacked else tensor, names.entry(each), make)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPlace:
+    """A parameter of a module, and the weights of the table that it holds: one, or one of each expert."""
+
+    module: torch.nn.Module
+    name: str
+    """Of the parameter in its module."""
+    weights: Mapping[str, Entry]
+    """By canonical global name, as in :class:`LocalWeight`."""
+
+    @property
+    def parameter(self) -> torch.nn.Parameter:
+        """The parameter."""
+        return self.module.get_parameter(self.name)
+
+
+def weight_places(model: ModelChunks, groups: ProcessGroups) -> Iterator[WeightPlace]:
+    """Yield the parameter behind every weight that :func:`local_weights` yields, buffers left out."""
+    for index, chunk in enumerate(model.chunks):
+        names = _Names(model, groups, index)
+        for name, parameter in _parameters(chunk):
+            full = names.of(name, parameter)
+            if full:
+                owner, _, last = name.rpartition(".")
+                yield WeightPlace(chunk.get_submodule(owner), last, {each: names.entry(each) for each in full})
+
+
+class _Names:
+    """Canonical global names of a chunk's parameters."""
+
+    def __init__(self, model: ModelChunks, groups: ProcessGroups, chunk: int) -> None:
+        self.model, self.entries = model, _entries(model)
+        self.layer_offset = model.layers(groups.pp.rank(), chunk).start
+        self.expert_offset = first_expert(model, groups)
+
+    def stacked(self, name: str) -> bool:
+        """Tell whether a parameter holds a matrix, or a row, of each expert."""
+        return _STACKED in name and not name[-1].isdigit()
+
+    def of(self, name: str, tensor: Tensor) -> list[str]:
+        """List the weights that a tensor of the chunk is; none for a critic's head, which has no row in any table."""
+        if name == _OUTPUT:
+            return [] if self.model.head == "value" else [_OUTPUT]
+        own = [f"{name}{number}" for number in range(len(tensor))] if self.stacked(name) else [name]
+        offsets = {"layer_offset": self.layer_offset, "expert_offset": self.expert_offset}
+        return [canonical(each, **offsets) for each in own]
+
+    def entry(self, name: str) -> Entry:
+        """Return the table's entry of a weight; the last stage's copy of tied embeddings has the embedding's."""
+        return self.entries[_EMBEDDING if name == _OUTPUT and self.model.hf.tied else name]
 
 
 def _entries(model: ModelChunks) -> Mapping[str, Entry]:
@@ -72,14 +122,19 @@ def _entries(model: ModelChunks) -> Mapping[str, Entry]:
     return {name: entry.whole() if entry.split.whole_under_te else entry for name, entry in entries.items()}
 
 
-def _tensors(chunk: torch.nn.Module, of: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _tensors(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters, and the buffers that are weights: others are derived."""
-    for name, parameter in chunk.named_parameters():
-        if not name.startswith(f"{ADAPTERS}."):
-            yield name, of(parameter)
+    yield from _parameters(chunk)
     for name, buffer in chunk.named_buffers():
         if name.endswith(".expert_bias"):
             yield name, buffer
+
+
+def _parameters(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield the chunk's own, without adapters."""
+    for name, parameter in chunk.named_parameters():
+        if not name.startswith(f"{ADAPTERS}."):
+            yield name, parameter
 
 
 def first_expert(model: ModelChunks, groups: ProcessGroups) -> int:
