@@ -439,7 +439,7 @@ class MegatronEngine:
             self.model.vocab_size,
             temperature=1.0 if given is None else given,
             chunk_size=self.cfg.trainer.logprobs_chunk_size or 0,
-            compiled=device.has_cuda() and getattr(self.settings, "use_torch_compile", False),
+            overwrite=True,
         )
         return LogprobHead(settings, self._head_weight, self.adapters.on_hidden if self.adapters else None)
 

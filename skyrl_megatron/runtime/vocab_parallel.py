@@ -1,20 +1,21 @@
 """Log-probabilities and entropy over a vocabulary that is split over tp: from logits, or from hidden states.
 
-The forward computes both in fp32, chunk by chunk of tokens, with two small all-reduces a chunk (maximum, sums). The
-backward recomputes the softmax chunk by chunk, so that nothing of size [P, V] is kept but the logits; from hidden
-states (``trainer.fused_lm_head_logprob``) not even those.
+Each rank reduces its columns to four numbers a token (``softmax/``), which two small all-reduces put together. The
+backward recomputes the softmax, so that nothing of size [P, V] is kept but the logits, and may write the gradient
+over them; from hidden states (``trainer.fused_lm_head_logprob``) not even those are kept.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from skyrl_megatron.runtime.softmax import kernel_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +26,10 @@ class SoftmaxSettings:
     """Entries that are not padding."""
     temperature: float = 1.0
     chunk_size: int = 1024
-    """Tokens handled at once, which bounds the fp32 copies; 0: all."""
+    """Tokens whose logits exist at once when they are computed from hidden states; 0: all."""
     with_entropy: bool = False
-    compiled: bool = False
-    """Fuse the operations on a chunk with ``torch.compile``."""
+    overwrite: bool = False
+    """The backward may write the gradient over the logits, which nobody reads afterwards."""
 
 
 def logprobs_and_entropy(
@@ -63,143 +64,127 @@ def fused_logprobs_and_entropy(
     return logprobs, entropy if settings.with_entropy else None
 
 
+# ------------------------------------------------------------------ both passes over a rank's columns
 @dataclass(frozen=True, slots=True)
 class _Columns:
     """This rank's columns of the vocabulary, and where in them the targets are."""
 
     group: dist.ProcessGroup
+    settings: SoftmaxSettings
     real: int
     """Columns that are not vocabulary padding."""
-    local: Tensor
-    """[P] int64: the target's column here; 0 where another rank has it."""
-    here: Tensor
-    """[P] bool."""
+    targets: Tensor
+    """[P] int64: the target's column here; −1 where another rank has it."""
 
     @classmethod
-    def of(cls, targets: Tensor, width: int, group: dist.ProcessGroup, vocab_size: int) -> _Columns:
+    def of(cls, targets: Tensor, width: int, group: dist.ProcessGroup, settings: SoftmaxSettings) -> _Columns:
         first = group.rank() * width
-        real = max(0, min(width, vocab_size - first))
+        real = max(0, min(width, settings.vocab_size - first))
         local = targets - first
-        here = (local >= 0) & (local < real)
-        return cls(group, real, torch.where(here, local, 0), here)
+        return cls(group, settings, real, torch.where((local >= 0) & (local < real), local, -1))
+
+    def chunks(self) -> list[slice]:
+        tokens = len(self.targets)
+        size = self.settings.chunk_size or max(tokens, 1)
+        return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+
+    def forward(self, logits_of: Callable[[slice], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (log-probs [P], entropies [P], what :meth:`coefficients` needs). ``logits_of``: rows → [rows, real].
+
+        With s = (logit − peak) / temperature: log p = s_target − log Σ exp(s);  H = log Σ exp(s) − Σ p s.
+        """
+        settings = self.settings
+        found = torch.empty(4, len(self.targets), dtype=torch.float32, device=self.targets.device)
+        for rows in self.chunks():
+            logits = logits_of(rows)
+            found[:, rows] = kernel_for(logits).statistics(
+                logits,
+                self.targets[rows],
+                None,
+                temperature=settings.temperature,
+                with_entropy=settings.with_entropy,
+            )
+        peak, others, moment, target = _joined(found, self.group, settings.temperature)
+        s = (target - peak) / settings.temperature
+        weight = s.exp()
+        total = others + weight
+        mean = (moment + weight * s) / total
+        likely = s > -1.0  # then 1 + others / weight keeps how far the token is from certain
+        logprobs = torch.where(likely, -(others / weight).log1p(), s - total.log())
+        return logprobs, total.log() - mean, torch.stack([peak, others, mean, s])
+
+    def coefficients(self, softmax: Tensor, d_logprobs: Tensor, d_entropy: Tensor) -> Tensor:
+        """Return those of :meth:`softmax.Kernel.gradient`, [4, P] fp32.
+
+        ∂log p/∂logit_j = (1[j = target] − p_j) / temperature;  ∂H/∂logit_j = −p_j (s_j − Σ p s) / temperature.
+        """
+        peak, others, mean, s = softmax
+        total = others + s.exp()
+        a, b, at_target = -d_logprobs, torch.zeros_like(d_logprobs), d_logprobs * others
+        if self.settings.with_entropy:
+            a, b = a + d_entropy * mean, -d_entropy
+            at_target = at_target - d_entropy * s.exp() * (s - mean)
+        return torch.stack([peak, *(each / (total * self.settings.temperature) for each in (a, b, at_target))])
+
+    def backward(self, logits: Tensor, rows: slice, coefficients: Tensor, out: Tensor) -> None:
+        """Write the gradient of ``logits``, those of ``rows``, [rows, real], to ``out``, which may be the same."""
+        kernel_for(logits).gradient(
+            logits,
+            self.targets[rows],
+            None,
+            coefficients[:, rows],
+            out,
+            temperature=self.settings.temperature,
+            with_entropy=self.settings.with_entropy,
+        )
 
 
-def _softmax(
-    logits_of: Callable[[slice], Tensor], columns: _Columns, settings: SoftmaxSettings
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (log p(target), log Z, Σ p z), [P] each; z = logits / temperature. ``logits_of``: rows → [rows, real]."""
-    tokens = len(columns.local)
-    logprobs = torch.empty(tokens, dtype=torch.float32, device=columns.local.device)
-    log_z, mean_z = torch.empty_like(logprobs), torch.empty_like(logprobs)
-    sums_of = _compiled(_sums) if settings.compiled else _sums
-    for rows in _chunks(tokens, settings):
-        logits, local, here = logits_of(rows), columns.local[rows], columns.here[rows]
-        if columns.real:
-            peak = logits.amax(-1).float() / settings.temperature
-        else:
-            peak = torch.full((len(local),), -torch.inf, dtype=torch.float32, device=local.device)
-        if columns.group.size() > 1:
-            dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=columns.group)
-        if columns.real:
-            sums = sums_of(logits, peak, local, here, settings.temperature, settings.with_entropy)
-        else:
-            sums = torch.zeros(2 + settings.with_entropy, len(local), dtype=torch.float32, device=local.device)
-        if columns.group.size() > 1:
-            dist.all_reduce(sums, group=columns.group)
-        log_sum = sums[0].log()
-        logprobs[rows] = sums[1] - log_sum
-        log_z[rows] = log_sum + peak
-        if settings.with_entropy:
-            mean_z[rows] = sums[2] / sums[0] + peak
-    return logprobs, log_z, mean_z
+def _joined(found: Tensor, group: dist.ProcessGroup, temperature: float) -> Tensor:
+    """Put the statistics of all ranks' columns together; in place."""
+    if group.size() == 1:
+        return found
+    peak = found[0].clone()
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+    lower = (found[0] - peak) / temperature
+    factor = lower.exp()
+    found[2] = factor * (found[2] + torch.where(factor > 0, lower * found[1], 0.0))
+    found[1] *= factor
+    dist.all_reduce(found[1:], group=group)
+    found[0] = peak
+    return found
 
 
-def _sums(logits: Tensor, peak: Tensor, local: Tensor, here: Tensor, temperature: float, with_entropy: bool) -> Tensor:
-    """Return this rank's part of Σ exp(z − peak), z_target − peak and, for the entropy, Σ exp(z − peak) (z − peak)."""
-    shifted = _scaled(logits, temperature) - peak[:, None]
-    target = torch.where(here, shifted.gather(1, local[:, None]).squeeze(1), 0.0)
-    weights = shifted.exp()
-    sums = [weights.sum(-1), target]
-    if with_entropy:
-        sums.append((weights * shifted).sum(-1))
-    return torch.stack(sums)
-
-
-def _logits_gradient(
-    logits: Tensor,
-    local: Tensor,
-    here: Tensor,
-    log_z: Tensor,
-    mean_z: Tensor,
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor,
-    temperature: float,
-    with_entropy: bool,
-) -> Tensor:
-    """Return ∂loss/∂logits, [rows, real] fp32: ∂logp/∂z_j = 1[j = target] − p_j;  ∂H/∂z_j = −p_j (z_j − Σ p z)."""
-    z = _scaled(logits, temperature)
-    scale = -grad_logprobs[:, None]
-    if with_entropy:
-        scale = scale - grad_entropy[:, None] * (z - mean_z[:, None])
-    grad = (z - log_z[:, None]).exp_().mul_(scale)
-    grad.scatter_add_(1, local[:, None], torch.where(here, grad_logprobs, 0.0)[:, None])
-    return grad if temperature == 1.0 else grad.div_(temperature)
-
-
-def _scaled(logits: Tensor, temperature: float) -> Tensor:
-    z = logits.float()
-    return z if temperature == 1.0 else z / temperature
-
-
-@functools.cache
-def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return torch.compile(function, dynamic=True)
-
-
-def _outputs(ctx: Any, logprobs: Tensor, log_z: Tensor, mean_z: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (log-probs, entropies) of an autograd function; H = log Z − Σ p z."""
-    if ctx.settings.with_entropy:
-        return logprobs, log_z - mean_z
-    entropy = torch.zeros_like(log_z)
-    ctx.mark_non_differentiable(entropy)
-    return logprobs, entropy
-
-
-def _gradient(ctx: Any, rows: slice, logits: Tensor, softmax: Sequence[Tensor], grads: tuple[Tensor, ...]) -> Tensor:
-    """Return ∂loss/∂logits of some rows, [rows, real] fp32. ``softmax``: local, here, log_z, mean_z."""
-    function = _compiled(_logits_gradient) if ctx.settings.compiled else _logits_gradient
-    local, here, log_z, mean_z, d_logprobs, d_entropy = (tensor[rows] for tensor in (*softmax, *grads))
-    temperature, with_entropy = ctx.settings.temperature, ctx.settings.with_entropy
-    return function(logits, local, here, log_z, mean_z, d_logprobs, d_entropy, temperature, with_entropy)
-
-
-def _chunks(tokens: int, settings: SoftmaxSettings) -> list[slice]:
-    size = settings.chunk_size or max(tokens, 1)
-    return [slice(start, start + size) for start in range(0, tokens, size)]
-
-
+# ------------------------------------------------------------------ from logits
 class _FromLogits(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup, settings: SoftmaxSettings
     ) -> tuple[Tensor, Tensor]:
-        columns = _Columns.of(targets, logits.shape[-1], group, settings.vocab_size)
-        logprobs, log_z, mean_z = _softmax(lambda rows: logits[rows, : columns.real], columns, settings)
-        ctx.save_for_backward(logits, columns.local, columns.here, log_z, mean_z)
-        ctx.settings, ctx.real = settings, columns.real
-        return _outputs(ctx, logprobs, log_z, mean_z)
+        columns = _Columns.of(targets, logits.shape[-1], group, settings)
+        logprobs, entropy, softmax = columns.forward(lambda rows: logits[rows, : columns.real])
+        ctx.save_for_backward(logits, softmax)
+        ctx.columns = columns
+        return _outputs(ctx, logprobs, entropy)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        logits, *softmax = ctx.saved_tensors
-        grad = torch.empty_like(logits)
-        grad[:, ctx.real :] = 0.0
-        if ctx.real:
-            for rows in _chunks(len(logits), ctx.settings):
-                grad[rows, : ctx.real] = _gradient(ctx, rows, logits[rows, : ctx.real], softmax, grads)
+        columns: _Columns = ctx.columns
+        logits, softmax = ctx.saved_tensors
+        grad = logits.detach() if columns.settings.overwrite else torch.empty_like(logits)
+        coefficients = columns.coefficients(softmax, *grads)
+        for rows in columns.chunks():
+            columns.backward(logits[rows, : columns.real], rows, coefficients, grad[rows, : columns.real])
+        grad[:, columns.real :] = 0.0
         return grad, None, None, None
 
 
+def _outputs(ctx: Any, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
+    if not ctx.columns.settings.with_entropy:
+        ctx.mark_non_differentiable(entropy)
+    return logprobs, entropy
+
+
+# ------------------------------------------------------------------ from hidden states
 class _FromHidden(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -212,32 +197,29 @@ class _FromHidden(torch.autograd.Function):
         group: dist.ProcessGroup,
         settings: SoftmaxSettings,
     ) -> tuple[Tensor, Tensor]:
-        columns = _Columns.of(targets, len(weight), group, settings.vocab_size)
+        columns = _Columns.of(targets, len(weight), group, settings)
         maps = _Maps(hidden, weight[: columns.real], h, None if b is None else b[: columns.real])
-        logprobs, log_z, mean_z = _softmax(maps.logits, columns, settings)
-        ctx.save_for_backward(hidden, weight, h, b, columns.local, columns.here, log_z, mean_z)
-        ctx.settings, ctx.real = settings, columns.real
-        return _outputs(ctx, logprobs, log_z, mean_z)
+        logprobs, entropy, softmax = columns.forward(maps.logits)
+        ctx.save_for_backward(hidden, weight, h, b, softmax)
+        ctx.columns = columns
+        return _outputs(ctx, logprobs, entropy)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, h, b, *softmax = ctx.saved_tensors
+        columns: _Columns = ctx.columns
+        hidden, weight, h, b, softmax = ctx.saved_tensors
         inputs: tuple[Tensor | None, ...] = (hidden, weight, h, b)
         kinds = (hidden.dtype, torch.float32, hidden.dtype, torch.float32)  # weights' are sums over chunks
         found = [
             torch.zeros(tensor.shape, dtype=kind, device=tensor.device) if tensor is not None and needed else None
             for tensor, kind, needed in zip(inputs, kinds, ctx.needs_input_grad, strict=False)
         ]
-        d_hidden, d_weight, d_h, d_b = found
-        if ctx.real:
-            maps = _Maps(hidden, weight[: ctx.real], h, None if b is None else b[: ctx.real])
-            for rows in _chunks(len(hidden), ctx.settings):
-                here = _gradient(ctx, rows, maps.logits(rows), softmax, grads).to(hidden.dtype)
-                for d_x, d_w, x, w in ((d_hidden, d_weight, hidden, maps.head), (d_h, d_b, h, maps.b)):
-                    if d_x is not None and w is not None:
-                        d_x[rows] = here @ w
-                    if d_w is not None and x is not None:
-                        d_w[: ctx.real] += here.t() @ x[rows]
+        maps = _Maps(hidden, weight[: columns.real], h, None if b is None else b[: columns.real])
+        coefficients = columns.coefficients(softmax, *grads)
+        for rows in columns.chunks() if columns.real else ():
+            logits = maps.logits(rows)
+            columns.backward(logits, rows, coefficients, logits)
+            maps.backward(rows, logits, found)
         wanted = [
             None if grad is None or tensor is None else grad.to(tensor.dtype)
             for grad, tensor in zip(found, inputs, strict=True)
@@ -256,4 +238,23 @@ class _Maps(NamedTuple):
     def logits(self, rows: slice) -> Tensor:
         """Return the logits of some tokens, [rows, real]."""
         logits = self.hidden[rows] @ self.head.t()
-        return logits if self.h is None or self.b is None else logits + self.h[rows] @ self.b.t()
+        return logits if self.h is None or self.b is None else logits.addmm_(self.h[rows], self.b.t())
+
+    def backward(self, rows: slice, grad: Tensor, found: list[Tensor | None]) -> None:
+        """Add to ``found``, the gradients of all four, what ``grad`` [rows, real], the logits', gives."""
+        d_hidden, d_head, d_h, d_b = found
+        for d_x, d_w, x, w in ((d_hidden, d_head, self.hidden, self.head), (d_h, d_b, self.h, self.b)):
+            if d_x is not None and w is not None:
+                d_x[rows] = grad @ w
+            if d_w is not None and x is not None:
+                _add_product(d_w[: grad.shape[1]], grad, x[rows])
+
+
+def _add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
+    """Add ``gradᵀ @ x`` to ``total`` [V, H] fp32, with as much extra memory as x has where the types differ."""
+    if grad.dtype == total.dtype:
+        total.addmm_(grad.t(), x)
+        return
+    for start in range(0, len(total), max(len(x), 1)):
+        columns = slice(start, start + len(x))
+        total[columns] += grad[:, columns].t() @ x

@@ -102,6 +102,7 @@ IDLE: tuple[Idle, ...] = (
     Idle("engines are always asynchronous", f"{_E}async_engine"),
     Idle("an old update group is always replaced", f"{_E}override_existing_update_group"),
     Idle("transformers has one kind of tokenizer", f"{_T}disable_fast_tokenizer"),
+    Idle("log-probs come from a fused kernel", f"{_P}use_torch_compile"),
     # ------------------------------------------------------------ roles
     *(
         Idle("the model is a folder", f"{_T}{role}.model.revision", _model_is_a_folder(role))
@@ -270,8 +271,7 @@ IDLE: tuple[Idle, ...] = (
     # ------------------------------------------------------------ machines without GPUs
     Idle(
         "there is no GPU",
-        f"{_P}use_torch_compile {_P}record_memory "
-        + _in_all(_E, "gpu_memory_utilization distributed_executor_backend"),
+        f"{_P}record_memory " + _in_all(_E, "gpu_memory_utilization distributed_executor_backend"),
         _on_cpu,
     ),
     Idle(

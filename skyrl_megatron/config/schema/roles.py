@@ -47,7 +47,7 @@ class PolicyConfig(BaseConfig):
     sequence_parallel_size: NonNegativeInt = 1
     """Ulysses degree of FSDP backends. No effect here: `megatron_config.context_parallel_size` splits sequences."""
     use_torch_compile: bool = False
-    """Compile the computation of log-probabilities from logits with torch.compile, on GPUs."""
+    """No effect: log-probabilities come from a fused kernel."""
     record_memory: bool = False
     """Write snapshots of the GPU allocator to `ckpt_path/memory_snapshots/`, for pytorch.org/memory_viz."""
     megatron_config: MegatronConfig = field(default_factory=MegatronConfig)

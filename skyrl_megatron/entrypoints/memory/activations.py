@@ -84,18 +84,13 @@ class Head:
     """Tokens whose logits are turned into log-probs at a time; None: all."""
     fused: bool
     """``fused_lm_head_logprob``: a chunk of logits exists at a time."""
-    entropy: bool
-    """With gradients of the entropy."""
 
 
 def logits(layers: LayerActivations, tokens: int, head: Head, *, training: bool) -> float:
-    """Return the bytes of the last stage's head at work: logits, their gradient, fp32 copies of a chunk of tokens."""
+    """Return the bytes of the last stage's head at work: logits, which their gradient is written over."""
     width, hidden = layers.kernels.width, layers.dims["H"]
     columns = -(-layers.dims["V"] // layers.parallel.tp)
-    rows = min(head.chunk or tokens, tokens)
-    copies = 2 + (head.entropy and training) - (width == 4 and training)
-    at_work = rows * columns * 4 * copies
     if not head.fused:
-        return tokens * columns * width * (2 if training else 1) + at_work
+        return tokens * columns * width
     gradients = columns * hidden * (4 + (width if width < 4 else 0)) + 2 * tokens * hidden * width if training else 0
-    return rows * columns * width * (2 if training else 1) + at_work + gradients
+    return min(head.chunk or tokens, tokens) * columns * width + gradients

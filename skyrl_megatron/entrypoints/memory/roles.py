@@ -142,9 +142,7 @@ class RoleModel:
     def _head(self, stage: int, tokens: int, training: bool) -> float:
         if stage != self.parallel.pp - 1 or self.role == "critic":
             return 0.0
-        trainer = self.cfg.trainer
-        entropy = trainer.algorithm.use_entropy_loss
-        head = Head(trainer.logprobs_chunk_size, trainer.fused_lm_head_logprob, entropy)
+        head = Head(self.cfg.trainer.logprobs_chunk_size, self.cfg.trainer.fused_lm_head_logprob)
         return logits(self.layers, tokens, head, training=training)
 
 

@@ -5,7 +5,6 @@ import os
 import traceback
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 from tests.config.settings import base
@@ -153,18 +152,6 @@ def dtype_on_gpus(cfg):
 
     with patch.object(engine_settings.device, "has_cuda", lambda: True):
         return str(engine_settings.parameter_dtype(cfg))
-
-
-def head_on_gpus(cfg):
-    """How log-probs are computed where there is a GPU."""
-    from skyrl_megatron import device
-    from skyrl_megatron.runtime.engine import MegatronEngine
-
-    rank = SimpleNamespace(
-        cfg=cfg, settings=cfg.trainer.policy, model=SimpleNamespace(vocab_size=8), _head_weight=None, adapters=None
-    )
-    with patch.object(device, "has_cuda", lambda: True):
-        return str(MegatronEngine._head(rank).settings)
 
 
 def buffers(cfg):

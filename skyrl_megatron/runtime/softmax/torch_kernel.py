@@ -1,0 +1,80 @@
+"""The softmax kernel in torch operations: some rows at a time, in fp32 buffers that stay in the processor's cache.
+
+A pass over [1024, 65536] at once goes to memory for each of its operations; in blocks only the logits do. Functions
+are those of :class:`~skyrl_megatron.runtime.softmax.Kernel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+FLOOR = -1e30
+"""Stands for −∞ in columns that are left out: exp gives 0, and 0 times it is no NaN."""
+BLOCK_BYTES = 1 << 20
+"""Size of one fp32 buffer; two of them are in use."""
+
+
+def statistics(
+    logits: Tensor, targets: Tensor, kept: Tensor | None, *, temperature: float, with_entropy: bool
+) -> Tensor:
+    """Reduce the columns of each token to four numbers."""
+    found = torch.zeros(4, len(logits), dtype=torch.float32, device=logits.device)
+    if not logits.shape[1]:
+        found[0] = FLOOR
+        return found
+    for rows, s, weights in _blocks(logits):
+        peak, total, moment, target = found[:, rows]
+        s.copy_(logits[rows])
+        if kept is not None:
+            s.masked_fill_(~kept[rows], FLOOR)
+        torch.amax(s, 1, out=peak)
+        here, column = targets[rows] >= 0, targets[rows, None].clamp(min=0)
+        values = s.gather(1, column).squeeze(1)
+        target.copy_(torch.where(here, values, 0.0))
+        s.scatter_(1, column, torch.where(here, FLOOR, values)[:, None])
+        s.sub_(peak[:, None])
+        if temperature != 1.0:
+            s.div_(temperature)
+        torch.sum(torch.exp(s, out=weights), 1, out=total)
+        if with_entropy:
+            torch.sum(s.mul_(weights), 1, out=moment)
+    return found
+
+
+def gradient(
+    logits: Tensor,
+    targets: Tensor,
+    kept: Tensor | None,
+    coefficients: Tensor,
+    out: Tensor,
+    *,
+    temperature: float,
+    with_entropy: bool,
+) -> None:
+    """Write the gradient of the logits."""
+    for rows, s, p in _blocks(logits) if logits.shape[1] else ():
+        peak, a, b, at_target = coefficients[:, rows]
+        s.copy_(logits[rows])
+        if kept is not None:
+            s.masked_fill_(~kept[rows], FLOOR)
+        s.sub_(peak[:, None])
+        if temperature != 1.0:
+            s.div_(temperature)
+        torch.exp(s, out=p)
+        p.mul_(torch.addcmul(a[:, None], s, b[:, None], out=s) if with_entropy else a[:, None])
+        here, column = targets[rows] >= 0, targets[rows, None].clamp(min=0)
+        p.scatter_(1, column, torch.where(here, at_target, p.gather(1, column).squeeze(1))[:, None])
+        out[rows].copy_(p)
+
+
+def _blocks(logits: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield (rows, two fp32 buffers of their shape) for all rows."""
+    n, v = logits.shape
+    size = max(1, BLOCK_BYTES // (4 * v))
+    space = torch.empty(2, min(size, n), v, dtype=torch.float32, device=logits.device)
+    for start in range(0, n, size):
+        count = min(size, n - start)
+        yield slice(start, start + count), space[0, :count], space[1, :count]

@@ -1,0 +1,129 @@
+"""Log-probs, entropies and their gradients against fp64, on vocabularies that are padded and split."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.runtime import softmax_reference
+from tests.runtime.softmax_reference import VOCAB
+
+PADDED = {"whole": 1003, "padded": 1008, "a rank of padding alone": 2008}
+
+
+def compute(dtype, temperature, entropy_weight, width, *, hidden=0, overwrite=False, group=None, vocab=VOCAB):
+    """Return how far this rank's results are from fp64, over what is allowed."""
+    import torch
+    import torch.distributed as dist
+
+    from skyrl_megatron.runtime.vocab_parallel import (
+        SoftmaxSettings,
+        fused_logprobs_and_entropy,
+        logprobs_and_entropy,
+    )
+
+    class Alone(dist.ProcessGroup):
+        def __init__(self):
+            super().__init__(0, 1)
+
+    group = group or Alone()
+    made = softmax_reference.inputs(dtype, hidden=hidden)
+    exact = softmax_reference.reference(made, temperature, entropy_weight)
+    share = width // group.size()
+    first, last = group.rank() * share, min((group.rank() + 1) * share, VOCAB)
+    mine = slice(first, max(first, last))
+
+    def columns(whole, dim):
+        part = whole.narrow(dim, mine.start, mine.stop - mine.start) if mine.start < VOCAB else whole.narrow(dim, 0, 0)
+        shape = list(part.shape)
+        shape[dim] = share - part.shape[dim]
+        return torch.cat([part, torch.full(shape, 50.0, dtype=whole.dtype)], dim).requires_grad_()
+
+    settings = SoftmaxSettings(
+        vocab, temperature, chunk_size=7, with_entropy=entropy_weight > 0, overwrite=overwrite and not hidden
+    )
+    if hidden:
+        x, weight = made["hidden"].clone().requires_grad_(), columns(made["head"], 0)
+        results = fused_logprobs_and_entropy(x, weight, made["targets"], group, settings)
+    else:
+        leaf = columns(made["logits"], 1)
+        results = logprobs_and_entropy(leaf * 1, made["targets"], group, settings)
+    softmax_reference.loss(made, *results, entropy_weight).backward()
+    found = {"logprobs": results[0], "entropy": results[1]}
+    if hidden:
+        assert not weight.grad[mine.stop - mine.start :].any()
+        if group.size() > 1:
+            dist.all_reduce(x.grad, group=group)
+        found |= {"hidden": x.grad, "head": weight.grad[: mine.stop - mine.start]}
+        exact["head"] = exact["head"][mine]
+    else:
+        assert not leaf.grad[:, mine.stop - mine.start :].any()
+        found["logits"] = leaf.grad[:, : mine.stop - mine.start]
+        largest = exact["logits"].abs().amax(-1, keepdim=True)  # of the whole row, not of this rank's columns
+        exact["logits"] = torch.cat([exact["logits"][:, mine], largest], 1)
+        found["logits"] = torch.cat([found["logits"], largest.to(leaf.grad.dtype)], 1)
+    return softmax_reference.excess(found, exact)
+
+
+CASES = list(itertools.product(("float32", "bfloat16"), (1.0, 0.7), (0.0, 0.3)))
+
+
+@pytest.mark.parametrize("dtype, temperature, entropy_weight", CASES)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_from_logits(dtype, temperature, entropy_weight, overwrite):
+    for width in PADDED.values():
+        found = compute(dtype, temperature, entropy_weight, width, overwrite=overwrite)
+        assert max(found.values()) <= 1, found
+
+
+@pytest.mark.parametrize("temperature, entropy_weight", [(1.0, 0.0), (0.7, 0.3)])
+def test_from_hidden_states(temperature, entropy_weight):
+    found = compute("float32", temperature, entropy_weight, PADDED["padded"], hidden=24)
+    assert max(found.values()) <= 1, found
+
+
+def split(width):
+    """All cases on this rank's columns."""
+    import torch.distributed as dist
+
+    group = dist.group.WORLD
+    found = [compute(*case, width, overwrite=True, group=group) for case in CASES]
+    return [*found, compute("float32", 0.7, 0.3, width, hidden=24, group=group)]
+
+
+@pytest.mark.parametrize("padding", ["padded", "a rank of padding alone"])
+def test_split_over_two_ranks(ranks, padding):
+    for found in ranks(2, split, PADDED[padding]):
+        assert max(max(errors.values()) for errors in found) <= 1, found
+
+
+def test_a_gradient_over_the_logits_takes_no_memory_and_is_computed_once():
+    """The gradient is the logits' own memory; a second backward, which would read the gradient as logits, fails."""
+    import torch
+    import torch.distributed as dist
+
+    from skyrl_megatron.runtime.vocab_parallel import SoftmaxSettings, logprobs_and_entropy
+
+    class Alone(dist.ProcessGroup):
+        def __init__(self):
+            super().__init__(0, 1)
+
+    made = softmax_reference.inputs("float32")
+    logits = made["logits"].requires_grad_() * 1
+    logits.retain_grad()
+    logprobs, _ = logprobs_and_entropy(logits, made["targets"], Alone(), SoftmaxSettings(VOCAB, overwrite=True))
+    (grad,) = torch.autograd.grad(logprobs.sum(), logits, retain_graph=True)
+    assert grad.data_ptr() == logits.data_ptr()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(logprobs.sum(), logits)
+
+
+def test_the_reference_notices_a_wrong_temperature_and_padding_that_counts():
+    """What is allowed is far below what a mistake makes."""
+    made = softmax_reference.inputs("float32")
+    exact = softmax_reference.reference(made, 0.7, 0.3)
+    warmer = softmax_reference.reference(made, 0.70001, 0.3)
+    assert softmax_reference.excess(warmer, exact)["logprobs"] > 1
+    with pytest.raises(AssertionError):  # padding got a gradient
+        compute("float32", 1.0, 0.0, PADDED["padded"], vocab=PADDED["padded"])
