@@ -23,6 +23,55 @@ import torch
 from torch import Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class TokenSupport:
+    """What each of n tokens was sampled from: the part of the vocabulary that top-k, top-p and min-p left.
+
+    A token without entries was sampled from the whole vocabulary, or not sampled at all.
+    """
+
+    ids: np.ndarray
+    """[N] uint16 or int32: vocabulary entries of all tokens, one token after the other."""
+    counts: np.ndarray
+    """[n] int32: entries of each token."""
+
+    @classmethod
+    def of(cls, sets: Sequence[Sequence[int]]) -> TokenSupport:
+        """Make it of the entries of each token."""
+        counts = np.fromiter(map(len, sets), np.int32, len(sets))
+        ids = np.fromiter((entry for entries in sets for entry in entries), np.int32, int(counts.sum()))
+        return cls(ids.astype(np.uint16) if ids.max(initial=0) < 1 << 16 else ids, counts)
+
+    @classmethod
+    def none(cls, tokens: int) -> TokenSupport:
+        """Make that of tokens without entries."""
+        return cls(np.zeros(0, np.uint16), np.zeros(tokens, np.int32))
+
+    @classmethod
+    def joined(cls, parts: Sequence[TokenSupport]) -> TokenSupport:
+        """Put the tokens of all parts one after the other."""
+        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("ids", "counts")))
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def first(self, tokens: int) -> TokenSupport:
+        """Return that of the first so many tokens."""
+        return TokenSupport(self.ids[: int(self.counts[:tokens].sum())], self.counts[:tokens])
+
+    def last(self, tokens: int) -> TokenSupport:
+        """Return that of the last so many tokens."""
+        left = len(self) - tokens
+        return TokenSupport(self.ids[int(self.counts[:left].sum()) :], self.counts[left:])
+
+    def without(self, tokens: np.ndarray) -> int | None:
+        """Return the first place where the token [n] that was sampled is not among those it was sampled from."""
+        places = np.repeat(np.arange(len(self)), self.counts)
+        found = np.bincount(places, weights=self.ids == np.repeat(tokens, self.counts), minlength=len(self))
+        missing = np.flatnonzero((found == 0) & (self.counts > 0))
+        return int(missing[0]) if missing.size else None
+
+
 @dataclass(slots=True)
 class TrainingBatch:
     """Sequences with everything that training needs of them, one row a sequence.
@@ -49,7 +98,8 @@ class TrainingBatch:
     rewards: Tensor | None = None
     """[B, T] float32: reward of each token."""
     rollout_logprobs: Tensor | None = None
-    """[B, T] float32, nats: log-probs of the engine that sampled the tokens."""
+    """[B, T] float32, nats: log-probs of the engine that sampled the tokens; over ``rollout_support`` where it is
+    there, else over the whole vocabulary."""
     old_logprobs: Tensor | None = None
     """[B, T] float32, nats: log-probs of the trainer before the update."""
     ref_logprobs: Tensor | None = None
@@ -68,6 +118,9 @@ class TrainingBatch:
     """Facts of the whole batch, carried along unchanged."""
     adapters: list[str] = field(default_factory=list)
     """[B] which of the policy's named adapters a row belongs to; empty: to the first, or there are no names."""
+    rollout_support: list[TokenSupport] = field(default_factory=list)
+    """[B] what the response tokens of a row were sampled from; log-probs and entropies of all models are taken over
+    the same. Empty: over the whole vocabulary."""
 
     def __len__(self) -> int:
         return self.sequences.shape[0]
@@ -105,4 +158,7 @@ class TrainingBatch:
             value = getattr(self, item.name)
             if isinstance(value, Tensor):
                 blank[item.name] = value.new_zeros(1, *value.shape[1:])
-        return TrainingBatch(**blank, uids=[""] if self.uids else [], adapters=self.adapters[:1])
+        support = [TokenSupport.none(0)] if self.rollout_support else []
+        return TrainingBatch(
+            **blank, uids=[""] if self.uids else [], adapters=self.adapters[:1], rollout_support=support
+        )

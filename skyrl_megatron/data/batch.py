@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skyrl_megatron.types import TrainingBatch
+from skyrl_megatron.errors import DataError
+from skyrl_megatron.types import TokenSupport, TrainingBatch
 
 type TokenValues = Sequence[Any] | np.ndarray
 """Values of one sample's tokens. Arrays are copied at memory speed, lists element by element."""
@@ -25,12 +26,16 @@ def collate(
     rollout_logprobs: Sequence[TokenValues] | None = None,
     rollout_routes: Sequence[np.ndarray | None] | None = None,
     is_last_step: Sequence[bool] | None = None,
+    rollout_support: Sequence[TokenSupport | None] | None = None,
 ) -> TrainingBatch:
     """Collate B samples to one batch: S is the longest prompt + response, T the longest response (at least 1).
 
     ``rewards``: one number a sample (put on its last response token) or one a token. ``loss_masks``: one 0 or 1 a
     response token, default all 1. ``rollout_routes``: [prompt + response, L, K] integers a sample; None for samples
-    without. Raises ValueError naming the first sample whose pieces do not fit together.
+    without. ``rollout_support``: of n response tokens a sample, None for those sampled from the whole vocabulary.
+
+    Raises ValueError naming the first sample whose pieces do not fit together; DataError for a token that its support
+    excludes.
     """
     before, lengths = _lengths(prompts), _lengths(responses)
     total = before + lengths
@@ -54,12 +59,31 @@ def collate(
         ),
         is_last_step=None if is_last_step is None else torch.tensor(is_last_step, dtype=torch.bool),
         rollout_routes=None if rollout_routes is None else _routes(rollout_routes, total, width, uids),
+        rollout_support=_supports(rollout_support or (), responses, uids),
     )
 
 
 def failed_uid(uid: str, row: int) -> str:
     """Make a uid of its own for a row that is to count in no group of its prompt."""
     return f"{uid}/failed-{row}"
+
+
+def _supports(
+    supports: Sequence[TokenSupport | None], responses: Sequence[TokenValues], uids: Sequence[str]
+) -> list[TokenSupport]:
+    """Return one a sample; [] where no sample has any."""
+    if all(support is None for support in supports):
+        return []
+    made = [TokenSupport.none(len(r)) if s is None else s for s, r in zip(supports, responses, strict=True)]
+    _check_lengths("rollout_support", made, _lengths(responses), uids)  # type: ignore[arg-type]
+    for uid, support, response in zip(uids, made, responses, strict=True):
+        if (place := support.without(np.asarray(response))) is not None:
+            raise DataError(
+                f"uid {uid}: token {int(response[place])} at position {place} of the response is not in the support "
+                f"it was sampled from ({support.counts[place]} tokens), where its probability would be 0: fix the "
+                "engine's mask, or set generator.inference_engine.return_sampling_support=false"
+            )
+    return made
 
 
 def _per_sample(rewards: Sequence[Any]) -> bool:

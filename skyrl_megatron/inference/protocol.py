@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    from skyrl_megatron.types import TokenSupport
 
 type OpenAIAnswer = AsyncGenerator[tuple[int, str] | bytes, None]
 """(status, content type) first, then the body in pieces."""
@@ -27,14 +30,16 @@ class Generation:
 
     token_ids: list[int]
     logprobs: list[float]
-    """Log-prob of each token under softmax(logits / temperature), nats; that is the distribution it was sampled from,
-    unless top-p, top-k, min-p or a penalty changed it further."""
+    """Log-prob of each token under softmax(logits / temperature), nats, over its ``support`` if there is one. Without,
+    that is the distribution it was sampled from, unless top-p, top-k, min-p or a penalty changed it further."""
     finish_reason: str
     """``stop`` (end of sequence or stop string), ``length``, or ``abort``."""
     versions: list[tuple[str, int, int]] = field(default_factory=list)
     """(policy version, first token, token after the last) of each span; more than one when weights changed midway."""
     routed_experts: Any = None
     """[tokens − 1, L, K] uint8/uint16: experts chosen for each token but the last, where the engine returns them."""
+    support: TokenSupport | None = None
+    """What each token was sampled from, where the engine returns it."""
 
 
 @dataclass(frozen=True, slots=True)

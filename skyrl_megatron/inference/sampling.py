@@ -9,6 +9,7 @@ from collections.abc import Collection
 from typing import Any
 
 from skyrl_megatron.config import SkyRLTrainConfig
+from skyrl_megatron.config.rules.sampling import support_travels, truncations
 from skyrl_megatron.config.schema.algorithm import correction_enabled
 from skyrl_megatron.config.schema.generator import SamplingParams
 from skyrl_megatron.errors import SkyRLMegatronWarning
@@ -31,25 +32,12 @@ def engine_sampling(params: SamplingParams) -> dict[str, Any]:
     return sampling | dict(params.additional_kwargs or {})
 
 
-def truncations(params: SamplingParams) -> list[str]:
-    """Return the settings with which tokens are not sampled from softmax(logits / temperature)."""
-    return [
-        f"{name}={value}"
-        for name, value, changes in (
-            ("top_p", params.top_p, params.top_p < 1),
-            ("top_k", params.top_k, params.top_k > 0),
-            ("min_p", params.min_p, params.min_p > 0),
-            ("repetition_penalty", params.repetition_penalty, params.repetition_penalty != 1),
-        )
-        if changes
-    ]
-
-
 def warn_of_truncation(cfg: SkyRLTrainConfig) -> None:
     """Give one SkyRLMegatronWarning when a ratio of trainer and engine probabilities is asked for, and the engine
     samples from a distribution that neither of them computes."""
     changed = truncations(cfg.generator.sampling_params)
-    if changed and correction_enabled(cfg.trainer.algorithm.off_policy_correction):
+    corrects = correction_enabled(cfg.trainer.algorithm.off_policy_correction)
+    if changed and corrects and not support_travels(cfg):
         warnings.warn(
             f"generator.sampling_params {', '.join(changed)}: log-probs are those of softmax(logits / temperature), "
             "not of the truncated distribution that tokens are sampled from; trainer.algorithm.off_policy_correction "

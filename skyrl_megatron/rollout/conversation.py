@@ -20,6 +20,7 @@ from skyrl_megatron.envs.base import ConversationType
 from skyrl_megatron.errors import DataError
 from skyrl_megatron.inference.protocol import Generation
 from skyrl_megatron.rollout.templates import ChatFormat
+from skyrl_megatron.types import TokenSupport
 
 
 @dataclass(slots=True)
@@ -40,6 +41,8 @@ class TrajectoryOutput:
     rollout_expert_indices: np.ndarray | None = None
     """[p + n, L, K] experts of each token. Rows that the engine does not return (of its last sampled token and of
     what was appended after it) repeat the row before; training does not depend on them."""
+    rollout_support: TokenSupport | None = None
+    """What the n response tokens were sampled from; None: unknown, or from the whole vocabulary."""
     versions: list[tuple[str, int, int]] = field(default_factory=list)
     """(policy version, first response token, token after the last)."""
     env_metrics: dict[str, Any] = field(default_factory=dict)
@@ -241,4 +244,17 @@ def sequence_of(
         versions += [(name, start, end) for name, start, end in spans if start < end]
     prompt, response = np.split(np.asarray(ids, np.int32), [prompt_length])
     experts = routes.padded(len(ids))
-    return TrajectoryOutput(prompt, response, mask, rewards, stop_reason, logprobs, experts, versions)
+    support = _support_of(turns, prompt_length, n)
+    return TrajectoryOutput(prompt, response, mask, rewards, stop_reason, logprobs, experts, support, versions)
+
+
+def _support_of(turns: list[Turn], prompt_length: int, n: int) -> TokenSupport | None:
+    """Return what n response tokens were sampled from; None where the engine does not say it of every turn."""
+    pieces, known = [], 0
+    for turn in turns:
+        if turn.generation.support is None:
+            return None
+        first = turn.start - prompt_length
+        pieces += [TokenSupport.none(first - known), turn.generation.support.first(turn.kept)]
+        known = first + turn.kept
+    return TokenSupport.joined([*pieces, TokenSupport.none(n - known)])

@@ -11,6 +11,7 @@ import numpy as np
 
 from skyrl_megatron.envs.base import ConversationType
 from skyrl_megatron.inference.protocol import Generation
+from skyrl_megatron.types import TokenSupport
 
 TrainingPhase = Literal["train", "eval"]
 
@@ -74,6 +75,8 @@ class GeneratorOutput(TypedDict):
     """Step-wise only: last row of its trajectory."""
     rollout_expert_indices: NotRequired[list[np.ndarray | None] | None]
     """[prompt + n, L, K]: experts that each token was routed to."""
+    rollout_support: NotRequired[list[TokenSupport | None] | None]
+    """Of n tokens each: what they were sampled from, and ``rollout_logprobs`` are over; None: the whole vocabulary."""
     rollout_versions: NotRequired[list[list[tuple[str, int, int]]]]
     """(policy version, first response token, token after the last) of each sampled span."""
     env_metrics: NotRequired[list[dict[str, Any]]]

@@ -71,6 +71,7 @@ def make_generator_output(
     rewards: list[Any] = [sum(row.reward) for row in rows] if one_turn else [row.reward for row in rows]
     logprobs: list[Tokens] = [row.rollout_logprobs for row in rows if row.rollout_logprobs is not None]
     routes = [row.rollout_expert_indices for row in rows]
+    supports = [row.rollout_support for row in rows]
     metrics = get_rollout_metrics(
         responses,
         rewards,
@@ -90,6 +91,7 @@ def make_generator_output(
         "rollout_logprobs": logprobs if len(logprobs) == len(rows) else None,
         "trajectory_ids": [id for id, trajectory in zip(ids, trajectories, strict=True) for _ in trajectory.rows],
         "rollout_expert_indices": None if all(row is None for row in routes) else routes,
+        "rollout_support": None if all(row is None for row in supports) else supports,
         "rollout_versions": [row.versions for row in rows],
         "env_metrics": [row.env_metrics for row in rows],
         "errors": [row.error for row in rows],
@@ -181,7 +183,8 @@ def validate_generator_output(output: GeneratorOutput, num_trajectories: int | N
     steps = output.get("is_last_step")
     if num_trajectories is not None and steps is None and rows != num_trajectories:
         raise DataError(f"the generator returned {rows} rows for {num_trajectories} trajectories")
-    for key in ("prompt_token_ids", "rewards", "loss_masks", "stop_reasons", "rollout_logprobs", "trajectory_ids"):
+    lists = ("prompt_token_ids", "rewards", "loss_masks", "stop_reasons", "rollout_logprobs", "trajectory_ids")
+    for key in (*lists, "rollout_support"):
         value: Any = output.get(key)
         if value is not None and len(value) != rows:
             raise DataError(f"the generator returned {len(value)} {key} for {rows} rows")
@@ -226,6 +229,7 @@ def to_training_batch(output: GeneratorOutput, uids: Sequence[str]) -> TrainingB
         rollout_logprobs=output["rollout_logprobs"],
         rollout_routes=output.get("rollout_expert_indices"),
         is_last_step=output.get("is_last_step"),
+        rollout_support=output.get("rollout_support"),
     )
     failed = np.flatnonzero([error is not None for error in errors])
     batch.response_mask[failed] = 0.0

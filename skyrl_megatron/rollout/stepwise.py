@@ -10,6 +10,7 @@ import numpy as np
 
 from skyrl_megatron.errors import DataError
 from skyrl_megatron.rollout.interface import GeneratorOutput, Tokens
+from skyrl_megatron.types import TokenSupport
 
 
 def merge_stepwise_output(output: GeneratorOutput) -> GeneratorOutput:
@@ -66,6 +67,8 @@ def _join(output: GeneratorOutput, groups: Sequence[Sequence[int]]) -> Generator
             merged[key] = joined(value, between=True)
         elif key in ("loss_masks", "rollout_logprobs"):
             merged[key] = joined(value)
+        elif key == "rollout_support":
+            merged[key] = [_joined_support(value, responses, gaps, group) for group in groups]
         elif key == "rewards":
             merged[key] = [row.tolist() for row in joined(value)]
         elif key == "rollout_versions":
@@ -73,6 +76,18 @@ def _join(output: GeneratorOutput, groups: Sequence[Sequence[int]]) -> Generator
         else:
             merged[key] = [value[group[-1]] for group in groups]
     return cast(GeneratorOutput, merged)
+
+
+def _joined_support(
+    supports: Sequence[TokenSupport | None],
+    responses: Sequence[Tokens],
+    gaps: dict[int, np.ndarray],
+    group: Sequence[int],
+) -> TokenSupport:
+    pieces = []
+    for row in group:
+        pieces += [TokenSupport.none(len(gaps.get(row, ()))), supports[row] or TokenSupport.none(len(responses[row]))]
+    return TokenSupport.joined(pieces)
 
 
 def _joined_versions(

@@ -61,10 +61,12 @@ class LogprobHead:
         output, targets, tp = output.flatten(0, -2), packed.targets, packed.groups.tp
         settings = dataclasses.replace(self.settings, with_entropy=with_entropy)
         if self.weight is None:
-            logprobs, entropy = logprobs_and_entropy(output, targets, tp, settings)
+            logprobs, entropy = logprobs_and_entropy(output, targets, tp, settings, packed.support)
         else:
             low_rank = self.low_rank(output) if self.low_rank is not None else None
-            logprobs, entropy = fused_logprobs_and_entropy(output, self.weight, targets, tp, settings, low_rank)
+            logprobs, entropy = fused_logprobs_and_entropy(
+                output, self.weight, targets, tp, settings, low_rank, packed.support
+            )
         return packed.to_responses(logprobs), None if entropy is None else packed.to_responses(entropy)
 
 

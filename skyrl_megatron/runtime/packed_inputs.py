@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from skyrl_megatron.runtime.model.context_parallel import gather_tokens, local_positions
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
+from skyrl_megatron.runtime.softmax.support import Support
 from skyrl_megatron.types import TrainingBatch
 
 
@@ -40,6 +42,8 @@ class PackedInputs:
     response_valid: Tensor
     """[b, T] bool: where the row has a response token t."""
     groups: ProcessGroups
+    support: Support | None = None
+    """What the token after each of the p (padded: b·S) was sampled from; None: all from the whole vocabulary."""
 
     def model_arguments(self) -> dict[str, object]:
         """Return the keyword arguments of ``GPTModel.forward``."""
@@ -85,6 +89,7 @@ def pack(batch: TrainingBatch, groups: ProcessGroups, device: torch.device, *, p
     targets = tokens.roll(-1).masked_fill(nothing_follows, 0)
 
     columns, valid = _response_index(batch, lengths, starts)
+    mine: Tensor | slice = slice(None)
     if padded:
         assert groups.cp.size() == 1, "padded inputs cannot be split over context-parallel ranks"
         shape, params = (len(lengths), width), None
@@ -102,6 +107,7 @@ def pack(batch: TrainingBatch, groups: ProcessGroups, device: torch.device, *, p
         response_columns=columns.to(device),
         response_valid=valid.to(device),
         groups=groups,
+        support=_support(batch, lengths, starts, total, mine, device),
     )
 
 
@@ -115,6 +121,28 @@ def _response_index(batch: TrainingBatch, lengths: list[int], starts: list[int])
     columns = ends[:, None] - width + torch.arange(width)[None, :] - 1
     valid = (columns >= torch.tensor(starts)[:, None]) & (batch.response_mask.cpu() > 0)
     return torch.where(valid, columns, 0), valid
+
+
+def _support(
+    batch: TrainingBatch, lengths: list[int], starts: list[int], total: int, mine: Tensor | slice, device: torch.device
+) -> Support | None:
+    """Place what response tokens were sampled from at the positions before them, and take those of this rank."""
+    if not batch.rollout_support:
+        return None
+    counts = np.zeros(total, np.int64)
+    pieces = [np.zeros(0, np.uint16)]
+    for start, length, support in zip(starts, lengths, batch.rollout_support, strict=True):
+        known = support.last(min(len(support), max(length - 1, 0)))  # the first token of a sequence has no predictor
+        end = start + length - 1
+        counts[end - len(known) : end] = known.counts
+        pieces.append(known.ids)
+    ids = np.concatenate(pieces)
+    begins = np.cumsum(counts) - counts
+    if isinstance(mine, Tensor):
+        begins, counts = begins[mine.numpy()], counts[mine.numpy()]
+        before = np.cumsum(counts) - counts
+        ids = ids[np.repeat(begins - before, counts) + np.arange(counts.sum())]
+    return Support.of(ids, counts, device)
 
 
 def _sequence_params(padded_lengths: tuple[int, ...], positions: Tensor, device: torch.device) -> PackedSeqParams:

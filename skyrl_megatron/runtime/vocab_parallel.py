@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from skyrl_megatron.runtime.softmax import kernel_for
+from skyrl_megatron.runtime.softmax.support import Support
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +34,19 @@ class SoftmaxSettings:
 
 
 def logprobs_and_entropy(
-    logits: Tensor, targets: Tensor, group: dist.ProcessGroup, settings: SoftmaxSettings
+    logits: Tensor,
+    targets: Tensor,
+    group: dist.ProcessGroup,
+    settings: SoftmaxSettings,
+    support: Support | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the log-prob of each target and, if asked for, each distribution's entropy; both [P] float32, in nats.
 
     ``logits``: [P, V_padded / tp], this rank's columns; ``targets``: [P] int64 in [0, vocab_size). Vocabulary padding
     takes no probability. The result is equal on every rank of ``group``; each rank gets the gradient of its own
-    columns.
+    columns. ``support``: what the softmax of each token is taken over, its target among it; None: the vocabulary.
     """
-    logprobs, entropy = _FromLogits.apply(logits, targets, group, settings)  # type: ignore[no-untyped-call]
+    logprobs, entropy = _FromLogits.apply(logits, targets, group, settings, support)  # type: ignore[no-untyped-call]
     return logprobs, entropy if settings.with_entropy else None
 
 
@@ -52,6 +57,7 @@ def fused_logprobs_and_entropy(
     group: dist.ProcessGroup,
     settings: SoftmaxSettings,
     low_rank: tuple[Tensor, Tensor] | None = None,
+    support: Support | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return :func:`logprobs_and_entropy` of the logits ``hidden @ weightᵀ``, of which one chunk exists at a time.
 
@@ -60,7 +66,8 @@ def fused_logprobs_and_entropy(
     an adapter's, which adds ``h @ bᵀ`` to the logits; h as ``hidden``.
     """
     h, b = low_rank or (None, None)
-    logprobs, entropy = _FromHidden.apply(hidden, weight, h, b, targets, group, settings)  # type: ignore[no-untyped-call]
+    every = hidden, weight, h, b, targets, group, settings, support
+    logprobs, entropy = _FromHidden.apply(*every)  # type: ignore[no-untyped-call]
     return logprobs, entropy if settings.with_entropy else None
 
 
@@ -75,13 +82,20 @@ class _Columns:
     """Columns that are not vocabulary padding."""
     targets: Tensor
     """[P] int64: the target's column here; −1 where another rank has it."""
+    first: int
+    support: Support | None
 
     @classmethod
-    def of(cls, targets: Tensor, width: int, group: dist.ProcessGroup, settings: SoftmaxSettings) -> _Columns:
+    def of(
+        cls, targets: Tensor, width: int, group: dist.ProcessGroup, settings: SoftmaxSettings, support: Support | None
+    ) -> _Columns:
         first = group.rank() * width
         real = max(0, min(width, settings.vocab_size - first))
         local = targets - first
-        return cls(group, settings, real, torch.where((local >= 0) & (local < real), local, -1))
+        return cls(group, settings, real, torch.where((local >= 0) & (local < real), local, -1), first, support)
+
+    def kept(self, rows: slice) -> Tensor | None:
+        return None if self.support is None else self.support.kept(rows, self.first, self.real)
 
     def chunks(self) -> list[slice]:
         tokens = len(self.targets)
@@ -100,7 +114,7 @@ class _Columns:
             found[:, rows] = kernel_for(logits).statistics(
                 logits,
                 self.targets[rows],
-                None,
+                self.kept(rows),
                 temperature=settings.temperature,
                 with_entropy=settings.with_entropy,
             )
@@ -131,7 +145,7 @@ class _Columns:
         kernel_for(logits).gradient(
             logits,
             self.targets[rows],
-            None,
+            self.kept(rows),
             coefficients[:, rows],
             out,
             temperature=self.settings.temperature,
@@ -158,9 +172,14 @@ def _joined(found: Tensor, group: dist.ProcessGroup, temperature: float) -> Tens
 class _FromLogits(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup, settings: SoftmaxSettings
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        group: dist.ProcessGroup,
+        settings: SoftmaxSettings,
+        support: Support | None,
     ) -> tuple[Tensor, Tensor]:
-        columns = _Columns.of(targets, logits.shape[-1], group, settings)
+        columns = _Columns.of(targets, logits.shape[-1], group, settings, support)
         logprobs, entropy, softmax = columns.forward(lambda rows: logits[rows, : columns.real])
         ctx.save_for_backward(logits, softmax)
         ctx.columns = columns
@@ -175,7 +194,7 @@ class _FromLogits(torch.autograd.Function):
         for rows in columns.chunks():
             columns.backward(logits[rows, : columns.real], rows, coefficients, grad[rows, : columns.real])
         grad[:, columns.real :] = 0.0
-        return grad, None, None, None
+        return grad, None, None, None, None
 
 
 def _outputs(ctx: Any, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
@@ -196,8 +215,9 @@ class _FromHidden(torch.autograd.Function):
         targets: Tensor,
         group: dist.ProcessGroup,
         settings: SoftmaxSettings,
+        support: Support | None,
     ) -> tuple[Tensor, Tensor]:
-        columns = _Columns.of(targets, len(weight), group, settings)
+        columns = _Columns.of(targets, len(weight), group, settings, support)
         maps = _Maps(hidden, weight[: columns.real], h, None if b is None else b[: columns.real])
         logprobs, entropy, softmax = columns.forward(maps.logits)
         ctx.save_for_backward(hidden, weight, h, b, softmax)
@@ -224,7 +244,7 @@ class _FromHidden(torch.autograd.Function):
             None if grad is None or tensor is None else grad.to(tensor.dtype)
             for grad, tensor in zip(found, inputs, strict=True)
         ]
-        return *wanted, None, None, None
+        return *wanted, None, None, None, None
 
 
 class _Maps(NamedTuple):

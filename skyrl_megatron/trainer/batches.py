@@ -13,7 +13,7 @@ from skyrl_megatron.algorithms.advantages.groups import varied_rows
 from skyrl_megatron.data.splitting import rows_by_adapter
 from skyrl_megatron.rollout.interface import GeneratorOutput
 from skyrl_megatron.trainer.metrics import advantage_metrics
-from skyrl_megatron.types import TrainingBatch
+from skyrl_megatron.types import TokenSupport, TrainingBatch
 
 
 def with_token_rewards(output: GeneratorOutput) -> GeneratorOutput:
@@ -62,10 +62,15 @@ def for_each_adapter(
 
 
 def dump_batch(batch: TrainingBatch, folder: Path, step: int) -> None:
-    """Write the tensors of ``batch`` to ``folder/global_step_N.safetensors``."""
+    """Write the tensors of ``batch`` to ``folder/global_step_N.safetensors``; of ``rollout_support`` the vocabulary
+    entries, and how many each response token has, row after row."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
     fields = {item.name: getattr(batch, item.name) for item in dataclasses.fields(batch)}
     tensors = {name: value.contiguous() for name, value in fields.items() if isinstance(value, Tensor)}
+    if batch.rollout_support:
+        joined = TokenSupport.joined(batch.rollout_support)
+        tensors["rollout_support_ids"] = torch.from_numpy(joined.ids.astype("int32"))
+        tensors["rollout_support_counts"] = torch.from_numpy(joined.counts)
     save_file(tensors, str(folder / f"global_step_{step}.safetensors"))

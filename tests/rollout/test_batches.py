@@ -213,6 +213,39 @@ def test_tensors_are_right_aligned(arrays):
         collate([[1]] * 2, [[2], [3, 4]], uids=["a", "b"], rewards=[[1.0], [1.0]])
 
 
+def test_what_tokens_were_sampled_from_goes_with_their_rows(tmp_path):
+    from safetensors.torch import load_file
+
+    from skyrl_megatron.data.batch import collate
+    from skyrl_megatron.trainer.batches import dump_batch
+    from skyrl_megatron.types import TokenSupport
+
+    supports = [TokenSupport.of([[2, 7], []]), None, TokenSupport.of([[4, 70000], [9], [1, 5, 6]])]
+    given = dict(uids=list("abc"), rewards=[0.0] * 3)
+    batch = collate([[1]] * 3, [[7, 3], [8], [4, 9, 1]], **given, rollout_support=supports)
+    assert [support.counts.tolist() for support in batch.rollout_support] == [[2, 0], [0], [2, 1, 3]]
+    picked = batch.select([2, 0])
+    assert picked.rollout_support[0].ids.tolist() == [4, 70000, 9, 1, 5, 6]
+    assert [each.ids.dtype for each in picked.rollout_support] == ["int32", "uint16"]
+    assert collate([[1]], [[2]], uids=["a"], rewards=[0.0], rollout_support=[None]).rollout_support == []
+    dump_batch(batch, tmp_path, 3)
+    dumped = load_file(tmp_path / "global_step_3.safetensors")
+    assert dumped["rollout_support_counts"].tolist() == [2, 0, 0, 2, 1, 3]
+    assert dumped["rollout_support_ids"].tolist() == [2, 7, 4, 70000, 9, 1, 5, 6]
+
+
+def test_a_token_outside_its_support_is_named():
+    from skyrl_megatron.data.batch import collate
+    from skyrl_megatron.errors import DataError
+    from skyrl_megatron.types import TokenSupport
+
+    supports = [TokenSupport.of([[2]]), TokenSupport.of([[3], [5, 6], [7]])]
+    with pytest.raises(DataError, match=r"uid b: token 4 at position 1 of the response .* \(2 tokens\)"):
+        collate([[1]] * 2, [[2], [3, 4, 7]], uids=["a", "b"], rewards=[0.0] * 2, rollout_support=supports)
+    with pytest.raises(ValueError, match=r"sample 0 \(uid a\): 1 rollout_support for 2 response tokens"):
+        collate([[1]], [[2, 3]], uids=["a"], rewards=[0.0], rollout_support=supports[:1])
+
+
 def test_mini_batches_are_prompts_not_rows():
     from skyrl_megatron.data.batch import collate, failed_uid
     from skyrl_megatron.data.splitting import PROMPT_UIDS, mini_batches

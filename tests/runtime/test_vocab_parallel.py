@@ -12,11 +12,14 @@ from tests.runtime.softmax_reference import VOCAB
 PADDED = {"whole": 1003, "padded": 1008, "a rank of padding alone": 2008}
 
 
-def compute(dtype, temperature, entropy_weight, width, *, hidden=0, overwrite=False, group=None, vocab=VOCAB):
+def compute(
+    dtype, temperature, entropy_weight, width, *, hidden=0, overwrite=False, group=None, vocab=VOCAB, part=False
+):
     """Return how far this rank's results are from fp64, over what is allowed."""
     import torch
     import torch.distributed as dist
 
+    from skyrl_megatron.runtime.softmax.support import Support
     from skyrl_megatron.runtime.vocab_parallel import (
         SoftmaxSettings,
         fused_logprobs_and_entropy,
@@ -29,7 +32,13 @@ def compute(dtype, temperature, entropy_weight, width, *, hidden=0, overwrite=Fa
 
     group = group or Alone()
     made = softmax_reference.inputs(dtype, hidden=hidden)
-    exact = softmax_reference.reference(made, temperature, entropy_weight)
+    kept = softmax_reference.kept(made["targets"]) if part else None
+    support = None
+    if part:
+        counts = (kept.sum(-1) * ~kept.all(-1)).numpy()
+        ids = (kept & ~kept.all(-1, keepdim=True)).nonzero()[:, 1].numpy()
+        support = Support.of(ids, counts, torch.device("cpu"))
+    exact = softmax_reference.reference(made, temperature, entropy_weight, kept)
     share = width // group.size()
     first, last = group.rank() * share, min((group.rank() + 1) * share, VOCAB)
     mine = slice(first, max(first, last))
@@ -45,10 +54,10 @@ def compute(dtype, temperature, entropy_weight, width, *, hidden=0, overwrite=Fa
     )
     if hidden:
         x, weight = made["hidden"].clone().requires_grad_(), columns(made["head"], 0)
-        results = fused_logprobs_and_entropy(x, weight, made["targets"], group, settings)
+        results = fused_logprobs_and_entropy(x, weight, made["targets"], group, settings, None, support)
     else:
         leaf = columns(made["logits"], 1)
-        results = logprobs_and_entropy(leaf * 1, made["targets"], group, settings)
+        results = logprobs_and_entropy(leaf * 1, made["targets"], group, settings, support)
     softmax_reference.loss(made, *results, entropy_weight).backward()
     found = {"logprobs": results[0], "entropy": results[1]}
     if hidden:
@@ -83,13 +92,25 @@ def test_from_hidden_states(temperature, entropy_weight):
     assert max(found.values()) <= 1, found
 
 
+@pytest.mark.parametrize("dtype, temperature, entropy_weight", CASES)
+def test_over_a_part_of_the_vocabulary(dtype, temperature, entropy_weight):
+    for width in PADDED.values():
+        found = compute(dtype, temperature, entropy_weight, width, overwrite=True, part=True)
+        assert max(found.values()) <= 1, found
+
+
+def test_over_a_part_of_the_vocabulary_from_hidden_states():
+    found = compute("float32", 0.7, 0.3, PADDED["padded"], hidden=24, part=True)
+    assert max(found.values()) <= 1, found
+
+
 def split(width):
     """All cases on this rank's columns."""
     import torch.distributed as dist
 
     group = dist.group.WORLD
-    found = [compute(*case, width, overwrite=True, group=group) for case in CASES]
-    return [*found, compute("float32", 0.7, 0.3, width, hidden=24, group=group)]
+    found = [compute(*case, width, overwrite=True, group=group, part=part) for case in CASES for part in (0, 1)]
+    return [*found, *(compute("float32", 0.7, 0.3, width, hidden=24, group=group, part=part) for part in (0, 1))]
 
 
 @pytest.mark.parametrize("padding", ["padded", "a rank of padding alone"])

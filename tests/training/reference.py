@@ -77,8 +77,42 @@ def hf_logprobs(model, batch, row):
     responses = int(batch.response_mask[row].sum())
     tokens = batch.sequences[row, -length:][None]
     logits = model(tokens, use_cache=False).logits[0, length - responses - 1 : -1].float() / TEMPERATURE
+    if batch.rollout_support:
+        logits = logits.masked_fill(~kept(batch.rollout_support[row], logits.shape[1]), -torch.inf)
     every = torch.log_softmax(logits, -1)
-    return every.gather(1, tokens[0, -responses:, None]).squeeze(1), -(every.exp() * every).sum(-1)
+    p_log_p = every.exp() * every.masked_fill(every == -torch.inf, 0.0)
+    return every.gather(1, tokens[0, -responses:, None]).squeeze(1), -p_log_p.sum(-1)
+
+
+def kept(support, vocab_size):
+    """[tokens, V] bool of a support, token by token."""
+    import torch
+
+    marked, start = torch.zeros(len(support), vocab_size, dtype=torch.bool), 0
+    for token, count in enumerate(support.counts.tolist()):
+        marked[token, torch.from_numpy(support.ids[start : start + count].astype("int64"))] = True
+        marked[token] |= count == 0
+        start += count
+    return marked
+
+
+def with_support(batch, vocab_size, seed=2):
+    """The batch, sampled from parts of the vocabulary: from 1 to 400 entries a token; every fifth token from all."""
+    import copy
+
+    import numpy as np
+
+    from skyrl_megatron.types import TokenSupport
+
+    rng, batch = np.random.default_rng(seed), copy.deepcopy(batch)
+    for row in range(len(batch)):
+        responses = int(batch.response_mask[row].sum())
+        sets = [
+            [] if place % 5 == 4 else {int(token), *rng.integers(0, vocab_size, rng.integers(0, 400)).tolist()}
+            for place, token in enumerate(batch.sequences[row, -responses:])
+        ]
+        batch.rollout_support.append(TokenSupport.of([sorted(entries) for entries in sets]))
+    return batch
 
 
 def load_model(folder):

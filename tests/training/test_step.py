@@ -38,6 +38,31 @@ CUTS = {
 }
 
 
+SUPPORTED = {
+    "tp2": dict(layout=dict(world=2, tp=2)),
+    "cp2": dict(layout=dict(world=2, cp=2)),
+    "tp2 from hidden states": dict(layout=dict(world=2, tp=2), overrides=CUTS["from hidden states"]),
+    "padded": dict(layout=dict(world=1), overrides=CUTS["padded"]),
+    "dp2": dict(layout=dict(world=2)),
+    "pp2": dict(layout=dict(world=2, pp=2)),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in ("tp2", "cp2") else pytest.mark.full_matrix) for name in SUPPORTED],
+)
+def test_tokens_sampled_from_a_part_of_the_vocabulary(ranks, folder, batch, tmp_path, name):
+    """Log-probs, entropies, gradients and weights are those of a softmax over what each token was sampled from."""
+    supported = reference.with_support(batch, 1003)
+    supported = reference.with_logprobs(supported, reference.all_logprobs(folder, supported))
+    assert (supported.old_logprobs - batch.old_logprobs).abs().max() > 0.1
+    expected = reference.policy_gradient_step(folder, supported, tmp_path)
+    layout, overrides = SUPPORTED[name]["layout"], NO_DISTRIBUTED | SUPPORTED[name].get("overrides", {})
+    outcomes = ranks(layout["world"], bodies.three_steps, folder, supported, expected, layout, overrides)
+    bodies.check(outcomes, expected)
+
+
 @pytest.fixture(scope="module")
 def expected(folder, batch, tmp_path_factory):
     return reference.policy_gradient_step(folder, batch, tmp_path_factory.mktemp("reference"))

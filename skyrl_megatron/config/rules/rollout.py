@@ -9,6 +9,7 @@ from skyrl_megatron.config.adapters import KEY as ADAPTERS
 from skyrl_megatron.config.adapters import adapter_problems
 from skyrl_megatron.config.hf_model import model_dimensions
 from skyrl_megatron.config.rules.layout import ModelDimensions
+from skyrl_megatron.config.rules.sampling import support_problems
 from skyrl_megatron.config.rules.training import longest_sequence
 from skyrl_megatron.errors import Problem
 from skyrl_megatron.plugins import ENGINES, GENERATORS, TRANSPORTS
@@ -27,6 +28,7 @@ def rollout_problems(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> Iterator[P
     yield from _lengths(cfg, hf)
     yield from _external(cfg)
     yield from _lora(cfg)
+    yield from support_problems(cfg)
 
 
 def _turns(cfg: SkyRLTrainConfig) -> Iterator[Problem]:

@@ -80,6 +80,10 @@ class InferenceEngineConfig(BaseConfig):
     """URLs of engines started elsewhere, for control: pause, weight updates, versions."""
     enable_return_routed_experts: bool = False
     """Engines return the experts that each token was routed to, for `moe_enable_routing_replay`."""
+    return_sampling_support: bool | None = None
+    """Engines return which tokens top-p, top-k and min-p left to sample from, and the trainer's softmax is taken over
+    the same: ratios and KL then compare what was sampled from. None: when those are set, nothing else changes the
+    distribution (penalties), and the engines are this run's own, without an HTTP endpoint."""
     http_token_path: str | None = None
     """File that holds the endpoint's bearer token (mode 0600). None: a new one in the run's log folder."""
     weight_sync_probe_interval: NonNegativeInt | None = None

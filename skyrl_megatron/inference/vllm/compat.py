@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping
 from functools import cache, partialmethod
 from typing import Any
 
+import numpy as np
 import torch
 from vllm import SamplingParams
+from vllm.config import VllmConfig
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
@@ -26,6 +28,7 @@ from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor import multiproc_executor
+from vllm.v1.outputs import ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.sample.sampler import Sampler
 
 from skyrl_megatron.inference.vllm import processes
@@ -155,6 +158,12 @@ class WorkerExtension(WeightExtension, AdapterExtension):
         else:
             Sampler.forward = _with_temperature_logprobs(Sampler.forward)
 
+    def skyrl_return_support(self) -> None:
+        """Return what tokens are sampled from. Model Runner V2 does by itself (``return_sampling_mask``); for the one
+        on CPU it is added here."""
+        if not self.use_v2_model_runner:
+            return_support(self.model_runner)
+
     def skyrl_compile_nothing(self) -> None:
         """Turn compilation off altogether. ``enforce_eager`` is about the model; a few functions of the sampler are
         compiled all the same, which on CPU holds up the first log-probs of every engine by 4 s."""
@@ -211,6 +220,44 @@ def take_logprobs_at_temperature(sampler: Any) -> None:
     sampler.sample, sampler.logprobs_mode = sample, "processed_logprobs"
 
 
+# ------------------------------------------------------------------ what tokens are sampled from
+def return_support(runner: Any) -> None:
+    """Let the first model runner put into its outputs what Model Runner V2 does: the tokens that each one was sampled
+    from, which are those whose processed log-prob is finite. Where that is the whole vocabulary, none."""
+    found: list[SamplingMaskLists] = []
+    sample, sample_tokens = runner.sampler.sample, runner.sample_tokens
+
+    def sample_and_keep(*arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        sampled, logprobs = sample(*arguments, **options)
+        found[:] = [] if logprobs is None else [support_lists(logprobs)]
+        return sampled, logprobs
+
+    def sample_tokens_with_support(*arguments: Any, **options: Any) -> Any:
+        found.clear()
+        answer = sample_tokens(*arguments, **options)
+        output = getattr(answer, "_model_runner_output", answer)  # wrapped where scheduling is asynchronous
+        if found and isinstance(output, ModelRunnerOutput):
+            output.sampling_masks = found.pop()
+        return answer
+
+    runner.sampler.sample, runner.sample_tokens = sample_and_keep, sample_tokens_with_support
+
+
+def support_lists(logprobs: torch.Tensor) -> SamplingMaskLists:
+    """Return the columns [requests, vocabulary] that are finite, row after row; none where all of a row's are."""
+    kept = logprobs > -torch.inf
+    kept &= ~kept.all(dim=1, keepdim=True)
+    rows, ids = kept.nonzero(as_tuple=True)
+    offsets = np.zeros(len(kept) + 1, np.int64)
+    np.cumsum(np.bincount(rows.numpy(), minlength=len(kept)), out=offsets[1:])
+    return SamplingMaskLists(ids.to(torch.int32).numpy(), offsets)
+
+
+def allow_support_on_cpu() -> None:
+    """Let a configuration ask for what tokens are sampled from: vLLM refuses it without Model Runner V2."""
+    VllmConfig._verify_sampling_replay_config = lambda self: None
+
+
 # ------------------------------------------------------------------ CPU work-arounds
 LOOK_AGAIN_MS = 5
 
@@ -256,3 +303,4 @@ if current_platform.is_cpu():
     repack_experts_after_reload()
     choose_experts_with_adapters()
     wait_without_spinning()
+    allow_support_on_cpu()

@@ -92,6 +92,8 @@ class VLLMEngine(InferenceEngine):
         try:
             self._llm = await asyncio.wait_for(asyncio.to_thread(launch), settings.start_timeout_s)
             await self._llm.update_weight_version(INITIAL_VERSION)
+            if settings.return_support:
+                await self._llm.collective_rpc("skyrl_return_support")
             if settings.logprobs_at_temperature:
                 await self._llm.collective_rpc("skyrl_logprobs_at_temperature")
             if arguments["enforce_eager"] and not device.has_cuda():
@@ -137,14 +139,16 @@ class VLLMEngine(InferenceEngine):
         self, request_id: str, prompt_token_ids: Sequence[int], sampling: Mapping[str, Any]
     ) -> Generation:
         """Sample one continuation; without stop strings nothing is turned into text."""
-        final, held = await self._finished(request_id, prompt_token_ids, sampling_parameters(request_id, sampling))
+        parameters = sampling_parameters(request_id, sampling, support=self.settings.return_support)
+        final, held = await self._finished(request_id, prompt_token_ids, parameters)
         return generation_of(final, held)
 
     async def generate_batch(self, requests: Sequence[SampleRequest]) -> list[Generation]:
         """Sample all requests; the scheduler is paused while they are admitted."""
         from skyrl_megatron.inference.vllm import compat
 
-        prepared = [(r, sampling_parameters(r.request_id, r.sampling)) for r in requests]
+        support = self.settings.return_support
+        prepared = [(r, sampling_parameters(r.request_id, r.sampling, support=support)) for r in requests]
         admitted: list[Any] = []
         with self._alive(), contextlib.ExitStack() as using:
             adapters = [using.enter_context(self._use(request.request_id)) for request in requests]
@@ -178,7 +182,8 @@ class VLLMEngine(InferenceEngine):
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Score by the weights that serve, or by those of an update that are still to be published."""
         request_id = f"score-{uuid.uuid4().hex}"
-        parameters = sampling_parameters(request_id, {"max_tokens": 1, "prompt_logprobs": 0, "logprobs": None})
+        one = {"max_tokens": 1, "prompt_logprobs": 0, "logprobs": None}
+        parameters = sampling_parameters(request_id, one, support=self.settings.return_support)
         candidate = self._adapters.candidate if self._adapters else None
         final, _ = await self._finished(request_id, token_ids, parameters, candidate)
         scored = zip(token_ids[1:], final.prompt_logprobs[1:], strict=True)

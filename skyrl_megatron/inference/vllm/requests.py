@@ -10,10 +10,22 @@ from skyrl_megatron.errors import RequestError
 from skyrl_megatron.inference.protocol import Generation
 from skyrl_megatron.inference.sampling import unknown_key
 from skyrl_megatron.inference.vllm.adapters import Held
+from skyrl_megatron.types import TokenSupport
+
+GREEDY_BELOW = 1e-5
+"""Temperatures that vLLM takes for 0."""
 
 
-def sampling_parameters(request_id: str, sampling: Mapping[str, Any]) -> Any:
-    """Make vLLM's sampling parameters, with the log-prob of the sampled token alone. Raises RequestError."""
+EVERY_TOKEN = 1 << 24
+"""A top-k that leaves every vocabulary whole."""
+
+
+def sampling_parameters(request_id: str, sampling: Mapping[str, Any], *, support: bool = False) -> Any:
+    """Make vLLM's sampling parameters, with the log-prob of the sampled token alone. Raises RequestError.
+
+    ``support``: of an engine that returns what tokens are sampled from. It takes no request without top-k, to bound
+    what is returned, and no greedy one: that is a top-k of 1.
+    """
     from skyrl_megatron.inference.vllm import compat
 
     keys = dict(sampling)
@@ -23,6 +35,10 @@ def sampling_parameters(request_id: str, sampling: Mapping[str, Any]) -> Any:
             raise RequestError(f"request {request_id}: {unknown_key(key, known)}")
     keys["logprobs"] = None if keys.get("logprobs", 0) is None else 0
     keys.setdefault("detokenize", bool(keys.get("stop")))
+    if support and keys.get("temperature", 1.0) < GREEDY_BELOW:
+        keys |= {"temperature": 1.0, "top_k": 1}
+    elif support and keys.get("top_k", 0) <= 0:
+        keys["top_k"] = EVERY_TOKEN
     with refusals(request_id):
         return compat.SamplingParams(**keys, output_kind=compat.RequestOutputKind.FINAL_ONLY, skip_clone=True)
 
@@ -42,6 +58,7 @@ def generation_of(final: Any, held: Held | None = None) -> Generation:
         finish_reason=sample.finish_reason or "abort",
         versions=spans if held is None else [(held.version, 0, len(ids))],
         routed_experts=sample.routed_experts,
+        support=None if sample.sampling_mask is None else TokenSupport.of(sample.sampling_mask.token_ids),
     )
 
 

@@ -10,7 +10,8 @@ from typing import Any
 from skyrl_megatron import device, hub
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.hf_model import rope_parameters
-from skyrl_megatron.inference.sampling import truncations, warn_of_truncation
+from skyrl_megatron.config.rules.sampling import support_travels, truncations
+from skyrl_megatron.inference.sampling import warn_of_truncation
 from skyrl_megatron.inference.vllm.adapters import AdapterSlots, adapter_slots
 from skyrl_megatron.inference.vllm.model_folder import cpu_kv_cache_bytes, cpu_weight_bytes, hf_config
 from skyrl_megatron.weight_sync.adapter_tensors import configured_pairs
@@ -71,6 +72,8 @@ class EngineSettings:
     """Entries that replace those of the model's rotary parameters: ``rope_theta``, ``rope_type``, ``factor``, …"""
     logprobs_at_temperature: bool = False
     """Top-p, top-k, min-p or penalties are in use: take log-probs after the temperature and before these."""
+    return_support: bool = False
+    """Return what each token was sampled from, and take log-probs over it."""
     start_timeout_s: float = 1800.0
     log_file: Path | None = None
     """Where the processes' output goes. None: a temporary file."""
@@ -118,6 +121,7 @@ class EngineSettings:
             "enable_expert_parallel": self.expert_parallel_size > 1,
             "enable_sleep_mode": self.sleep_mode,
             "logprobs_mode": "raw_logprobs" if self.logprobs_at_temperature else "processed_logprobs",
+            "return_sampling_mask": self.return_support,
             "disable_log_stats": not self.ray_prometheus_stats,
         }
         if self.kv_cache_bytes is not None:
@@ -171,7 +175,8 @@ def engine_settings(cfg: SkyRLTrainConfig, **changes: Any) -> EngineSettings:
         "ray_prometheus_stats": engine.enable_ray_prometheus_stats,
         "trust_remote_code": cfg.trainer.trust_remote_code,
         "rope": rope,
-        "logprobs_at_temperature": bool(truncations(generator.sampling_params)),
+        "logprobs_at_temperature": bool(truncations(generator.sampling_params)) and not support_travels(cfg),
+        "return_support": support_travels(cfg),
         "extra": extra,
         "adapters": adapters,
     }
