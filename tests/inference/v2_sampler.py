@@ -66,7 +66,45 @@ def errors(config, *, as_engines):
     return (output.logprobs_tensors.logprobs[:, :1] - expected).abs().flatten().tolist()
 
 
-def main(model):
+def supports(config):
+    """What each request that leaves tokens out is sampled from: by the sampler's mask, and by its log-probs."""
+    import torch
+    from vllm import SamplingParams
+    from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+    from vllm.v1.worker.gpu.states import RequestState
+
+    from skyrl_megatron.inference.vllm.compat import support_lists
+
+    cpu, requests = torch.device("cpu"), [each for each in REQUESTS if {"top_p", "top_k", "min_p"} & set(each)]
+    states = RequestState(8, 64, 64, 0, VOCABULARY, cpu)
+    mode = config.model_config.logprobs_mode
+    sampler = Sampler(config, 8, VOCABULARY, cpu, states, logprobs_mode=mode, return_sampling_mask=True)
+    processed, plain = [], sampler.sample
+
+    def sample(*arguments, **options):
+        sampled, logits = plain(*arguments, **options)
+        processed.append(logits.clone())
+        return sampled, logits
+
+    sampler.sample = sample
+    for number, sampling in enumerate(requests):
+        states.add_request(f"request {number}", 3, [5, 6, 7], 0, 32)
+        sampler.add_request(number, SamplingParams(logprobs=0, **sampling))
+    states.apply_staged_writes()
+    sampler.apply_staged_writes()
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(len(requests), VOCABULARY)
+    output = sampler(logits, InputBatch.make_dummy(len(requests), len(requests), InputBuffers(8, 64, cpu)))
+    ours = support_lists(processed[0].log_softmax(-1))
+    rows = range(len(requests))
+    return {
+        "theirs": [s.tolist() for s in (output.sampling_mask_tensors.tolists().slice_request(i, 1)[0] for i in rows)],
+        "ours": [ours.slice_request(i, 1).token_ids.tolist() for i in rows],
+    }
+
+
+def main(model, what="errors"):
     as_in_a_cuda_build()
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.worker.gpu import model_runner
@@ -74,8 +112,12 @@ def main(model):
 
     from skyrl_megatron.inference.vllm.settings import EngineSettings
 
-    settings = EngineSettings(model, dtype="float32", max_model_len=64, logprobs_at_temperature=True)
+    way = {"return_support": True} if what == "support" else {"logprobs_at_temperature": True}
+    settings = EngineSettings(model, dtype="float32", max_model_len=64, **way)
     config = AsyncEngineArgs(**settings.arguments()).create_engine_config()
+    if what == "support":
+        print(json.dumps(supports(config)))
+        return
     found = {
         "by default": config.use_v2_model_runner,
         "the runner's": model_runner.Sampler is Sampler,
@@ -86,4 +128,4 @@ def main(model):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

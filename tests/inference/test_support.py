@@ -1,0 +1,121 @@
+"""What an engine on CPU says that tokens were sampled from, against the definitions of top-p, top-k and min-p."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.engines import LoopThread, largest_gap, tiny_settings
+from tests.support.tiny_models import VOCAB_SIZE, write_tiny_model
+
+PROMPT = [(11 * i + i * i) % 380 + 5 for i in range(9)]
+TEMPERATURE = 0.7
+SAMPLING = {
+    "top-p": {"top_p": 0.8},
+    "top-k": {"top_k": 12},
+    "min-p": {"min_p": 0.2},
+    "all three": {"top_p": 0.9, "top_k": 40, "min_p": 0.01},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_model("qwen3_moe", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    from skyrl_megatron.inference.vllm.engine import VLLMEngine
+
+    loop, engine = LoopThread(), VLLMEngine(tiny_settings(model, return_support=True))
+    loop(engine.start(), 590)
+    yield lambda work: loop(work(engine))
+    loop(engine.shutdown())
+    loop.close()
+
+
+@pytest.fixture(scope="module")
+def logits_of(model):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+
+    def logits(token_ids):
+        with torch.no_grad():
+            return reference(torch.tensor([token_ids])).logits[0].double()
+
+    return logits
+
+
+def left(logits, *, top_p=1.0, top_k=0, min_p=0.0):
+    """(certain [V], possible [V]) bool: what a rule leaves of one distribution, but for rounding of 1e-5."""
+    import torch
+
+    p = (logits / TEMPERATURE).softmax(-1)
+    kept = [torch.zeros_like(p, dtype=torch.bool)] * 2
+    for which, slack in enumerate((-1e-5, 1e-5)):
+        marked = p >= (min_p - slack) * p.max()
+        if top_k:
+            marked &= p >= p.topk(top_k).values[-1] * (1 - slack)
+        rest = torch.where(marked, p, 0.0) / p[marked].sum()
+        larger = (rest[None, :] * (rest[None, :] > rest[:, None])).sum(-1)  # mass of the likelier ones
+        kept[which] = marked & (larger < top_p + slack)
+    return kept
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("rule", SAMPLING)
+def test_tokens_come_with_what_they_were_sampled_from(engine, logits_of, rule):
+    """Each support is the rule's, its token is in it, and the log-prob is that of the softmax over it."""
+    import torch
+
+    sampling = {"max_tokens": 24, "temperature": TEMPERATURE, "seed": 3, "ignore_eos": True} | SAMPLING[rule]
+    sample = engine(lambda e: e.generate(rule, PROMPT, sampling))
+    assert len(sample.support) == len(sample.token_ids) == 24
+    assert sample.support.without(sample.token_ids) is None
+    every = logits_of([*PROMPT, *sample.token_ids])[len(PROMPT) - 1 : -1]
+    start, expected = 0, []
+    for token, (logits, count) in enumerate(zip(every, sample.support.counts.tolist(), strict=True)):
+        assert 0 < count < VOCAB_SIZE
+        found = torch.zeros(len(logits), dtype=torch.bool)
+        found[sample.support.ids[start : start + count].astype("int64")] = True
+        start += count
+        certain, possible = left(logits, **SAMPLING[rule])
+        assert not (certain & ~found).any() and not (found & ~possible).any(), (token, count)
+        over = (logits / TEMPERATURE).masked_fill(~found, -torch.inf).log_softmax(-1)
+        expected.append(over[sample.token_ids[token]].item())
+    assert largest_gap(sample.logprobs, expected) <= 1e-5
+
+
+@pytest.mark.vllm
+def test_requests_that_leave_nothing_out(engine, logits_of):
+    """A greedy request is served, though vLLM refuses them; one without a rule has no support."""
+    greedy = engine(lambda e: e.generate("greedy", PROMPT, {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True}))
+    every = logits_of([*PROMPT, *greedy.token_ids])[len(PROMPT) - 1 : -1]
+    assert greedy.token_ids == every.argmax(-1).tolist() and greedy.support.counts.tolist() == [1] * 6
+    free = engine(lambda e: e.generate("free", PROMPT, {"max_tokens": 6, "temperature": 1.0, "ignore_eos": True}))
+    assert free.support.counts.tolist() == [0] * 6
+    over = logits_of([*PROMPT, *free.token_ids])[len(PROMPT) - 1 : -1].log_softmax(-1)
+    assert largest_gap(free.logprobs, [over[i, t].item() for i, t in enumerate(free.token_ids)]) <= 1e-5
+    scores = engine(lambda e: e.score(PROMPT))
+    over = logits_of(PROMPT).log_softmax(-1)
+    assert largest_gap(scores, [over[i, t].item() for i, t in enumerate(PROMPT[1:])]) <= 1e-5
+
+
+@pytest.mark.process
+@pytest.mark.vllm
+def test_model_runner_v2_says_the_same(model):
+    """On the same logits, its own mask (kernels interpreted) holds what is found here in processed log-probs."""
+    command = [sys.executable, "-m", "tests.inference.v2_sampler", str(model), "support"]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert found["theirs"] == found["ours"]
+    sizes = [len(each) for each in found["ours"]]
+    assert sizes[1] == 3 and all(0 < size < 400 for size in sizes[:3]), sizes
