@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from skyrl_megatron import start_times
 from skyrl_megatron.cluster.addresses import FIRST_PORT, Ports
 from skyrl_megatron.cluster.command import collected_signals, run_asked_to_end
 from skyrl_megatron.cluster.folder import ClusterFolder
@@ -90,7 +91,8 @@ def _up_run_down(options: argparse.Namespace) -> int:
     folder = _bring_up(options)
     try:
         with collected_signals() as asked:
-            return run_asked_to_end(command, folder.environment(), lambda: len(asked))
+            environment = folder.environment() | start_times.passed_on("cluster")
+            return run_asked_to_end(command, environment, lambda: len(asked))
     finally:
         end_cluster(folder)
 

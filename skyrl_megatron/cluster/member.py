@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from skyrl_megatron import start_times
 from skyrl_megatron.cluster.addresses import Ports, address_of
 from skyrl_megatron.cluster.command import LOOK_S, collected_signals, run_asked_to_end
 from skyrl_megatron.cluster.folder import ClusterFolder, HeadAddress, Member
@@ -177,7 +178,8 @@ def _stay(folder: ClusterFolder, node: RayNode, asked: list[int], patience_s: fl
 
 def _run(command: Sequence[str], folder: ClusterFolder, node: RayNode, asked: list[int]) -> int:
     """Run the command, then tell what the cluster lost meanwhile; returns the command's exit code."""
-    code = run_asked_to_end(command, folder.environment(), lambda: len(asked) + folder.asked_to_save)
+    environment = folder.environment() | start_times.passed_on("cluster")
+    code = run_asked_to_end(command, environment, lambda: len(asked) + folder.asked_to_save)
     own = node.failed()
     for why in [*folder.failures(), *([own] if own else [])]:
         print(why, file=sys.stderr)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from skyrl_megatron import hub
+from skyrl_megatron import hub, start_times
 from skyrl_megatron.config.dict_config import AnyConfig, typed_config
 from skyrl_megatron.config.rules.role_layout import active_roles
 from skyrl_megatron.config.rules.unavailable import require_available
@@ -193,13 +193,14 @@ def run_experiment(
     available yet.
     """
     require_available(cfg)
+    start_times.begin(began)
     address = os.environ.get("RAY_ADDRESS")
     with noise_into(run_folder(cfg) / "console.log"):
         start_up = _start_up(cfg, began)
         start_up.done("command: configuration checked, libraries loaded")
         with heartbeat(start_up.say), under_way("start Ray"):
-            initialize_ray(cfg, log_to_driver=False)
-        start_up.done(f"ray: joined {address}" if address else "ray: local, loopback, token")
+            told = initialize_ray(cfg, log_to_driver=False)
+        start_up.done(f"ray: {told}")
         try:
             if address:
                 run_in_cluster(cfg, experiment)

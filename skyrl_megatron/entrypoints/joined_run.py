@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from skyrl_megatron import start_times
 from skyrl_megatron.config.run_folder import run_folder
 from skyrl_megatron.entrypoints.command import noise_into, readable_warnings
 from skyrl_megatron.errors import DistributedError, SkyRLMegatronError
@@ -51,8 +52,10 @@ class RunHolder:
         self._experiment: Any = None
         self._ended = False
 
-    def run(self, cfg: SkyRLTrainConfig, experiment: Any) -> bool:
-        """Run it from start to end; returns whether it was stopped before. Raises what the run raises."""
+    def run(self, cfg: SkyRLTrainConfig, experiment: Any, started: str) -> bool:
+        """Run it from start to end; returns whether it was stopped before. ``started``: marks of the command. Raises
+        what the run raises."""
+        start_times.take_over(started)
         out, err = (_Printer(self._printed, error=error) for error in (False, True))
         try:
             with redirect_stdout(out), noise_into(run_folder(cfg) / "console.log", err), readable_warnings():
@@ -93,7 +96,7 @@ def run_in_cluster(cfg: SkyRLTrainConfig, experiment: Any) -> None:
     """
     actor: Any = ray.remote(RunHolder)
     holder = actor.options(num_cpus=0, max_concurrency=3).remote()
-    ended = holder.run.remote(cfg, experiment)
+    ended = holder.run.remote(cfg, experiment, start_times.handed_on())
     told = False
     with StopSignal() as signals:
         try:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import psutil
 
+from skyrl_megatron import start_times
 from skyrl_megatron.progress import under_way
 
 _process = psutil.Process()
@@ -45,7 +46,8 @@ class StartUp:
         self.say, self._last = say, time.perf_counter() if began is None else began
 
     def done(self, text: str) -> None:
-        """Say ``text`` and the seconds since the line before."""
+        """Say ``text`` and the seconds since the line before; what stands before its colon is a part of the start."""
+        start_times.done(text.partition(":")[0])
         now = time.perf_counter()
         self.say(f"{text:<74}{now - self._last:6.1f} s")
         self._last = now

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from skyrl_megatron import start_times
 from skyrl_megatron.algorithms.advantages import compute_advantages_and_returns, normalize_advantages
 from skyrl_megatron.algorithms.checks import finite_samples
 from skyrl_megatron.algorithms.kl import get_kl_controller, penalize_rewards
@@ -420,6 +421,7 @@ class RayPPOTrainer:
             "trainer/tokens_per_second": tokens / seconds,
             "trainer/tokens_per_second_per_gpu": tokens / seconds / ranks,
         }
+        self.metrics |= start_times.first_step()
         self.tracker.log(self.metrics, self.global_step)
         notify(self.callbacks, "on_log", self, self.metrics)
         self.metrics = {}

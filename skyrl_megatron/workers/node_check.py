@@ -1,4 +1,4 @@
-"""What all nodes of a joined cluster must have alike: the package at one path, versions, and the folders of the run.
+"""What all nodes of a joined cluster must have alike: the package at one path, versions, the folders of the run.
 
 It is asked before anything is placed on them.
 """
@@ -11,7 +11,8 @@ import platform
 import secrets
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from skyrl_megatron.errors import LaunchError
+from skyrl_megatron.errors import LaunchError, SkyRLMegatronWarning
+from skyrl_megatron.workers import shared_folders
+from skyrl_megatron.workers.shared_folders import FolderReport
 
 NODE_CHECK_S = 60.0
 PACKAGES = (
@@ -39,26 +42,20 @@ HERE = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What a node says of itself. ``versions``: name → version. ``missing``: folders without the asker's token."""
+    """What a node says of itself. ``versions``: name → version. ``folders``: how it sees those of the run."""
 
     host: str
     python: str
     package: str
     versions: Mapping[str, str] = field(default_factory=dict)
-    missing: Sequence[str] = ()
+    folders: FolderReport = field(default_factory=lambda: FolderReport(platform.node()))
 
 
 def report(folders: Sequence[str] = (), token: str = "") -> NodeReport:
     """Describe this node. ``folders``: shared ones, each with a file of the name ``token`` if they really are shared;
     the node leaves one of its own beside it."""
-    missing = []
-    for folder in folders:
-        try:
-            Path(folder, token).stat()
-            Path(folder, f"{token}.{platform.node()}").touch()
-        except OSError:
-            missing.append(folder)
-    return NodeReport(platform.node(), sys.executable, str(HERE), versions(), missing)
+    seen = shared_folders.look(folders, token)
+    return NodeReport(platform.node(), sys.executable, str(HERE), versions(), seen)
 
 
 def versions() -> dict[str, str]:
@@ -80,50 +77,82 @@ def versions() -> dict[str, str]:
     return found
 
 
-def check_nodes(folders: Iterable[str]) -> None:
-    """Ask every node of the cluster. ``folders``: those that the run writes; more than one node must share them.
+def check_nodes(folders: Iterable[str]) -> str:
+    """Ask every node of the cluster; returns what there is to say of them. ``folders``: those that the run writes; more
+    than one node must share them.
 
     Raises LaunchError for a node that does not import this package from the same path, that has other versions, or
-    that does not see one of the folders.
+    that does not see one of the folders. Warns of a folder that is slow, or whose files are not seen in order.
     """
     nodes = [node for node in ray.nodes() if node["Alive"]]
     shared = sorted({str(Path(folder).absolute()) for folder in folders if "://" not in folder})
     shared = shared if len(nodes) > 1 else []
     token = f".shared-{secrets.token_hex(8)}"
     try:
-        for folder in shared:
-            _touch(Path(folder, token))
-        reports = _ask(nodes, shared, token)
+        shared_folders.begin(shared, token)
+        reports: dict[str, NodeReport] = _on_all(nodes, report, shared, token)
         problems = [problem for address, found in reports.items() for problem in differences(address, found)]
-        for address, found in reports.items():
-            if found is not None:
-                problems += _not_seen(address, found, shared, token)
+        problems += [each for address, found in reports.items() for each in _not_seen(address, found, shared, token)]
+        if problems:
+            raise LaunchError("\n".join(problems))
+        if shared:
+            shared_folders.show_in_order(shared, token)
+            _warn_of_order(_on_all(nodes, shared_folders.out_of_order, shared, token))
     finally:
-        for folder in shared:
-            for file in Path(folder).glob(f"{token}*"):
-                file.unlink(missing_ok=True)
-    if problems:
-        raise LaunchError("\n".join(problems))
+        shared_folders.end(shared, token)
+    return _told(reports)
 
 
-def _ask(nodes: Sequence[Mapping[str, Any]], folders: Sequence[str], token: str) -> dict[str, NodeReport]:
-    ask = ray.remote(num_cpus=0)(report)
+def _on_all(nodes: Sequence[Mapping[str, Any]], work: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
+    """Return what ``work`` returns on each node, by address. Raises LaunchError for a node that cannot run it."""
+    task = ray.remote(num_cpus=0)(work)
     asked = {
-        node["NodeManagerAddress"]: ask.options(
+        node["NodeManagerAddress"]: task.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        ).remote(folders, token)
+        ).remote(*arguments)
         for node in nodes
     }
-    reports = {}
+    answers = {}
     for address, reference in asked.items():
         try:
-            reports[address] = ray.get(reference, timeout=NODE_CHECK_S)
+            answers[address] = ray.get(reference, timeout=NODE_CHECK_S)
         except Exception as error:
             raise LaunchError(
                 f"node {address}: skyrl_megatron cannot be imported there ({_last_words(error)}); install this "
                 f"environment at {sys.prefix} on every node, or put it on a shared file system, and start Ray with it"
             ) from error
-    return reports
+    return answers
+
+
+def _warn_of_order(answers: Mapping[str, Sequence[str]]) -> None:
+    for address, folders in answers.items():
+        for folder in folders:
+            warnings.warn(
+                f"node {address}: {folder} shows a file before those that were written and synced earlier: a node may "
+                "find half a checkpoint; mount it without caches of names (NFS: lookupcache=none), or choose another",
+                SkyRLMegatronWarning,
+                stacklevel=4,
+            )
+
+
+def _told(reports: Mapping[str, NodeReport]) -> str:
+    """Say how many nodes there are and how fast the slowest writes; warn where that is slow."""
+    number = f"{len(reports)} {'node' if len(reports) == 1 else 'nodes'}"
+    measured = [
+        (speed, address, folder)
+        for address, found in reports.items()
+        for folder, speed in found.folders.speed.items()
+    ]
+    if not measured:
+        return number
+    speed, address, folder = min(measured)
+    if speed < shared_folders.SLOW:
+        warnings.warn(
+            f"node {address} writes {folder} at {speed / 1e6:.0f} MB/s: checkpoints will take long",
+            SkyRLMegatronWarning,
+            stacklevel=3,
+        )
+    return f"{number}, folders written at {speed / 1e6:.0f} MB/s or more"
 
 
 def differences(address: str, found: NodeReport, own: Mapping[str, str] | None = None) -> list[str]:
@@ -154,17 +183,8 @@ def _not_seen(address: str, found: NodeReport, folders: Sequence[str], token: st
         f"node {address} ({found.host}): {folder} is not the same folder as here; put it on a file system that all "
         "nodes share (trainer.ckpt_path, trainer.export_path, trainer.log_path)"
         for folder in folders
-        if folder in found.missing or folder not in here
+        if folder in found.folders.missing or folder not in here
     ]
-
-
-def _touch(file: Path) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("w") as open_file:
-            os.fsync(open_file.fileno())
-    except OSError as error:
-        raise LaunchError(f"{file.parent}: cannot be written ({error.strerror}); choose another folder") from error
 
 
 def _last_words(error: BaseException) -> str:

@@ -75,8 +75,9 @@ def logical_slots(cfg: SkyRLTrainConfig) -> int:
     return ranks + engines + SPARE_SLOTS
 
 
-def initialize_ray(cfg: AnyConfig, *, log_to_driver: bool = True) -> None:
-    """Join the cluster that RAY_ADDRESS names, else start Ray here; then exchange registered functions.
+def initialize_ray(cfg: AnyConfig, *, log_to_driver: bool = True) -> str:
+    """Join the cluster that RAY_ADDRESS names, else start Ray here; then exchange registered functions. Returns which
+    Ray it is, in words.
 
     ``cfg``: valid, as ``validate_cfg`` leaves it. ``log_to_driver``: what actors and tasks print is shown here too;
     ranks print into files of their own.
@@ -84,16 +85,20 @@ def initialize_ray(cfg: AnyConfig, *, log_to_driver: bool = True) -> None:
     Raises LaunchError when Ray does not start or answer, or a node cannot run this environment. Does nothing but the
     exchange when Ray is up already.
     """
+    told = "there already"
     if not ray.is_initialized():
         cfg = typed_config(cfg)
         environment = {"env_vars": worker_environment()}
         if address := os.environ.get("RAY_ADDRESS"):
             join(address, environment, show_output=log_to_driver)
-            check_nodes([cfg.trainer.ckpt_path, cfg.trainer.export_path, cfg.trainer.log_path])
+            nodes = check_nodes([cfg.trainer.ckpt_path, cfg.trainer.export_path, cfg.trainer.log_path])
+            told = f"joined {address}, {nodes}"
         else:
             slots = max(logical_slots(cfg), os.cpu_count() or 1) if device.has_cuda() else logical_slots(cfg)
             _start(slots, environment, None if device.has_cuda() else CPU_STORE_BYTES, show_output=log_to_driver)
+            told = "local, loopback, token"
     sync_registries()
+    return told
 
 
 @contextlib.contextmanager

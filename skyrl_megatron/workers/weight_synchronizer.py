@@ -261,7 +261,7 @@ class WeightSynchronizer:
         never.
         """
         due = is_due(self.syncs, self.probe_interval)
-        tokens = probe_tokens(int(self.hf_config["vocab_size"]), self.syncs)
+        tokens = probe_tokens(int(self.hf_config["vocab_size"]), report.version)
         expected = await self._expected(tokens) if due else None
         await self._offload("weights")
         if self.shared_gpus:

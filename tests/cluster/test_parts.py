@@ -123,14 +123,35 @@ def test_what_a_node_has_otherwise_is_named(tmp_path):
 
 
 def test_a_folder_that_is_not_shared_is_missing(tmp_path):
+    from skyrl_megatron.workers import shared_folders
     from skyrl_megatron.workers.node_check import report
 
-    shared, own = tmp_path / "shared", tmp_path / "own"
-    shared.mkdir()
-    (shared / ".token").touch()
-    found = report([str(shared), str(own)], ".token")
-    assert found.missing == [str(own)]
-    assert (shared / f".token.{found.host}").exists()
+    shared, own = str(tmp_path / "shared"), str(tmp_path / "own")
+    shared_folders.begin([shared], ".token")
+    found = report([shared, own], ".token").folders
+    assert found.missing == [own] and found.speed.keys() == {shared} and found.speed[shared] > 0
+    assert (tmp_path / "shared" / f".token.{found.host}").exists()
+    shared_folders.end([shared], ".token")
+    assert list((tmp_path / "shared").iterdir()) == []
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(LaunchError, match=r"file/sub: cannot be written \(.*; choose another folder"):
+        shared_folders.begin([str(file / "sub")], ".token")
+
+
+def test_the_order_of_what_is_seen(tmp_path):
+    """No file system here shows a later file first: what it would show is laid down instead."""
+    from skyrl_megatron.workers import shared_folders
+
+    good, torn, late, unseen = (str(tmp_path / name) for name in ("good", "torn", "late", "unseen"))
+    folders = [good, torn, late, unseen]
+    shared_folders.begin(folders, ".t")
+    shared_folders.show_in_order(folders, ".t")
+    with (tmp_path / "torn" / ".t.data").open("r+b") as file:
+        file.truncate(shared_folders.PROBE_BYTES // 2)
+    (tmp_path / "late" / ".t.data").unlink()
+    (tmp_path / "unseen" / ".t.whole").unlink()
+    assert shared_folders.out_of_order(folders, ".t", within_s=0.3) == [torn, late, unseen]
 
 
 def test_json_of_a_member_is_whole(tmp_path):

@@ -12,6 +12,7 @@ from tests.cluster.two_hosts import TwoHosts, why_not
 
 pytestmark = [pytest.mark.vllm, pytest.mark.full_matrix, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).resolve().parents[2]
+WAIT_S = 900  # a deadline, not a measure: cores may be shared
 BATCH = ROOT / "launch" / "slurm" / "run_moe.sbatch"
 OVER_BOTH = ["trainer.placement.policy_num_nodes=2", "trainer.placement.policy_num_gpus_per_node=1"]
 SMALL = [
@@ -26,8 +27,7 @@ SMALL = [
     "trainer.hf_save_interval=0",
     "trainer.run_name=run",
 ]
-# measures of the machine; and the probe: its tokens follow the number of syncs, which a resumed run counts anew
-NOT_COMPARED = re.compile(r"^(timing|memory)/|trajectory_time|_per_second|peak_memory_bytes|weight_sync_probe")
+NOT_COMPARED = re.compile(r"^(timing|memory)/|trajectory_time|_per_second|peak_memory_bytes")  # of the machine
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def undisturbed(model, folder):
     """The metrics of four steps on one host, without SLURM."""
     folder.mkdir()
     command = [ROOT / "launch/run_moe.sh", *arguments(model, folder, 4)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=folder, env=clean_environment())
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, cwd=folder, env=clean_environment())
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return metrics(folder)
 
@@ -87,10 +87,10 @@ def test_a_job_over_two_hosts_and_its_requeue(hosts, model, tmp_path):
     """The same numbers, bit for bit, as on one host: in a job that runs through, though it was requeued."""
     folder = tmp_path / "requeued"
     job = hosts.submit(BATCH, *arguments(model, folder, 4, *OVER_BOTH), options=("--nodes=2", "--time=30"))
-    hosts.await_output(job, "step 2/4", 400)
+    hosts.await_output(job, "step 2/4", WAIT_S)
     hosts.on("ctl", "scontrol", "requeue", job)
     expected = undisturbed(model, tmp_path / "undisturbed")  # SLURM waits two minutes before it starts a job again
-    hosts.await_state(job, "COMPLETED", within_s=600)
+    hosts.await_state(job, "COMPLETED", within_s=WAIT_S)
     output = hosts.output(job)
     assert output.count("cluster: 2 hosts: n1 (10.77.41.11), n2 (10.77.41.12)") == 2, output
     assert metrics(folder) == expected
@@ -99,7 +99,7 @@ def test_a_job_over_two_hosts_and_its_requeue(hosts, model, tmp_path):
 
 def test_the_time_limit_leaves_the_last_step(hosts, model, tmp_path):
     job = hosts.submit(BATCH, *arguments(model, tmp_path, 1000, *OVER_BOTH), options=("--nodes=2", "--time=30"))
-    hosts.await_output(job, "step 2/1000", 400)
+    hosts.await_output(job, "step 2/1000", WAIT_S)
     hosts.on("ctl", "scancel", "--signal=USR1", "--batch", job)  # as --signal=B:USR1@300 does before the limit
     hosts.await_state(job, "FAILED", "COMPLETED", within_s=180)
     output = hosts.output(job)
@@ -110,7 +110,7 @@ def test_the_time_limit_leaves_the_last_step(hosts, model, tmp_path):
 
 def test_a_host_that_is_cut_off_is_named(hosts, model, tmp_path):
     job = hosts.submit(BATCH, *arguments(model, tmp_path, 1000, *OVER_BOTH), options=("--nodes=2", "--time=30"))
-    said = len(hosts.await_output(job, "step 2/1000", 400))
+    said = len(hosts.await_output(job, "step 2/1000", WAIT_S))
     try:
         hosts.cut_off("n2")
         hosts.await_output(job, "10.77.41.12", 300, after=said)

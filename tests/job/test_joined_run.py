@@ -36,7 +36,7 @@ def test_lines_come_in_order_while_it_runs_and_noise_stays_in_the_log(tmp_path):
 
     cfg = SkyRLTrainConfig.from_cli_overrides({"trainer.log_path": str(tmp_path)})
     holder, stopped, texts = RunHolder(), [], {False: "", True: ""}
-    run = threading.Thread(target=lambda: stopped.append(holder.run(cfg, Stepping)))
+    run = threading.Thread(target=lambda: stopped.append(holder.run(cfg, Stepping, "")))
     run.start()
     while (printed := holder.printed()) is not None:
         for error, text in printed:

@@ -63,6 +63,9 @@ def test_a_run_its_files_and_its_continuation(folder):
     )
     check_lines(done)
     first, one, two = done.lines
+    parts = [seconds for name, seconds in one.items() if name.startswith("timing/start/")]
+    assert sum(parts) == pytest.approx(one["timing/to_first_step"]) and one["timing/start/engines"] > 0
+    assert one["timing/start/step"] >= one["timing/step"] and "timing/to_first_step" not in two
     assert first["step"] == 0 and first["eval/all/avg_score"] == first["eval/sums/avg_score"]
     for line in (one, two):
         assert line[GAP] <= AGREE

@@ -24,6 +24,7 @@ LAYER = {
     "errors": 0,
     "plugins": 0,
     "progress": 0,
+    "start_times": 0,
     "types": 0,
     "device": 0,
 }
