@@ -1,11 +1,12 @@
 """When a run was asked for and what was done since: the time to its first step, in parts that follow one another.
 
-Processes on the way to a run (batch script, cluster, command, the actor that holds it) hand their marks to the next one,
-scripts in ``SKYRL_STARTED``: ``begin@SECONDS,queue@SECONDS,…``, since 1970. Clocks of hosts are taken to agree.
+Processes on the way to a run (batch script, cluster, command, the actor that holds it) hand their marks to the next
+one, scripts in ``SKYRL_STARTED``: ``begin@SECONDS,queue@SECONDS,…``, since 1970. Clocks of hosts are taken to agree.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 
@@ -69,7 +70,7 @@ def first_step() -> dict[str, float]:
     if not marks:
         return {}
     metrics = {"timing/to_first_step": marks[-1][1] - marks[0][1]}
-    for (_, began), (part, ended) in zip(marks, marks[1:], strict=False):
+    for (_, began), (part, ended) in itertools.pairwise(marks):
         name = f"timing/start/{part.replace('-', '_').replace(' ', '_')}"
         metrics[name] = metrics.get(name, 0.0) + ended - began
     return metrics

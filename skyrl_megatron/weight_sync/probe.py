@@ -36,8 +36,10 @@ class LogprobDiff:
 
 
 def probe_tokens(vocab_size: int, seed: int | str = 0) -> list[int]:
-    """Draw the tokens to score: [PROBE_TOKENS] ids, the same for the same arguments. ``seed``: of a sync its version, so
-    that a resumed run measures what an undisturbed one does."""
+    """Draw the tokens to score: [PROBE_TOKENS] ids, the same for the same arguments.
+
+    ``seed``: of a sync its version, so that a resumed run measures what an undisturbed one does.
+    """
     draw = random.Random(seed)
     return [draw.randrange(vocab_size) for _ in range(PROBE_TOKENS)]
 

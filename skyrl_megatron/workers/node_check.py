@@ -6,7 +6,6 @@ It is asked before anything is placed on them.
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 import secrets
 import subprocess
@@ -78,8 +77,9 @@ def versions() -> dict[str, str]:
 
 
 def check_nodes(folders: Iterable[str]) -> str:
-    """Ask every node of the cluster; returns what there is to say of them. ``folders``: those that the run writes; more
-    than one node must share them.
+    """Ask every node of the cluster; returns what there is to say of them.
+
+    ``folders``: those that the run writes; more than one node must share them.
 
     Raises LaunchError for a node that does not import this package from the same path, that has other versions, or
     that does not see one of the folders. Warns of a folder that is slow, or whose files are not seen in order.
@@ -139,9 +139,7 @@ def _told(reports: Mapping[str, NodeReport]) -> str:
     """Say how many nodes there are and how fast the slowest writes; warn where that is slow."""
     number = f"{len(reports)} {'node' if len(reports) == 1 else 'nodes'}"
     measured = [
-        (speed, address, folder)
-        for address, found in reports.items()
-        for folder, speed in found.folders.speed.items()
+        (speed, address, folder) for address, found in reports.items() for folder, speed in found.folders.speed.items()
     ]
     if not measured:
         return number
