@@ -35,6 +35,9 @@ def _parser() -> argparse.ArgumentParser:
     start = argparse.ArgumentParser(add_help=False)
     start.add_argument("--port", type=int, help=f"first of the 1000 ports of the cluster (default {FIRST_PORT})")
     start.add_argument("--interface", help="network interface of every host (default: that of the host's name)")
+    start.add_argument(
+        "--rails", metavar="NAMES", help="InfiniBand devices for NCCL: mlx5_0,mlx5_1 (default: NCCL's choice)"
+    )
     start.add_argument("--within", type=float, default=300.0, metavar="S", help="deadline for all hosts to be there")
     start.add_argument("--ray", action="append", default=[], metavar="OPTION", help="an option of 'ray start'")
     hosts = argparse.ArgumentParser(add_help=False)
@@ -65,6 +68,7 @@ def _member(options: argparse.Namespace) -> int:
         options.interface,
         options.within,
         tuple(options.ray),
+        tuple(filter(None, (options.rails or "").split(","))),
     )
     return take_part(place, [word for word in options.command if word != "--"])
 
@@ -103,6 +107,7 @@ def _bring_up(options: argparse.Namespace) -> ClusterFolder:
     folder = ClusterFolder.make(options.dir.absolute())
     given = [f"--dir={folder.path}", f"--port={_ports(options).first}", f"--within={options.within}"]
     given += [f"--interface={options.interface}"] if options.interface else []
+    given += [f"--rails={options.rails}"] if options.rails else []
     given += [f"--ray={option}" for option in options.ray]
     logs = [folder.path / f"member-{number}.log" for number in range(len(hosts))]
     started = [

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -11,6 +13,9 @@ from skyrl_megatron.errors import LaunchError
 
 FIRST_PORT, WINDOW, WINDOWS = 10000, 1000, 22
 """Ports of a cluster are a window of its own below 32768, where Linux begins to give ports to clients."""
+
+
+INFINIBAND = Path("/sys/class/infiniband")
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,17 @@ def interface_of(address: str) -> str | None:
         if any(entry.address == address for entry in entries):
             return str(name)
     return None
+
+
+def require_rails(names: Sequence[str], listed: Path = INFINIBAND) -> None:
+    """Raise LaunchError for an InfiniBand device (``mlx5_0``, or a port of it, ``mlx5_0:1``) that this host lacks."""
+    there = sorted(each.name for each in listed.iterdir()) if listed.is_dir() else []
+    for name in names:
+        if name.partition(":")[0] not in there:
+            raise LaunchError(
+                f"{socket.gethostname()}: no InfiniBand device {name}; there are {', '.join(there) or 'none'}: choose "
+                "among them with --rails"
+            )
 
 
 def _listed(known: dict[str, str]) -> str:

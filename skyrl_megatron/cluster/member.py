@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from skyrl_megatron import start_times
-from skyrl_megatron.cluster.addresses import Ports, address_of
+from skyrl_megatron.cluster.addresses import Ports, address_of, require_rails
 from skyrl_megatron.cluster.command import LOOK_S, collected_signals, run_asked_to_end
 from skyrl_megatron.cluster.folder import ClusterFolder, HeadAddress, Member
 from skyrl_megatron.cluster.ray_node import RayNode, require_ray
@@ -23,7 +23,6 @@ from skyrl_megatron.workers.ports import LOOPBACK
 TELL_S = 20.0
 STARTED = "Ray runtime started"
 TOO_SLOW = "timed out during startup"
-START_ATTEMPTS = 3
 LEAVE_S = 600.0
 """How long a host that was asked to end waits for the run on the first host to save and end."""
 
@@ -32,7 +31,8 @@ LEAVE_S = 600.0
 class Place:
     """A host's place: its ``number`` of ``hosts``, the cluster's folder and ports, and how its Ray is started.
 
-    ``within_s``: deadline for all hosts to be there. ``extra``: options of ``ray start``.
+    ``within_s``: deadline for all hosts to be there. ``extra``: options of ``ray start``. ``rails``: InfiniBand
+    devices that NCCL is to use; none: its own choice.
     """
 
     number: int
@@ -42,6 +42,7 @@ class Place:
     interface: str | None = None
     within_s: float = 300.0
     extra: tuple[str, ...] = ()
+    rails: tuple[str, ...] = ()
 
 
 def take_part(place: Place, command: Sequence[str] = ()) -> int:
@@ -60,6 +61,7 @@ def take_part(place: Place, command: Sequence[str] = ()) -> int:
             "folder on a shared file system, or give one with --dir"
         )
     require_ray()
+    require_rails(place.rails)
     folder = ClusterFolder(place.folder)
     if place.number == 0 and not (place.folder / "token").exists():
         folder = ClusterFolder.make(place.folder)
@@ -118,7 +120,9 @@ def _join(folder: ClusterFolder, number: int, address: str, *, ready: bool = Fal
 
 
 def _start(place: Place, folder: ClusterFolder, address: str, head: HeadAddress | None, asked: list[int]) -> RayNode:
-    """Start this host's Ray and wait for it. Ray gives itself 30 s, which a busy host may exceed: tried again."""
+    """Start this host's Ray and wait for it. Ray gives itself 30 s, which a busy host may exceed: then it is tried
+    again, while there is time."""
+    ends = time.monotonic() + place.within_s
 
     def started() -> bool:
         if (why := node.failed()) is not None:
@@ -127,16 +131,15 @@ def _start(place: Place, folder: ClusterFolder, address: str, head: HeadAddress 
             raise KeyboardInterrupt
         return STARTED in node.log.read_text(errors="replace")
 
-    for attempt in range(START_ATTEMPTS):
-        node = RayNode(folder, place.number, address, place.ports, head, place.extra)
+    while True:
+        node = RayNode(folder, place.number, address, place.ports, head, place.extra, place.rails)
         try:
-            _wait(started, place.within_s, f"Ray to start on {socket.gethostname()} (see {node.log})")
+            _wait(started, ends - time.monotonic(), f"Ray to start on {socket.gethostname()} (see {node.log})")
             return node
         except BaseException as error:
             node.end()
-            if attempt + 1 == START_ATTEMPTS or TOO_SLOW not in str(error):
+            if TOO_SLOW not in str(error) or time.monotonic() > ends:
                 raise
-    raise AssertionError
 
 
 def _await_members(place: Place, folder: ClusterFolder, node: RayNode, asked: list[int]) -> None:
@@ -206,7 +209,7 @@ def _wait(done: Callable[[], bool], within_s: float, what: str | Callable[[], st
     while not done():
         now = time.monotonic()
         if now - started > within_s:
-            raise LaunchError(f"waited {within_s:g} s for {words()}; give more time with --within")
+            raise LaunchError(f"waited {within_s:.0f} s for {words()}; give more time with --within")
         if now - told >= TELL_S:
             told = now
             print(f"… waiting for {words()}: {now - started:.0f} s so far", flush=True)

@@ -40,8 +40,10 @@ class RayNode:
         ports: Ports,
         head: HeadAddress | None,
         extra: Sequence[str] = (),
+        rails: Sequence[str] = (),
     ) -> None:
-        """``head``: of the cluster to join; None makes this host the head. ``extra``: options of ``ray start``."""
+        """``head``: of the cluster to join; None makes this host the head. ``extra``: options of ``ray start``.
+        ``rails``: InfiniBand devices for NCCL."""
         self.log = folder.log(number)
         command = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats"]
         command += [f"--node-ip-address={address}", *ports.options(head=head is None)]
@@ -51,7 +53,7 @@ class RayNode:
             command += [f"--address={head.ray_address}"]
         if not device.has_cuda() and not any(option.startswith("--num-cpus") for option in extra):
             command += [f"--num-cpus={max(os.cpu_count() or 1, SLOTS_WITHOUT_GPUS)}"]
-        variables = folder.environment() | _network(address)
+        variables = folder.environment() | network_variables(address, rails)
         variables.pop("RAY_ADDRESS", None)
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -107,13 +109,14 @@ def temp_folder(ports: Ports) -> str:
     return f"/tmp/ray-{os.getuid()}-{ports.first}"
 
 
-def _network(address: str) -> dict[str, str]:
-    """Return the variables that keep Ray, gloo and NCCL on ``address``, unless the user has set them."""
+def network_variables(address: str, rails: Sequence[str] = ()) -> dict[str, str]:
+    """Return the variables that keep Ray, gloo and NCCL on ``address`` and ``rails``, unless the user has set them."""
     if address.startswith("127."):
         return {LOOPBACK_ALONE: "0"}
     interface = interface_of(address)
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    return {name: interface for name in names if name not in os.environ} if interface else {}
+    asked = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), interface) if interface else {}
+    asked |= {"NCCL_IB_HCA": f"={','.join(rails)}"} if rails else {}  # "=": these names, not what begins with them
+    return {name: value for name, value in asked.items() if value and name not in os.environ}
 
 
 def _end_with_parent() -> None:

@@ -21,7 +21,7 @@ PROBE_BYTES = 16 << 20
 SEEN_S = 45.0
 """How long a node may take to see a file: NFS believes in what it knows of a folder for up to half a minute."""
 SLOW = 50e6
-"""Bytes per second from which on a folder is worth no warning; the 400 GB of a 30B model's checkpoint take two hours."""
+"""Bytes per second below which a folder is worth a warning: 400 GB, a 30B model's checkpoint, take two hours."""
 
 
 @dataclass(frozen=True)

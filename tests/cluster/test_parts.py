@@ -5,12 +5,13 @@ import json
 import socket
 import stat
 
+import psutil
 import pytest
 
-from skyrl_megatron.cluster.addresses import Ports, address_of, interface_of
+from skyrl_megatron.cluster.addresses import Ports, address_of, interface_of, require_rails
 from skyrl_megatron.cluster.folder import ClusterFolder, HeadAddress, Member
 from skyrl_megatron.cluster.hosts import on_host, read_hosts
-from skyrl_megatron.cluster.ray_node import last_words
+from skyrl_megatron.cluster.ray_node import last_words, network_variables
 from skyrl_megatron.errors import LaunchError
 
 
@@ -44,6 +45,30 @@ def test_interfaces():
     )
     with pytest.raises(LaunchError, match=r"no interface ib7 with an IPv4 address; there are .*lo \(127.0.0.1\)"):
         address_of("ib7")
+
+
+def test_rails(tmp_path, monkeypatch):
+    for name in ("mlx5_0", "mlx5_1"):  # no such card here: a folder like the kernel's
+        (tmp_path / name).mkdir()
+    require_rails(["mlx5_0", "mlx5_1:1"], tmp_path)
+    with pytest.raises(LaunchError, match=r"no InfiniBand device mlx5_7; there are mlx5_0, mlx5_1: .*--rails"):
+        require_rails(["mlx5_7"], tmp_path)
+    with pytest.raises(LaunchError, match="mlx5_0; there are none"):
+        require_rails(["mlx5_0"], tmp_path / "none")
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA"):
+        monkeypatch.delenv(name, raising=False)
+    own = next(
+        entry.address for entries in psutil.net_if_addrs().values() for entry in entries if usable(entry)
+    )  # as every host has
+    chosen = network_variables(own, ["mlx5_0", "mlx5_1:1"])
+    assert chosen["NCCL_IB_HCA"] == "=mlx5_0,mlx5_1:1"
+    assert chosen["GLOO_SOCKET_IFNAME"] == chosen["NCCL_SOCKET_IFNAME"] == interface_of(own)
+    monkeypatch.setenv("NCCL_IB_HCA", "mlx5_9")
+    assert "NCCL_IB_HCA" not in network_variables(own, ["mlx5_0"]), "the user's own choice stays"
+
+
+def usable(entry):
+    return entry.family is socket.AF_INET and not entry.address.startswith("127.")
 
 
 def test_a_name_that_stands_for_loopback_asks_for_an_interface(monkeypatch):

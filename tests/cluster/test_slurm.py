@@ -86,7 +86,9 @@ def nothing_left(hosts):
 def test_a_job_over_two_hosts_and_its_requeue(hosts, model, tmp_path):
     """The same numbers, bit for bit, as on one host: in a job that runs through, though it was requeued."""
     folder = tmp_path / "requeued"
-    job = hosts.submit(BATCH, *arguments(model, folder, 4, *OVER_BOTH), options=("--nodes=2", "--time=30"))
+    job = hosts.submit(
+        BATCH, *arguments(model, folder, 4, *OVER_BOTH), options=("--nodes=2", "--time=30"), SKYRL_WITHIN=str(WAIT_S)
+    )
     hosts.await_output(job, "step 2/4", WAIT_S)
     hosts.on("ctl", "scontrol", "requeue", job)
     expected = undisturbed(model, tmp_path / "undisturbed")  # SLURM waits two minutes before it starts a job again
@@ -98,7 +100,12 @@ def test_a_job_over_two_hosts_and_its_requeue(hosts, model, tmp_path):
 
 
 def test_the_time_limit_leaves_the_last_step(hosts, model, tmp_path):
-    job = hosts.submit(BATCH, *arguments(model, tmp_path, 1000, *OVER_BOTH), options=("--nodes=2", "--time=30"))
+    job = hosts.submit(
+        BATCH,
+        *arguments(model, tmp_path, 1000, *OVER_BOTH),
+        options=("--nodes=2", "--time=30"),
+        SKYRL_WITHIN=str(WAIT_S),
+    )
     hosts.await_output(job, "step 2/1000", WAIT_S)
     hosts.on("ctl", "scancel", "--signal=USR1", "--batch", job)  # as --signal=B:USR1@300 does before the limit
     hosts.await_state(job, "FAILED", "COMPLETED", within_s=180)
@@ -109,7 +116,12 @@ def test_the_time_limit_leaves_the_last_step(hosts, model, tmp_path):
 
 
 def test_a_host_that_is_cut_off_is_named(hosts, model, tmp_path):
-    job = hosts.submit(BATCH, *arguments(model, tmp_path, 1000, *OVER_BOTH), options=("--nodes=2", "--time=30"))
+    job = hosts.submit(
+        BATCH,
+        *arguments(model, tmp_path, 1000, *OVER_BOTH),
+        options=("--nodes=2", "--time=30"),
+        SKYRL_WITHIN=str(WAIT_S),
+    )
     said = len(hosts.await_output(job, "step 2/1000", WAIT_S))
     try:
         hosts.cut_off("n2")
