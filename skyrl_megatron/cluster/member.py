@@ -104,6 +104,7 @@ def _other_host(place: Place, folder: ClusterFolder, asked: list[int]) -> int:
     head = folder.head()
     assert head is not None
     address = address_of(place.interface)
+    place.ports.require_free(address)
     _require_reachable(head)
     _join(folder, place.number, address)
     node = _start(place, folder, address, head, asked)

@@ -91,7 +91,8 @@ def check_nodes(folders: Iterable[str]) -> str:
     try:
         shared_folders.begin(shared, token)
         reports: dict[str, NodeReport] = _on_all(nodes, report, shared, token)
-        problems = [problem for address, found in reports.items() for problem in differences(address, found)]
+        own = versions()
+        problems = [each for address, found in reports.items() for each in differences(address, found, own)]
         problems += [each for address, found in reports.items() for each in _not_seen(address, found, shared, token)]
         if problems:
             raise LaunchError("\n".join(problems))

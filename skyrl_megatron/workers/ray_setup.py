@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -37,6 +38,7 @@ CPU_STORE_BYTES = 1 << 30
 START_ATTEMPTS = 2
 """Ray waits 30 s for its own processes, which a busy machine may take longer to start."""
 CONNECT_TIMEOUT_S = 10.0
+CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 
 
 def worker_environment() -> dict[str, str]:
@@ -137,16 +139,27 @@ def _start(slots: int, environment: dict[str, Any], store_bytes: int | None, *, 
 
 def join(address: str, environment: dict[str, Any] | None = None, *, show_output: bool = False) -> None:
     """Join the cluster at ``address``. Raises LaunchError when none answers there."""
+    told = f"RAY_ADDRESS={address}"
+    if address == "auto" and (named := _current_cluster()):
+        address, told = named, f"RAY_ADDRESS=auto, which {CURRENT_CLUSTER} says is {named}"
     try:
         _require_listener(address)
         ray.init(address=address, runtime_env=environment, log_to_driver=show_output, logging_level=logging.ERROR)
     except Exception as error:
         ray.shutdown()
+        unset = f"remove {CURRENT_CLUSTER}" if "auto" in told else "unset RAY_ADDRESS"
         raise LaunchError(
-            f"RAY_ADDRESS={address}: no Ray cluster answers there ({_first_line(error)}); start one with "
-            "'ray start --head', give the address and token (RAY_AUTH_TOKEN) of the right one, or unset RAY_ADDRESS "
-            "to start Ray on this machine"
+            f"{told}: no Ray cluster answers there ({_first_line(error)}); start one with 'ray start --head', give "
+            f"address and token (RAY_AUTH_TOKEN) of the right one, or {unset} to start Ray on this machine"
         ) from error
+
+
+def _current_cluster() -> str | None:
+    """Return the address that the last ``ray start`` of this machine left, which may have ended since."""
+    try:
+        return CURRENT_CLUSTER.read_text().strip() or None
+    except OSError:
+        return None
 
 
 def _require_listener(address: str) -> None:

@@ -1,4 +1,4 @@
-"""Hosts on one machine: network and host-name namespaces on a bridge, and a real SLURM over them.
+"""Hosts on one machine: network and host-name namespaces on a bridge, with a real SLURM or real sshd on them.
 
 Needs root, iproute2, and the packages that ``launch/setup.sh ci`` installs. The hosts share file system and process
 table; addresses, ports and host names are their own.
@@ -19,8 +19,25 @@ import psutil
 NET = "10.77.41"
 HOSTS = {"ctl": 10, "n1": 11, "n2": 12}
 BRIDGE = "skyrlbr0"
-NEEDED = ("ip", "unshare", "slurmctld", "slurmd", "munged", "sbatch")
+NEEDED = ("ip", "unshare", "slurmctld", "slurmd", "munged", "sbatch", "sshd")
 
+SSH_CONFIG = """
+Host *
+  IdentityFile {folder}/ssh/id
+  GlobalKnownHostsFile {folder}/ssh/known_hosts
+  UserKnownHostsFile /dev/null
+  StrictHostKeyChecking yes
+"""
+SSHD_CONFIG = """
+ListenAddress {address}
+HostKey {folder}/ssh/host
+AuthorizedKeysFile {folder}/ssh/id.pub
+PidFile {folder}/ssh/{host}.pid
+StrictModes no
+UsePAM no
+PasswordAuthentication no
+PermitRootLogin prohibit-password
+"""
 SLURM_CONF = """
 ClusterName=tiny
 SlurmctldHost=ctl({net}.10)
@@ -66,14 +83,15 @@ def namespace(host: str) -> str:
 
 
 class TwoHosts:
-    """Hosts ``n1`` and ``n2`` of a SLURM cluster, and ``ctl``, where jobs are submitted from."""
+    """Hosts ``n1`` and ``n2``, and ``ctl``, where jobs are submitted from. ``slurm``: SLURM is on them, else sshd."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, slurm: bool = True) -> None:
         self.folder = folder
         self._munged: subprocess.Popen[bytes] | None = None
         self.down()  # what a killed run left behind
         try:
             self.up()
+            self.slurm_up() if slurm else self.ssh_up()
         except BaseException:
             self.down()
             raise
@@ -94,7 +112,29 @@ class TwoHosts:
             hosts = Path("/etc/netns", space)
             hosts.mkdir(parents=True, exist_ok=True)
             (hosts / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
-        self.slurm_up()
+
+    def ssh_up(self) -> None:
+        """Let n1 and n2 be reached by ssh, with keys of their own; ``ip netns`` shows each host its own /etc/ssh."""
+        keys = self.folder / "ssh"
+        keys.mkdir()
+        for name in ("id", "host"):
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", keys / name], check=True)
+        key = (keys / "host.pub").read_text()
+        (keys / "known_hosts").write_text("".join(f"{host},{NET}.{number} {key}" for host, number in HOSTS.items()))
+        for host, number in HOSTS.items():
+            own = Path("/etc/netns", namespace(host), "ssh")
+            own.mkdir()
+            (own / "ssh_config").write_text(SSH_CONFIG.format(folder=self.folder))
+            told = SSHD_CONFIG.format(folder=self.folder, address=f"{NET}.{number}", host=host)
+            (own / "sshd_config").write_text(told)
+        Path("/run/sshd").mkdir(exist_ok=True)
+        for host in ("n1", "n2"):
+            self.on(host, shutil.which("sshd"))
+
+    def where_ssh_leads(self, host: str, *words: object) -> None:
+        """Run a command in the mount namespace of a host's sshd, which all that is started by ssh shares."""
+        pid = (self.folder / "ssh" / f"{host}.pid").read_text().strip()
+        subprocess.run(["nsenter", "--mount", f"--target={pid}", *map(str, words)], check=True, capture_output=True)
 
     def slurm_up(self) -> None:
         for name in ("state", "spool-n1", "spool-n2"):
@@ -140,9 +180,11 @@ class TwoHosts:
         own = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SLURM_"))}
         return own | {"SLURM_CONF": str(self.folder / "slurm.conf")} | variables
 
-    def on(self, host: str, *words: object, timeout: float = 60, **variables: str) -> str:
-        """Run a command on a host; its output. Raises when it fails."""
-        done = subprocess.run(
+    def run(
+        self, host: str, *words: object, timeout: float = 60, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on a host."""
+        return subprocess.run(
             self.command(host, *words),
             capture_output=True,
             text=True,
@@ -150,6 +192,10 @@ class TwoHosts:
             env=self.environment(**variables),
             cwd=self.folder,
         )
+
+    def on(self, host: str, *words: object, timeout: float = 60, **variables: str) -> str:
+        """Run a command on a host; its output. Raises when it fails."""
+        done = self.run(host, *words, timeout=timeout, **variables)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
