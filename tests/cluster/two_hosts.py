@@ -17,7 +17,8 @@ from pathlib import Path
 import psutil
 
 NET = "10.77.41"
-HOSTS = {"ctl": 10, "n1": 11, "n2": 12}
+EVERY = ("ctl", *(f"n{number}" for number in range(1, 17)))
+"""All hosts that there can be."""
 BRIDGE = "skyrlbr0"
 NEEDED = ("ip", "unshare", "slurmctld", "slurmd", "munged", "sbatch", "sshd")
 
@@ -83,10 +84,12 @@ def namespace(host: str) -> str:
 
 
 class TwoHosts:
-    """Hosts ``n1`` and ``n2``, and ``ctl``, where jobs are submitted from. ``slurm``: SLURM is on them, else sshd."""
+    """Hosts ``n1``, ``n2`` …, and ``ctl``, where jobs are submitted from. ``slurm``: SLURM is on them, else sshd."""
 
-    def __init__(self, folder: Path, *, slurm: bool = True) -> None:
+    def __init__(self, folder: Path, *, slurm: bool = True, count: int = 2) -> None:
         self.folder = folder
+        self.workers = [f"n{number}" for number in range(1, count + 1)]
+        self.addresses = {host: f"{NET}.{number}" for number, host in enumerate(("ctl", *self.workers), 10)}
         self._munged: subprocess.Popen[bytes] | None = None
         self.down()  # what a killed run left behind
         try:
@@ -100,13 +103,13 @@ class TwoHosts:
         ip("link", "add", BRIDGE, "type", "bridge")
         ip("addr", "add", f"{NET}.1/24", "dev", BRIDGE)
         ip("link", "set", BRIDGE, "up")
-        names = "".join(f"{NET}.{number} {host}\n" for host, number in HOSTS.items())
-        for host, number in HOSTS.items():
-            space, link = namespace(host), f"skyrl-v{number}"
+        names = "".join(f"{address} {host}\n" for host, address in self.addresses.items())
+        for host, address in self.addresses.items():
+            space, link = namespace(host), f"skyrl-{host}"
             ip("netns", "add", space)
             ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", space)
             ip("link", "set", link, "master", BRIDGE, "up")
-            ip("-n", space, "addr", "add", f"{NET}.{number}/24", "dev", "eth0")
+            ip("-n", space, "addr", "add", f"{address}/24", "dev", "eth0")
             ip("-n", space, "link", "set", "eth0", "up")
             ip("-n", space, "link", "set", "lo", "up")
             hosts = Path("/etc/netns", space)
@@ -120,15 +123,17 @@ class TwoHosts:
         for name in ("id", "host"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", keys / name], check=True)
         key = (keys / "host.pub").read_text()
-        (keys / "known_hosts").write_text("".join(f"{host},{NET}.{number} {key}" for host, number in HOSTS.items()))
-        for host, number in HOSTS.items():
+        (keys / "known_hosts").write_text(
+            "".join(f"{host},{address} {key}" for host, address in self.addresses.items())
+        )
+        for host, address in self.addresses.items():
             own = Path("/etc/netns", namespace(host), "ssh")
             own.mkdir()
             (own / "ssh_config").write_text(SSH_CONFIG.format(folder=self.folder))
-            told = SSHD_CONFIG.format(folder=self.folder, address=f"{NET}.{number}", host=host)
+            told = SSHD_CONFIG.format(folder=self.folder, address=address, host=host)
             (own / "sshd_config").write_text(told)
         Path("/run/sshd").mkdir(exist_ok=True)
-        for host in ("n1", "n2"):
+        for host in self.workers:
             self.on(host, shutil.which("sshd"))
 
     def where_ssh_leads(self, host: str, *words: object) -> None:
@@ -158,11 +163,11 @@ class TwoHosts:
 
     def down(self) -> None:
         """End what runs on the hosts, and the hosts."""
-        for host in HOSTS:
+        for host in EVERY:
             for process in self.processes(host):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-        for host in HOSTS:
+        for host in EVERY:
             subprocess.run(["ip", "netns", "del", namespace(host)], capture_output=True)
             shutil.rmtree(Path("/etc/netns", namespace(host)), ignore_errors=True)
         subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True)
@@ -201,7 +206,7 @@ class TwoHosts:
 
     def cut_off(self, host: str, state: str = "down") -> None:
         """Take a host off the network, or (``up``) put it back."""
-        ip("link", "set", f"skyrl-v{HOSTS[host]}", state)
+        ip("link", "set", f"skyrl-{host}", state)
 
     def processes(self, host: str) -> list[psutil.Process]:
         """The processes on a host."""
