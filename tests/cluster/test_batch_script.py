@@ -1,4 +1,4 @@
-"""What the batch script asks of ``srun``: a task on each host, the job's folder and ports, a container if one is wanted.
+"""What the batch script asks of ``srun``: a task on each host, the folder and ports of the job, a container if wanted.
 
 ``srun`` is a stand-in that writes its words down: neither pyxis nor apptainer can run here. ``test_slurm.py`` runs the
 script with the real one.

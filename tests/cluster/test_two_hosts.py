@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.two_hosts import NET, TwoHosts, why_not
+from tests.cluster.whole_runs import OVER_BOTH, ROOT, RUN, WAIT_S, arguments, metrics
 
 pytestmark = [pytest.mark.process, pytest.mark.full_matrix, pytest.mark.timeout(1800)]
-ROOT = Path(__file__).resolve().parents[2]
-CLUSTER, RUN = ROOT / "launch" / "ray_cluster.sh", ROOT / "launch" / "run_moe.sh"
-WAIT_S = 900  # a deadline, not a measure: cores may be shared
+CLUSTER = ROOT / "launch" / "ray_cluster.sh"
 UP = ("up", "--interface=eth0", f"--within={WAIT_S}")
 WHERE = """
 import ray
@@ -73,6 +72,18 @@ def test_it_is_shown_and_joined(hosts, cluster):
     shown = hosts.on("n2", CLUSTER, "status")
     assert all(f"{host}  {address}  process" in shown for host, address in zip(("n1", "n2"), BOTH, strict=True))
     assert hosts.on("n2", sys.executable, "-c", WHERE, timeout=WAIT_S, **cluster).strip() == f"{BOTH} 6.0"
+
+
+@pytest.mark.vllm
+def test_a_run_that_joins_has_the_numbers_of_one_host(hosts, cluster, model, undisturbed, tmp_path):
+    """RAY_ADDRESS with a rank on each host: bit for bit those of two ranks on one."""
+    folder = tmp_path / "joined"
+    done = hosts.run("n2", RUN, *arguments(model, folder, 4, *OVER_BOTH), timeout=WAIT_S, **cluster)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(
+        rf"ray: joined {cluster['RAY_ADDRESS']}, 2 nodes, folders written at \d+ MB/s or more", done.stdout
+    )
+    assert metrics(folder) == undisturbed()
 
 
 # ------------------------------------------------------------------ what goes wrong with a run
