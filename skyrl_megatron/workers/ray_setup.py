@@ -138,7 +138,7 @@ def _start(slots: int, environment: dict[str, Any], store_bytes: int | None, *, 
 
 
 def join(address: str, environment: dict[str, Any] | None = None, *, show_output: bool = False) -> None:
-    """Join the cluster at ``address``. Raises LaunchError when none answers there."""
+    """Join the cluster at ``address``. Raises LaunchError when none answers there, or not to this token."""
     told = f"RAY_ADDRESS={address}"
     if address == "auto" and (named := _current_cluster()):
         address, told = named, f"RAY_ADDRESS=auto, which {CURRENT_CLUSTER} says is {named}"
@@ -147,6 +147,11 @@ def join(address: str, environment: dict[str, Any] | None = None, *, show_output
         ray.init(address=address, runtime_env=environment, log_to_driver=show_output, logging_level=logging.ERROR)
     except Exception as error:
         ray.shutdown()
+        if "token" in str(error).lower():
+            raise LaunchError(
+                f"{told}: the cluster does not accept this token ({_first_line(error)}); set RAY_AUTH_MODE=token, and "
+                "RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN to its own"
+            ) from error
         unset = f"remove {CURRENT_CLUSTER}" if "auto" in told else "unset RAY_ADDRESS"
         raise LaunchError(
             f"{told}: no Ray cluster answers there ({_first_line(error)}); start one with 'ray start --head', give "
