@@ -38,8 +38,9 @@ class Ports:
             "dashboard-agent-grpc-port",
             "dashboard-agent-listen-port",
         ]
-        names += ["runtime-env-agent-port", "metrics-export-port"]
-        names += ["ray-client-server-port", "dashboard-port"] if head else []
+        # the client server runs on the head alone, but every node refuses ports that meet its default, 10001
+        names += ["runtime-env-agent-port", "metrics-export-port", "ray-client-server-port"]
+        names += ["dashboard-port"] if head else []
         ports = [f"--{name}={self.first + 1 + number}" for number, name in enumerate(names)]
         workers = [f"--min-worker-port={self.first + 10}", f"--max-worker-port={self.first + WINDOW - 1}"]
         return ports + workers + ([f"--port={self.first}"] if head else [])

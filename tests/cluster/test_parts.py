@@ -24,6 +24,7 @@ def test_ports_of_a_cluster_are_distinct_and_its_own():
     assert all(len(ports) == 11 for ports in of.values())
     assert len(set.union(*of.values())) == 22 * 11, "jobs next to each other share a port"
     assert max(map(max, of.values())) < 32768, "Linux gives these to clients"
+    assert any(each.startswith("--ray-client-server-port=") for each in Ports(10000).options(head=False))
     assert set(numbers(Ports(20000).options(head=False))) < set(numbers(Ports(20000).options(head=True)))
 
 
