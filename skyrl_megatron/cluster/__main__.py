@@ -13,7 +13,7 @@ from skyrl_megatron import start_times
 from skyrl_megatron.cluster.addresses import FIRST_PORT, Ports
 from skyrl_megatron.cluster.command import collected_signals, run_asked_to_end
 from skyrl_megatron.cluster.folder import ClusterFolder
-from skyrl_megatron.cluster.hosts import end_cluster, is_here, last_line, read_hosts, running, start_member
+from skyrl_megatron.cluster.hosts import await_end, end_cluster, is_here, last_line, read_hosts, running, start_member
 from skyrl_megatron.cluster.member import Place, take_part
 from skyrl_megatron.entrypoints.command import run_command
 from skyrl_megatron.errors import LaunchError
@@ -129,6 +129,7 @@ def _bring_up(options: argparse.Namespace) -> ClusterFolder:
             time.sleep(0.3)
     except BaseException:
         end_cluster(folder)
+        await_end(started)
         raise
     return folder
 

@@ -75,6 +75,17 @@ def end_cluster(folder: ClusterFolder, within_s: float = 60.0) -> list[Member]:
     return folder.members()
 
 
+def await_end(started: Sequence[subprocess.Popen[bytes]], within_s: float = 60.0) -> None:
+    """Wait for parts of hosts that had not joined yet: they find the cluster ended, and go. Those that do not are killed."""
+    ends = time.monotonic() + within_s
+    for process in started:
+        try:
+            process.wait(max(ends - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
 def running(member: Member) -> psutil.Process | None:
     """Return the process of a member of this host, None when it has ended; its number may be another's by then."""
     try:

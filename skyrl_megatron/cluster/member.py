@@ -21,6 +21,7 @@ from skyrl_megatron.errors import LaunchError, SkyRLMegatronError
 from skyrl_megatron.workers.ports import LOOPBACK
 
 TELL_S = 20.0
+ENDED_BEFORE = "the cluster ended before this host could join"
 STARTED = "Ray runtime started"
 TOO_SLOW = "timed out during startup"
 LEAVE_S = 600.0
@@ -65,6 +66,8 @@ def take_part(place: Place, command: Sequence[str] = ()) -> int:
     folder = ClusterFolder(place.folder)
     if place.number == 0 and not (place.folder / "token").exists():
         folder = ClusterFolder.make(place.folder)
+    if folder.ended:
+        raise LaunchError(f"{socket.gethostname()}: {ENDED_BEFORE}")
     with collected_signals() as asked:
         try:
             if place.number > 0:
@@ -97,7 +100,7 @@ def _first_host(place: Place, folder: ClusterFolder, command: Sequence[str], ask
 def _other_host(place: Place, folder: ClusterFolder, asked: list[int]) -> int:
     def announced() -> bool:
         if asked or folder.ended:
-            raise LaunchError("; ".join(folder.failures()) or "the cluster ended before this host could join")
+            raise LaunchError("; ".join(folder.failures()) or ENDED_BEFORE)
         return folder.head() is not None
 
     _wait(announced, place.within_s, "the first host to listen")

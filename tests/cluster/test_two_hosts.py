@@ -35,6 +35,7 @@ def hosts(tmp_path_factory):
 
 
 def left(hosts):
+    """What runs on the hosts, but for sshd."""
     return [each for host in ("n1", "n2") for each in hosts.processes(host) if each.name() != "sshd"]
 
 
