@@ -76,7 +76,7 @@ def end_cluster(folder: ClusterFolder, within_s: float = 60.0) -> list[Member]:
 
 
 def await_end(started: Sequence[subprocess.Popen[bytes]], within_s: float = 60.0) -> None:
-    """Wait for parts of hosts that had not joined yet: they find the cluster ended, and go. Those that do not are killed."""
+    """Wait for hosts' parts that had not joined yet: they find the cluster ended, and go. Kill those that do not."""
     ends = time.monotonic() + within_s
     for process in started:
         try:
