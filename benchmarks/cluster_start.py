@@ -84,7 +84,7 @@ def _arguments(folder: Path, model: Path) -> list[str]:
 def _local(folder: Path, model: Path) -> dict[str, float]:
     folder.mkdir()
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SLURM_"))}
-    command = [ROOT / "launch" / "run_moe.sh", *_arguments(folder, model)]
+    command = [str(ROOT / "launch" / "run_moe.sh"), *_arguments(folder, model)]
     subprocess.run(command, env=environment, cwd=folder, check=True, timeout=DEADLINE_S, stdout=subprocess.DEVNULL)
     return _start(folder)
 
