@@ -13,6 +13,7 @@ from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_megatron import start_times
 from skyrl_megatron.config.run_folder import run_folder
@@ -95,7 +96,9 @@ def run_in_cluster(cfg: SkyRLTrainConfig, experiment: Any) -> None:
     run raises; DistributedError when its process dies.
     """
     actor: Any = ray.remote(RunHolder)
-    holder = actor.options(num_cpus=0, max_concurrency=3).remote()
+    # beside this process: a node that is lost elsewhere costs ranks, which the run can name, and not the run itself
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    holder = actor.options(num_cpus=0, max_concurrency=3, scheduling_strategy=here).remote()
     ended = holder.run.remote(cfg, experiment, start_times.handed_on())
     told = False
     with StopSignal() as signals:
