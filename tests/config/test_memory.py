@@ -291,11 +291,8 @@ def test_states_of_adapters_are_those_of_the_engine(ranks, tmp_path, settings):
 
 @pytest.mark.parametrize("kind", ["fp8", "int8 groups"])
 @pytest.mark.parametrize(
-    "settings",
-    [
-        {f"{M}tensor_model_parallel_size": 2, f"{M}expert_tensor_parallel_size": 2},
-        {f"{M}expert_model_parallel_size": 2},
-    ],
+    "degrees",
+    [dict(tensor_model_parallel_size=2, expert_tensor_parallel_size=2), dict(expert_model_parallel_size=2)],
     ids=["tp2·etp2", "ep2"],
 )
 def test_a_base_of_8_bits_is_counted_as_it_is_kept(ranks, tmp_path, kind, degrees):
