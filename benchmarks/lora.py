@@ -1,12 +1,15 @@
 """What adapters cost and save against training all weights: time of a step, optimizer state, memory.
 
-    python benchmarks/lora.py [--rank 16] [--rounds 5] [--only memory step]
+    python benchmarks/lora.py [--rank 16] [--rounds 5] [--only memory step several]
 
 A Qwen3-MoE of hidden size 1024 with 32 experts top-4 (2 layers, 124 million parameters) in fp32, one process, as many
 threads as ``OMP_NUM_THREADS`` says (1). Both sides are a ``MegatronEngine`` of the same folder, one of them with
 adapters on every linear map, and take the same step: 8 sequences of 1024 tokens in one micro-batch, log-probs,
 objective, gradients, Adam. Rounds alternate; the fastest of each side are compared, as noise only ever adds. Seconds
 are processor time, which with one thread is what a quiet machine takes.
+
+``several`` takes the same rows with one adapter, and with two that have half of them each, in two micro-batches both
+times. ``quantised`` compares adapters on this base and on the same in FP8 blocks of 128 × 128, which stays so.
 
 ``memory`` runs each side in a process of its own and counts the bytes of all tensors that are alive after a step, and
 by how much the process has grown: a second copy of the frozen weights would show in both.
@@ -15,14 +18,18 @@ by how much the process has grown: a second copy of the frozen weights would sho
 from __future__ import annotations
 
 import argparse
+import ctypes
+import dataclasses
 import gc
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +54,8 @@ MODEL = dict(
     num_experts_per_tok=4,
 )
 SEQUENCES, PROMPT, TOKENS = 8, 64, 1024
-SIDES = ("full", "adapters")
+SIDES = ("full", "adapters", "quantised")
+"""All weights; adapters; adapters on a base in FP8."""
 
 
 def write_model(folder: Path) -> Path:
@@ -58,6 +66,30 @@ def write_model(folder: Path) -> Path:
     torch.manual_seed(0)
     config = AutoConfig.for_model("qwen3_moe", norm_topk_prob=True, tie_word_embeddings=False, **MODEL)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def write_quantised(model: Path) -> Path:
+    """Write the model beside itself with linear layers in FP8, in blocks of 128 × 128."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    block, tensors = 128, {}
+    for name, weight in load_file(model / "model.safetensors").items():
+        if weight.dim() != 2 or "layers" not in name or name.endswith("mlp.gate.weight"):
+            tensors[name] = weight.bfloat16()
+            continue
+        rows, columns = weight.shape[0] // block, weight.shape[1] // block
+        blocks = weight.view(rows, block, columns, block)
+        scale = blocks.abs().amax((1, 3)) / 448
+        tensors[name] = (blocks / scale[:, None, :, None]).view(weight.shape).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scale
+    folder = model.with_name("quantised")
+    shutil.copytree(model, folder)
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [block, block]}
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -95,7 +127,7 @@ def build(side: str, model: Path, rank: int, **more: object) -> MegatronEngine:
         "trainer.max_prompt_length": PROMPT,
         "generator.sampling_params.max_generate_length": TOKENS - PROMPT,
     }
-    if side == "adapters":
+    if side != "full":
         keys |= {"trainer.policy.model.lora.rank": rank, "trainer.policy.model.lora.alpha": 2 * rank}
     return MegatronEngine(
         SkyRLTrainConfig.from_cli_overrides(keys | {k.replace("__", "."): v for k, v in more.items()})
@@ -113,20 +145,15 @@ def one_process() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- time
-def time_steps(model: Path, rank: int, rounds: int) -> None:
-    """Print the processor seconds of forward and backward and of the whole step, and the ratios."""
-    from megatron.core import parallel_state
-
-    engines = {}
-    for side in SIDES:
-        parallel_state.destroy_model_parallel()  # an engine makes its own; those of the first live on in it
-        engines[side] = build(side, model, rank)
-    batch = make_batch()
+def race(
+    engines: Mapping[str, MegatronEngine], batches: Mapping[str, TrainingBatch], rounds: int
+) -> dict[str, list[float]]:
+    """Return the fewest processor seconds of each side's forward and backward pass, and of its whole step."""
     best: dict[str, list[float]] = {}
     for number in range(rounds + 1):
         for side, engine in engines.items():
             began = time.process_time()
-            engine.forward_backward(batch)
+            engine.forward_backward(batches[side])
             middle = time.process_time()
             engine.optim_step()
             taken = [middle - began, time.process_time() - began]
@@ -135,60 +162,107 @@ def time_steps(model: Path, rank: int, rounds: int) -> None:
                 best[side] = [min(pair) for pair in zip(best.get(side, taken), taken, strict=True)]
     for side, (passes, step) in best.items():
         print(f"{side:<9} forward and backward {passes:6.2f} s   step {step:6.2f} s")
-    for number, (name, wanted) in enumerate((("forward and backward", 0.80), ("step", 0.75))):
-        ratio = best["adapters"][number] / best["full"][number]
-        print(f"{name}: {ratio:.3f} of training all weights (wanted: at most {wanted:.2f})")
+    return best
+
+
+def built(sides: Mapping[str, Callable[[], MegatronEngine]]) -> dict[str, MegatronEngine]:
+    """Build engines beside each other: each makes process groups of its own, and those of the others live on."""
+    from megatron.core import parallel_state
+
+    engines = {}
+    for side, make in sides.items():
+        parallel_state.destroy_model_parallel()
+        engines[side] = make()
+    return engines
+
+
+def time_steps(models: Mapping[str, Path], rank: int, rounds: int, sides: Sequence[str]) -> None:
+    """Print the seconds of ``sides`` and the ratios of the second to the first."""
+    engines = built({side: partial(build, side, models[side], rank) for side in sides})
+    best = race(engines, dict.fromkeys(sides, make_batch()), rounds)
+    first, second = sides
+    for number, name in enumerate(("forward and backward", "step")):
+        wanted = f" (wanted: at most {(0.80, 0.75)[number]:.2f})" if first == "full" else ""
+        print(f"{name}: {best[second][number] / best[first][number]:.3f} of {first}{wanted}")
+
+
+def time_several(model: Path, rank: int, rounds: int) -> None:
+    """Print the seconds of a step of one adapter, and of two that share its rows."""
+    names, half = ("first", "second"), SEQUENCES // 2
+    limit: dict[str, Any] = {"trainer__max_tokens_per_microbatch": half * TOKENS}
+    keys: dict[str, dict[str, Any]] = {
+        "one": limit,
+        "two": limit | {"trainer__policy__model__lora__adapters": {name: {} for name in names}},
+    }
+    engines = built({side: partial(build, "adapters", model, rank, **more) for side, more in keys.items()})
+    batch = make_batch()
+    batches = {"one": batch, "two": dataclasses.replace(batch, adapters=[name for name in names for _ in range(half)])}
+    best = race(engines, batches, rounds)
+    print(f"two adapters in a step: {best['two'][1] / best['one'][1]:.3f} of one (wanted: at most 1.15)")
 
 
 # -------------------------------------------------------------------------------------------------------- memory
+def resident(kind: str) -> int:
+    """Return the bytes of this process's own memory (``RssAnon``), or of mapped files (``RssFile``)."""
+    status = Path("/proc/self/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith(kind)).split()[1]) * 1024
+
+
 def memory_of(side: str, model: Path, rank: int) -> dict[str, int]:
     """Return bytes after a step of one sequence, and how many values are trained."""
-    import psutil
     import torch
 
     import skyrl_megatron.runtime.engine  # noqa: F401  (imported later it would count as growth)
+    from skyrl_megatron.runtime.model.scaled_weights import scaled_buffers
 
-    process = psutil.Process()
-    before = process.memory_info().rss
+    before = {kind: resident(kind) for kind in ("RssAnon", "RssFile")}
     engine = build(side, model, rank)
+    loaded = resident("RssFile") - before["RssFile"]
     engine.forward_backward(make_batch().select([0]))
     engine.optim_step()
     gc.collect()
     alive = [found for found in gc.get_objects() if isinstance(found, torch.Tensor)]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in alive}
-    parameters = list(engine.model.chunks[0].parameters())
     factors = {id(factor.tensor) for factor in engine.adapters.factors()} if engine.adapters else set()
+    parameters = [each for each in engine.model.chunks[0].parameters() if id(each) not in factors]
+    base = [each.untyped_storage() for each in [*parameters, *scaled_buffers(engine.model.chunks[0])]]
     optimizers = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])
     state = [value for each in optimizers for of in each.optimizer.state.values() for value in of.values()]
+    grown = resident("RssAnon") - before["RssAnon"]
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
     return {
-        "weights": sum(each.nbytes for each in parameters if id(each) not in factors),
-        "trained": sum(each.numel() for each in parameters if each.requires_grad),
+        "weights": sum({each.data_ptr(): each.nbytes() for each in base}.values()),
+        "trained": sum(each.numel() for each in engine.model.chunks[0].parameters() if each.requires_grad),
         "state": sum(value.nbytes for value in state if value.dim()),
         "alive": sum(storages.values()),
-        "grown": process.memory_info().rss - before,
+        "grown": grown,
+        "kept": grown - (resident("RssAnon") - before["RssAnon"]),
+        "mapped": max(loaded, resident("RssFile") - before["RssFile"]),
     }
 
 
-def compare_memory(model: Path, rank: int) -> None:
+def compare_memory(models: Mapping[str, Path], rank: int) -> None:
     """Print what each side has, each in a process of its own."""
     found: dict[str, Mapping[str, int]] = {}
     for side in SIDES:
-        command = [sys.executable, __file__, "--as", side, "--model", str(model), "--rank", str(rank)]
+        command = [sys.executable, __file__, "--as", side, "--model", str(models[side]), "--rank", str(rank)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             sys.exit(f"{side} failed:\n{done.stderr[-3000:]}")
         found[side] = each = json.loads(done.stdout.splitlines()[-1])
         print(
             f"{side:<9} {each['trained']:,} trained values; MB: weights {each['weights'] / 1e6:,.1f}, optimizer state "
-            f"{each['state'] / 1e6:,.1f}, all tensors {each['alive'] / 1e6:,.1f}, process {each['grown'] / 1e6:,.1f}"
+            f"{each['state'] / 1e6:,.1f}, all tensors {each['alive'] / 1e6:,.1f}, process {each['grown'] / 1e6:,.1f} "
+            f"(of which the C library keeps {each['kept'] / 1e6:,.1f} free), mapped files {each['mapped'] / 1e6:,.1f}"
         )
-    full, ours = found["full"], found["adapters"]
-    same = full["state"] * ours["trained"] == ours["state"] * full["trained"]
-    print(f"optimizer state: {ours['state'] / ours['trained']:g} bytes a trained value, on both sides alike: {same}")
-    more = ours["alive"] - ours["weights"]
-    print(
-        f"beside the weights: {more / ours['weights']:.3f} of them, {more / ours['trained']:.1f} bytes a trained value"
-    )
+    full = found["full"]
+    for side in SIDES[1:]:
+        ours = found[side]
+        same = full["state"] * ours["trained"] == ours["state"] * full["trained"]
+        print(f"{side}: optimizer state {ours['state'] / ours['trained']:g} bytes a trained value, as full: {same}")
+        more = ours["alive"] - ours["weights"]
+        print(f"{side}: beside the weights {more / 1e6:,.1f} MB, {more / ours['trained']:.1f} bytes a trained value")
+    print(f"base in FP8: {found['quantised']['weights'] / found['adapters']['weights']:.3f} of the base in fp32")
 
 
 def main() -> None:
@@ -196,7 +270,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", nargs="+", choices=["memory", "step"], default=["memory", "step"])
+    every = ["memory", "step", "several", "quantised"]
+    parser.add_argument("--only", nargs="+", choices=every, default=every)
     parser.add_argument("--as", dest="side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -206,11 +281,16 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder) / "model")
+        models = {"full": model, "adapters": model, "quantised": write_quantised(model)}
         if "memory" in args.only:
-            compare_memory(model, args.rank)
+            compare_memory(models, args.rank)
+        one_process()
         if "step" in args.only:
-            one_process()
-            time_steps(model, args.rank, args.rounds)
+            time_steps(models, args.rank, args.rounds, ("full", "adapters"))
+        if "several" in args.only:
+            time_several(model, args.rank, args.rounds)
+        if "quantised" in args.only:
+            time_steps(models, args.rank, args.rounds, ("adapters", "quantised"))
 
 
 if __name__ == "__main__":

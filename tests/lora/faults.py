@@ -30,5 +30,15 @@ def planted(fault, engine):
                         low_rank.B.data.copy_(__import__("torch").cat([up, gate], -2))
         engine.optimizer.reload_model_params()
         yield
+    elif fault == "expert factors not summed over edp":
+        for chunk in engine.chunks:
+            chunk.expert_parallel_bucket_groups = []
+        yield
+    elif fault == "ep offset missing":
+        for chunk in engine.model.chunks:
+            for adapter in chunk.adapters:
+                if adapter.experts is not None:
+                    adapter.experts = range(len(adapter.experts))
+        yield
     else:
         raise KeyError(fault)

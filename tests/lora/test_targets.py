@@ -94,6 +94,8 @@ def test_names_that_do_not_fit(names, exclude, says):
     [
         ({"rank": 4, "target_modules": "q_prj"}, f"{KEY}target_modules=q_prj: no linear layer"),
         ({"rank": 64}, f"{KEY}rank=64: .* take a rank of at most 24"),
+        ({"rank": 16, "etp": 2}, f"{KEY}rank=16: .*linear_fc2.weight is \\[48, 12\\] on a rank: take .* at most 12"),
+        ({"rank": 12, "etp": 2}, None),
         ({"rank": 4}, None),
     ],
 )
@@ -106,7 +108,12 @@ def test_the_check_finds_them(tmp_path, settings, says):
     from tests.bridges.tiny_models import save_tiny
 
     folder = save_tiny("qwen3_moe", tmp_path / "model")
-    keys = {"trainer.policy.model.path": str(folder)} | {f"{KEY}{name}": value for name, value in settings.items()}
+    ranks = settings.get("etp", 1)
+    own = {name: value for name, value in settings.items() if name != "etp"}
+    keys = {"trainer.policy.model.path": str(folder)} | {f"{KEY}{name}": value for name, value in own.items()}
+    for degree in ("tensor_model_parallel_size", "expert_tensor_parallel_size"):
+        keys[f"trainer.policy.megatron_config.{degree}"] = ranks
+    keys["trainer.placement.policy_num_gpus_per_node"] = ranks
     cfg = SkyRLTrainConfig.from_cli_overrides(keys)
     with warnings.catch_warnings(action="ignore"):
         problems = look(PlannedRun(cfg, Hardware(0, 1))).problems

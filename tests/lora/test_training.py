@@ -50,6 +50,8 @@ def test_every_layout(ranks, folder, batch, expected, name):  # noqa: F811
         ("whole factors not summed over tp", "tp2"),
         ("scale of a rank's share", "tp2"),
         ("gate and up swapped", "single"),
+        ("expert factors not summed over edp", "tp2·dp2·ep2"),
+        ("ep offset missing", "tp2·dp2·ep2"),
     ],
 )
 def test_planted_faults_are_seen(ranks, folder, batch, expected, fault, name):  # noqa: F811

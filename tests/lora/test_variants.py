@@ -1,5 +1,8 @@
-"""Adapters of other kinds than one pair of factors a map: a factor that all experts share, experts' own rank,
-embedding and output layer. As in ``test_families.py``: transformers' logits and gradients of the merged weights."""
+"""Adapters of other kinds than one pair of factors a map: a factor that all experts share, experts' own rank, another
+scale, some projections alone, embedding and output layer. As in ``test_families.py``: transformers' logits and
+gradients of the merged weights."""
+
+from dataclasses import dataclass
 
 import pytest
 
@@ -9,9 +12,36 @@ from tests.lora.test_families import LAYOUTS, RANKS, check
 from tests.runtime import parity
 
 EXPERT_RANK = 2
-SHARED, NORMALISED, ENDS = "shared outer factors", "experts' own rank", "embedding and output layer"
-EVERYTHING = "embed_tokens,lm_head,self_attn,mlp"
-PLAIN = [("qwen3_moe", SHARED, "tp2·ep2"), ("qwen3_moe", ENDS, "tp2")]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What differs from one pair of factors a map."""
+
+    shared: bool = False
+    """Experts have their outer factor in common."""
+    normalised: bool = False
+    """Experts have a rank of their own."""
+    stabilised: bool = False
+    """The scale is alpha / √rank."""
+    separate: bool = False
+    """A pair of factors for each projection."""
+    names: str = "all-linear"
+    exclude: str = ""
+    unembed: bool = False
+
+
+KINDS = {
+    "shared outer factors": Kind(shared=True),
+    "experts' own rank": Kind(normalised=True),
+    "shared outer factors of their own rank": Kind(shared=True, normalised=True, stabilised=True),
+    "embedding and output layer": Kind(names="embed_tokens,lm_head,self_attn,mlp"),
+    "some projections": Kind(separate=True, exclude="k_proj,layers.0,gate_proj", unembed=True),
+    "alpha over the root of the rank": Kind(stabilised=True),
+}
+PLAIN = [("qwen3_moe", "shared outer factors", "tp2·ep2"), ("qwen3_moe", "embedding and output layer", "tp2")]
+EVERYWHERE = LAYOUTS | {"dp2·ep2": dict(ep=2), "pp2·vpp2": dict(pp=2, vpp=2)}
+MATRIX = [name for name in EVERYWHERE if name != "tp2·cp2·ep4"]
 
 
 def of_expert(module):
@@ -19,14 +49,14 @@ def of_expert(module):
 
 
 def scale(kind, module):
-    rank = EXPERT_RANK if NORMALISED in kind and of_expert(module) else reference.RANK
-    return reference.ALPHA / rank
+    rank = EXPERT_RANK if kind.normalised and of_expert(module) else reference.RANK
+    return reference.ALPHA / (rank**0.5 if kind.stabilised else rank)
 
 
 def is_shared(kind, name):
     """Whether a factor is one for all experts: before the first map, behind the second."""
     outer = name.endswith("down_proj.B") or name.endswith(("gate_proj.A", "up_proj.A"))
-    return SHARED in kind and of_expert(name) and outer
+    return kind.shared and of_expert(name) and outer
 
 
 def of_layer(name):
@@ -39,15 +69,19 @@ def start_factors(kind, plan, sizes):
     """``reference.start_factors``, changed as ``kind`` says."""
     import torch
 
-    factors = reference.start_factors(plan, separate=False)
+    factors = reference.start_factors(plan, separate=kind.separate)
     first = {}
     for name, tensor in factors.items():
-        if NORMALISED in kind and of_expert(name):
+        if kind.normalised and of_expert(name):
             tensor = tensor[:EXPERT_RANK] if name.endswith("A") else tensor[:, :EXPERT_RANK]
         factors[name] = first.setdefault(of_layer(name), tensor) if is_shared(kind, name) else tensor
-    if kind == ENDS:
+    if kind.exclude:
+        left_out = tuple(kind.exclude.split(","))
+        factors = {name: each for name, each in factors.items() if not any(f".{part}." in name for part in left_out)}
+    ends = ("model.embed_tokens", "lm_head") if "lm_head" in kind.names else ("lm_head",) if kind.unembed else ()
+    if ends:
         generator = torch.Generator().manual_seed(5)
-        for module in ("model.embed_tokens", "lm_head"):
+        for module in ends:
             factors[f"{module}.A"] = torch.randn(reference.RANK, sizes[1], generator=generator) * 0.1
             factors[f"{module}.B"] = torch.randn(sizes[0], reference.RANK, generator=generator) * 0.1
     return factors
@@ -104,10 +138,11 @@ def body(base, factors, expected, layout, kind):
     groups = parallel_state.initialize(ParallelConfig(dist.get_world_size(), **layout), timeout_s=120)
     model = build_model(base, groups, dtype=torch.float32)
     load_hf(model, base, groups)
-    settings = AdapterSettings(reference.RANK, reference.ALPHA, 0.0, "kaiming")
-    selection = select(model.hf.plan, EVERYTHING if kind == ENDS else "all-linear")
-    rank = EXPERT_RANK if NORMALISED in kind else None
-    adapters = attach(model, groups, selection, settings, shared_outer=SHARED in kind, expert_rank=rank)
+    settings = AdapterSettings(reference.RANK, reference.ALPHA, 0.0, "kaiming", rank_stabilised=kind.stabilised)
+    selection = select(model.hf.plan, kind.names, kind.exclude, unembed=kind.unembed, separate=kind.separate)
+    rank = EXPERT_RANK if kind.normalised else None
+    how = dict(separate=kind.separate, shared_outer=kind.shared, expert_rank=rank)
+    adapters = attach(model, groups, selection, settings, **how)
     fill_factors(adapters, groups, by_module(factors))
     reference_of = torch.load(expected)
     logits = parity.forward_backward(model, groups, reference_of["logits"].float(), False, None)
@@ -139,7 +174,7 @@ def common(kind, name):
     """Equal for the names of one tensor of Megatron's."""
     if is_shared(kind, name):
         name = ".".join(of_layer(name))
-    return name if name.endswith("B") else joined(name)
+    return name if name.endswith("B") or kind.separate else joined(name)
 
 
 def joined(name):
@@ -149,17 +184,38 @@ def joined(name):
     return name
 
 
-@pytest.mark.parametrize("family, kind, layout", PLAIN)
-def test_every_kind(ranks, cases, family, kind, layout):
-    base, factors, expected = cases(family, kind)
-    check(ranks(RANKS.get(layout, 2), body, base, factors, expected, LAYOUTS[layout], kind), factors)
+@pytest.mark.parametrize("family, name, layout", PLAIN)
+def test_every_kind(ranks, cases, family, name, layout):
+    base, factors, expected = cases(family, KINDS[name])
+    check(ranks(RANKS.get(layout, 2), body, base, factors, expected, EVERYWHERE[layout], KINDS[name]), factors)
+
+
+def bodies_of(made, layout):
+    from megatron.core import parallel_state
+
+    results = []
+    for kind, each in made:
+        results.append(body(*each, layout, kind))
+        parallel_state.destroy_model_parallel()
+    return results
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("layout", MATRIX)
+def test_every_kind_in_every_layout(ranks, cases, layout):
+    made = [(kind, cases("qwen3_moe", kind)) for kind in KINDS.values()]
+    results = ranks(RANKS.get(layout, 2), bodies_of, made, EVERYWHERE[layout], timeout_s=600)
+    for name, (_, (_, factors, _)), of_ranks in zip(KINDS, made, zip(*results, strict=True), strict=True):
+        print(name, end=": ")
+        check(of_ranks, factors)
 
 
 def test_experts_that_differ_where_they_share_are_refused(ranks, cases):
     import torch
 
-    base, factors, expected = cases("qwen3_moe", SHARED)
+    kind = KINDS["shared outer factors"]
+    base, factors, expected = cases("qwen3_moe", kind)
     name = "model.layers.2.mlp.experts.3.down_proj.B"
     other = factors | {name: torch.ones_like(factors[name])}
     with pytest.raises(AssertionError, match=r"experts\.3\.down_proj has another lora_B than expert 0"):
-        ranks(1, body, base, other, expected, {}, SHARED)
+        ranks(1, body, base, other, expected, {}, kind)
