@@ -5,77 +5,11 @@ import json
 import pytest
 
 from tests.bridges.tiny_models import save_tiny
+from tests.support.released_models import DEEPSEEK_V3, QWEN3_30B_A3B
 from tests.support.whole_folder import write_sums, write_whole_folder
 
 M = "trainer.policy.megatron_config."
 E = "generator.inference_engine."
-QWEN3_30B_A3B = {
-    "model_type": "qwen3_moe",
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "hidden_size": 2048,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "intermediate_size": 6144,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "norm_topk_prob": True,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
-QWEN3_235B_A22B = QWEN3_30B_A3B | {
-    "hidden_size": 4096,
-    "num_hidden_layers": 94,
-    "num_attention_heads": 64,
-    "moe_intermediate_size": 1536,
-    "intermediate_size": 12288,
-}
-"""config.json as released, but for what no size depends on."""
-
-DEEPSEEK_V3 = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "kv_lora_rank": 512,
-    "moe_intermediate_size": 2048,
-    "n_group": 8,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_attention_heads": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 61,
-    "num_key_value_heads": 128,
-    "num_nextn_predict_layers": 1,
-    "first_k_dense_replace": 3,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "rope_scaling": {
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "factor": 40,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-        "type": "yarn",
-    },
-    "routed_scaling_factor": 2.5,
-    "scoring_func": "sigmoid",
-    "tie_word_embeddings": False,
-    "topk_group": 4,
-    "topk_method": "noaux_tc",
-    "torch_dtype": "bfloat16",
-    "v_head_dim": 128,
-    "vocab_size": 129280,
-}
 
 
 @pytest.fixture(scope="module")
@@ -305,28 +239,6 @@ def test_a_base_of_8_bits_is_counted_as_it_is_kept(ranks, tmp_path, kind, degree
     overrides |= {f"{M}{name}": degree for name, degree in degrees.items()}
     for (weights, *_), predicted in ranks(2, engine_bytes, quantised, overrides, timeout_s=400):
         assert 0 <= predicted[0] - weights <= 0.01 * weights  # ranks whose first block is cut have a scale more
-
-
-RECIPES = {
-    "qwen3-30b-a3b": (QWEN3_30B_A3B, "1x8", "1TB", 7),
-    "qwen3-30b-a3b-lora": (QWEN3_30B_A3B, "1x8", "512GB", 6),  # the reference is the policy
-    "qwen3-235b-a22b-lora": (QWEN3_235B_A22B, "2x8", "1TB", 6),
-}
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_recipe_fits_with_room(qwen, recipe, tmp_path, capsys):
-    from skyrl_megatron.entrypoints import run_moe
-
-    config, nodes, host, phases = RECIPES[recipe]
-    folder = qwen if config is QWEN3_30B_A3B else write_whole_folder(tmp_path / "model", config)
-    model = [f"model={folder}", f"data.train_data=['{qwen.parent / 'rows.parquet'}']", "data.val_data=[]"]
-    few = ["trainer.logger=console", "trainer.train_batch_size=16", "trainer.policy_mini_batch_size=16"]
-    machine = [f"--check={nodes}", "--gpu", "80GB", "--host-memory", host]
-    assert run_moe.main(["--recipe", recipe, *model, *few, *machine]) == 0
-    out = capsys.readouterr().out.partition("# memory")[2]
-    rooms = [line.rpartition("room ")[2] for line in out.splitlines() if "room" in line]
-    assert len(rooms) == phases and all(room.endswith(" GB") and float(room.split()[0]) > 3 for room in rooms), out
 
 
 def hybrid_bytes(folder, options):

@@ -1,0 +1,88 @@
+"""Recipes: each fits with room on the machines that its first lines name, with its own batch, and says what ran."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support.released_models import DEEPSEEK_V3, GLM_4_5_AIR, KIMI_K2, QWEN3_30B_A3B, QWEN3_235B_A22B
+from tests.support.whole_folder import write_sums, write_whole_folder
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "launch" / "recipes"
+NO_RECIPES = {"ppo_base_config"}  # Hydra's base file
+RUN_HERE = {"embedded", "embedded-lora"}
+SHAPES = {
+    "qwen3-30b-a3b": QWEN3_30B_A3B,
+    "qwen3-30b-a3b-2x8": QWEN3_30B_A3B,
+    "qwen3-30b-a3b-lora": QWEN3_30B_A3B,
+    "qwen3-235b-a22b": QWEN3_235B_A22B,
+    "qwen3-235b-a22b-lora": QWEN3_235B_A22B,
+    "glm-4.5-air": GLM_4_5_AIR,
+    "deepseek-v3": DEEPSEEK_V3,
+    "kimi-k2": KIMI_K2,
+}
+ROOM_GB = 3
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Rows enough for every recipe's batch, and a folder for each released model, made once."""
+    root = tmp_path_factory.mktemp("models")
+    write_sums(root / "rows.parquet", rows=256)
+    made = {}
+
+    def folder(config):
+        key = id(config)
+        if key not in made:
+            made[key] = write_whole_folder(root / str(len(made)), config)
+        return made[key]
+
+    return root / "rows.parquet", folder
+
+
+def test_every_recipe_is_checked_here_and_named_in_the_documents():
+    names = {file.stem for file in FOLDER.glob("*.yaml")} - NO_RECIPES
+    assert names == set(SHAPES) | RUN_HERE
+    guide = (ROOT / "docs" / "guides" / "recipes.md").read_text()
+    assert [name for name in sorted(names) if f"`{name}`" not in guide] == []
+
+
+@pytest.mark.parametrize("recipe", SHAPES)
+def test_recipe_fits_with_room(models, recipe, capsys):
+    from skyrl_megatron.entrypoints import run_moe
+
+    rows, folder = models
+    text = (FOLDER / f"{recipe}.yaml").read_text()
+    machine = re.search(r"--check=(\S+) --gpu h100 --host-memory (\w+)\. Only that was checked; no run", text)
+    assert machine, "the first lines name the machines, and what was done"
+    files = [f"model={folder(SHAPES[recipe])}", f"data.train_data=['{rows}']", "data.val_data=[]"]
+    sizes = [f"--check={machine[1]}", "--gpu", "80GB", "--host-memory", machine[2], "trainer.logger=console"]
+    assert run_moe.main(["--recipe", recipe, *files, *sizes]) == 0, capsys.readouterr().err
+    out = capsys.readouterr().out
+    rooms = re.findall(r"^(.+): .* of .*, room (\S+) ([GT])B$", out.partition("# memory")[2], re.MULTILINE)
+    assert len(rooms) >= 6, out
+    assert {name: room for name, room, unit in rooms if unit == "G" and float(room) <= ROOM_GB} == {}
+    check_batch(yaml.safe_load(text), machine[1], out)
+
+
+def check_batch(config, nodes, out):
+    """Sequences of an optimizer step, over replicas, as the recipe's own numbers have them."""
+    trainer, generator = config["trainer"], config["generator"]
+    placement, degrees = trainer["placement"], trainer["policy"]["megatron_config"]
+    hosts, gpus = (int(number) for number in nodes.split("x"))
+    assert placement.get("policy_num_nodes", 1) == hosts and placement["policy_num_gpus_per_node"] == gpus
+    split = degrees.get("tensor_model_parallel_size", 1) * degrees.get("pipeline_model_parallel_size", 1)
+    replicas = hosts * gpus // split
+    batch, mini, samples = (
+        trainer["train_batch_size"],
+        trainer["policy_mini_batch_size"],
+        generator["n_samples_per_prompt"],
+    )
+    assert f"{batch} prompts · {samples} samples = {batch * samples} sequences of at most 8192 tokens" in out
+    step = f"each on {mini * samples} sequences = dp {replicas} · {mini * samples // replicas}"
+    assert f"policy: {batch // mini} optimizer steps ({batch}/{mini} · 1 epochs), {step}" in out
+    engine = generator["inference_engine"]
+    ranks = engine["tensor_parallel_size"] * engine.get("pipeline_parallel_size", 1)
+    assert engine["num_engines"] * ranks == hosts * gpus, "engines share all GPUs with the trainer"
