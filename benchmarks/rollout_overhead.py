@@ -49,7 +49,9 @@ class InstantEngine:
     def __init__(self, answer: Sequence[int]) -> None:
         self.answer, self.logprobs = list(answer), [-0.5] * len(answer)
 
-    async def generate(self, prompts: Sequence[Any], sampling: Any, sessions: Any = None) -> list[Generation]:
+    async def generate(
+        self, prompts: Sequence[Any], sampling: Any, sessions: Any = None, adapters: Any = None
+    ) -> list[Generation]:
         """See ``InferenceClient.generate``."""
         return [Generation(list(self.answer), list(self.logprobs), "stop") for _ in prompts]
 

@@ -154,7 +154,7 @@ class Rank:
     async def connect_engines(self, receivers: int, timeout_s: float) -> None:
         await asyncio.to_thread(self.ask, "connect", receivers, timeout_s)
 
-    async def send_weights(self) -> Any:
+    async def send_weights(self, adapters: Any = None) -> Any:
         return await asyncio.to_thread(self.ask, "send")
 
 

@@ -20,14 +20,15 @@ if TYPE_CHECKING:
     from skyrl_megatron.config.schema.root import SkyRLTrainConfig
 
 KEY = "trainer.policy.model.lora.adapters"
+ADAPTER_KEY = "adapter"
+"""Column of a data row that says which adapter it belongs to."""
 _OF_ALL = ("adapters", "sync_mode", "lora_sync_path", "offload_after_step")
 """What cannot differ between adapters of a run."""
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def adapter_names(cfg: SkyRLTrainConfig) -> tuple[str, ...]:
-    """Return the names of the policy's adapters, the first of which takes rows that name none; ``("",)`` where there
-    is one without a name, or none."""
+    """Return the names of the policy's adapters; ``("",)`` where there is one without a name, or none."""
     return tuple(cfg.trainer.policy.model.lora.adapters) or ("",)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from skyrl_megatron.config.adapters import ADAPTER_KEY, KEY
 from skyrl_megatron.errors import DataError, HubError
 from skyrl_megatron.hub import Repo, data_folder, data_source
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ADAPTER_KEY = "adapter"
 READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 BATCH_ROWS = 1000
 
@@ -36,8 +36,8 @@ class PromptDataset:
     An item is ``(messages, env_class, extras, uid)``: ``env_class`` is None where the row has none, ``extras`` are all
     other columns, ``uid`` is the row's number over all sources and does not depend on what was filtered.
 
-    ``adapters``: names of the policy's adapters, where it has several: one of them in a row's ``adapter`` says which
-    answers it, the first where there is none; every item's extras name it.
+    ``adapters``: names of the policy's adapters, where they have names: a row's ``adapter`` says which one answers it;
+    with one adapter it may say nothing. Every item's extras name it.
 
     ``enough``: stop measuring once so many prompts are found, and hold only those (None: measure all).
 
@@ -161,16 +161,20 @@ def require_prompts(rows: Dataset, name: str, prompt_key: str = "prompt") -> Non
 
 
 def require_adapters(rows: Dataset, name: str, adapters: Sequence[str]) -> None:
-    """Raise DataError, with file and row, where a row's ``adapter`` is none of ``adapters``, if there are any."""
-    if not adapters or ADAPTER_KEY not in rows.column_names:
+    """Raise DataError, with file and row, where a row's ``adapter`` is none of ``adapters``, if there are any, or
+    names none of several."""
+    if not adapters:
         return
-    unknown = [each for each in rows.unique(ADAPTER_KEY) if each is not None and each not in adapters]
-    if unknown:
-        row = next(number for number, each in enumerate(rows[ADAPTER_KEY]) if each == unknown[0])
-        raise DataError(
-            f"{name}, row {row}: {ADAPTER_KEY} {unknown[0]!r} is unknown; trainer.policy.model.lora.adapters has "
-            f"{', '.join(adapters)}"
-        )
+    there = f"{KEY} has {', '.join(adapters)}"
+    if ADAPTER_KEY not in rows.column_names:
+        if len(adapters) > 1:
+            raise DataError(f"{name}, row 0: no column {ADAPTER_KEY!r} says which adapter answers; {there}")
+        return
+    allowed = {*adapters} if len(adapters) > 1 else {*adapters, None, ""}
+    if wrong := [each for each in rows.unique(ADAPTER_KEY) if each not in allowed]:
+        row = next(number for number, each in enumerate(rows[ADAPTER_KEY]) if each == wrong[0])
+        problem = f"{ADAPTER_KEY} {wrong[0]!r} is unknown" if wrong[0] else f"no {ADAPTER_KEY} is named"
+        raise DataError(f"{name}, row {row}: {problem}; {there}")
 
 
 def load_source(

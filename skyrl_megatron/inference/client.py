@@ -13,6 +13,9 @@ from skyrl_megatron.errors import EngineError, EngineGoneError
 from skyrl_megatron.inference.pool import EnginePool, EngineSlot, shares
 from skyrl_megatron.inference.protocol import Generation, OpenAIAnswer, SampleRequest
 
+type Request = tuple[Sequence[int], Mapping[str, Any], str]
+"""(prompt, sampling parameters, adapter)."""
+
 
 class InferenceClient:
     """Routes requests to the engines of a pool, bounds how many are in flight, and retries what a dead engine lost.
@@ -36,28 +39,35 @@ class InferenceClient:
         prompt_token_ids: Sequence[Sequence[int]],
         sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]],
         session_ids: Sequence[str] | None = None,
+        adapters: Sequence[str] | None = None,
     ) -> list[Generation]:
         """Sample one continuation for each prompt, in order.
 
         ``sampling_params``: keys of vLLM's ``SamplingParams``, for all or one mapping for each. ``session_ids``:
-        requests of a session go to the engine that has its prefix. Raises RequestError for a prompt or key that no
-        engine takes, EngineError when no engine is left.
+        requests of a session go to the engine that has its prefix. ``adapters``: which of several samples each.
+        Raises RequestError for a prompt, key or adapter that no engine takes, EngineError when no engine is left.
         """
         count = len(prompt_token_ids)
         each = [sampling_params] * count if isinstance(sampling_params, Mapping) else list(sampling_params)
-        if len(each) != count or (session_ids is not None and len(session_ids) != count):
-            raise ValueError(f"{count} prompts, {len(each)} sampling_params, {len(session_ids or each)} session_ids")
+        given = [len(each), *(len(some) for some in (session_ids, adapters) if some is not None)]
+        if given != [count] * len(given):
+            raise ValueError(f"{count} prompts; sampling_params, session_ids, adapters that are given: {given}")
+        requests = list(zip(prompt_token_ids, each, adapters or [""] * count, strict=True))
         if self.deterministic and count > 1:
-            return await self._dealt(prompt_token_ids, each)
+            return await self._dealt(requests)
         sessions: Sequence[str | None] = session_ids or [None] * count
-        tasks = [self.sample(*one) for one in zip(prompt_token_ids, each, sessions, strict=True)]
-        return list(await _all_or_none(tasks))
+        batches = await _all_or_none([self._attempts([r], s) for r, s in zip(requests, sessions, strict=True)])
+        return [generation for [generation] in batches]
 
     async def sample(
-        self, prompt_token_ids: Sequence[int], sampling: Mapping[str, Any], session_id: str | None = None
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: Mapping[str, Any],
+        session_id: str | None = None,
+        adapter: str = "",
     ) -> Generation:
         """Sample one continuation."""
-        [generation] = await self._attempts([(prompt_token_ids, sampling)], session_id)
+        [generation] = await self._attempts([(prompt_token_ids, sampling, adapter)], session_id)
         return generation
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
@@ -88,24 +98,22 @@ class InferenceClient:
                         await pieces.aclose()
 
     # ------------------------------------------------------------------ attempts
-    async def _dealt(
-        self, prompts: Sequence[Sequence[int]], sampling: Sequence[Mapping[str, Any]]
-    ) -> list[Generation]:
+    async def _dealt(self, requests: Sequence[Request]) -> list[Generation]:
         slots = await self.pool.all_serving()
-        dealt = [[(prompts[i], sampling[i]) for i in share] for share in shares(len(prompts), len(slots))]
-        batches = [self._attempts(share, None, slot) for share, slot in zip(dealt, slots, strict=True) if share]
-        answers = await _all_or_none(batches)
-        out: list[Any] = [None] * len(prompts)
-        for share, batch in zip(shares(len(prompts), len(slots)), answers, strict=False):
-            for index, generation in zip(share, batch, strict=True):
-                out[index] = generation
+        dealt = list(shares(len(requests), len(slots)))
+        batches = [
+            self._attempts([requests[number] for number in share], None, slot)
+            for share, slot in zip(dealt, slots, strict=True)
+            if share
+        ]
+        out: list[Any] = [None] * len(requests)
+        for share, batch in zip(dealt, await _all_or_none(batches), strict=False):
+            for number, generation in zip(share, batch, strict=True):
+                out[number] = generation
         return out
 
     async def _attempts(
-        self,
-        share: Sequence[tuple[Sequence[int], Mapping[str, Any]]],
-        session: str | None,
-        first: EngineSlot | None = None,
+        self, share: Sequence[Request], session: str | None, first: EngineSlot | None = None
     ) -> list[Generation]:
         """Sample continuations of requests that go to one engine together."""
 
@@ -113,7 +121,8 @@ class InferenceClient:
             requests = [SampleRequest(f"{self._prefix}-{next(self._numbers)}", *one) for one in share]
             if len(requests) == 1:
                 [one] = requests
-                answers = [await slot.engine.generate(one.request_id, one.prompt_token_ids, one.sampling)]
+                named = {"adapter": one.adapter} if one.adapter else {}  # an engine of a plugin may know none
+                answers = [await slot.engine.generate(one.request_id, one.prompt_token_ids, one.sampling, **named)]
             else:
                 answers = await slot.engine.generate_batch(requests)
             for generation in answers:

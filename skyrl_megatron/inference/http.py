@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, cast
 
 from fastapi import FastAPI, Request, Response
@@ -24,12 +24,19 @@ _OPENAI = ("/v1/completions", "/v1/chat/completions")
 TOKENS = "/inference/v1/generate"
 
 
-def build_app(client: InferenceClient, model: str, token: str, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
+def build_app(
+    client: InferenceClient,
+    model: str,
+    token: str,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    adapters: Sequence[str] = (),
+) -> FastAPI:
     """Build the application. Every request needs ``Authorization: Bearer <token>``, but for ``GET /health``.
 
     Answers 401 without the token, 413 for a body above ``max_body_bytes``, 400 for a request that no engine can
     serve, 503 when no engine serves. The header ``x-session-id`` keeps a conversation on one engine; answers carry the
-    published version in ``x-policy-version``.
+    published version in ``x-policy-version``. A request's ``model`` is ``model``, or one of ``adapters`` where there
+    are several; it must then name one.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(_Guard, token=token, max_body_bytes=max_body_bytes)
@@ -41,11 +48,12 @@ def build_app(client: InferenceClient, model: str, token: str, max_body_bytes: i
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [{"id": model, "object": "model", "owned_by": "policy"}]})
+        data = [{"id": name, "object": "model", "owned_by": "policy"} for name in (model, *adapters)]
+        return JSONResponse({"object": "list", "data": data})
 
     @app.post(TOKENS)
     async def tokens(request: Request) -> Response:
-        return await _answer(client, _tokens(client, model, request))
+        return await _answer(client, _tokens(client, model, adapters, request))
 
     async def openai(request: Request) -> Response:
         return await _answer(client, _openai(client, request))
@@ -77,16 +85,18 @@ async def _openai(client: InferenceClient, request: Request) -> Response:
     return Response(b"".join([piece async for piece in body]), status, media_type=content_type)
 
 
-async def _tokens(client: InferenceClient, model: str, request: Request) -> Response:
+async def _tokens(client: InferenceClient, model: str, adapters: Sequence[str], request: Request) -> Response:
     """Answer as vLLM's own route of this name does, sampled tokens' log-probs included."""
     try:
         body = json.loads(await request.body())
         prompt, sampling = list(body["token_ids"]), dict(body.get("sampling_params") or {})
+        adapter = body.get("model") if body.get("model") in adapters else ""
     except (ValueError, KeyError, TypeError) as error:
         raise RequestError(f"{TOKENS}: needs token_ids and sampling_params: {error!r}") from error
     if not prompt or not all(isinstance(token, int) and token >= 0 for token in prompt):
         raise RequestError(f"{TOKENS}: token_ids must be a list of one or more token ids")
-    generation = await client.sample(prompt, sampling, request.headers.get(SESSION_HEADER))
+    session = request.headers.get(SESSION_HEADER)
+    generation = await client.sample(prompt, sampling, session, adapter)
     pairs = zip(generation.token_ids, generation.logprobs, strict=False)
     spans = [{"version": version, "start": start, "end": end} for version, start, end in generation.versions]
     choice = {
@@ -96,7 +106,7 @@ async def _tokens(client: InferenceClient, model: str, request: Request) -> Resp
         "finish_reason": generation.finish_reason,
         "weight_versions": spans,
     }
-    return JSONResponse({"model": model, "choices": [choice]})
+    return JSONResponse({"model": adapter or model, "choices": [choice]})
 
 
 def _refusal(status: int, message: str) -> JSONResponse:

@@ -51,6 +51,8 @@ class SampleRequest:
     prompt_token_ids: Sequence[int]
     sampling: Mapping[str, Any]
     """Keys of vLLM's ``SamplingParams``."""
+    adapter: str = ""
+    """Which of several adapters samples it; empty: the only one, if there is one."""
 
 
 class InferenceEngine(Protocol):
@@ -63,15 +65,16 @@ class InferenceEngine(Protocol):
         """Load the model and get ready. Raises EngineError that quotes the engine's last errors."""
 
     async def generate(
-        self, request_id: str, prompt_token_ids: Sequence[int], sampling: Mapping[str, Any]
+        self, request_id: str, prompt_token_ids: Sequence[int], sampling: Mapping[str, Any], adapter: str = ""
     ) -> Generation:
-        """Sample one continuation. ``sampling``: keys of vLLM's ``SamplingParams``."""
+        """Sample one continuation. ``sampling``: keys of vLLM's ``SamplingParams``; ``adapter``: as in
+        :class:`SampleRequest`."""
 
     async def generate_batch(self, requests: Sequence[SampleRequest]) -> list[Generation]:
         """Sample all requests, admitted in the given order before the first one starts: the engine then forms the same
         batches every time."""
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
+    async def score(self, token_ids: Sequence[int], adapter: str = "") -> list[float]:
         """Return log-probs of tokens 1 … n−1 given those before them, at temperature 1, nats."""
 
     async def abort(self, request_id: str) -> None:
@@ -107,8 +110,9 @@ class InferenceEngine(Protocol):
     async def receive_weights(self, metadata: WeightMetadata) -> list[list[list[int]]]:
         """Receive and load the tensors of ``metadata``; return checksums per worker, per sender, per bucket."""
 
-    async def finish_update(self, version: str) -> None:
-        """Process what was loaded, forget cached keys and values, take on ``version``."""
+    async def finish_update(self, version: str, adapters: Mapping[str, str] | None = None) -> None:
+        """Process what was loaded, forget cached keys and values, take on ``version``. ``adapters``: those that were
+        received, where adapters travel → the version of each."""
 
     async def abort_update(self) -> None:
         """Leave an update that cannot be finished. The weights are wrong until the next whole update."""

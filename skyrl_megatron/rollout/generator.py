@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from skyrl_megatron.config.adapters import ADAPTER_KEY
 from skyrl_megatron.envs import registry
 from skyrl_megatron.envs.base import ConversationType
 from skyrl_megatron.envs.pool import EnvPool
@@ -46,7 +47,8 @@ class SkyRLGymGenerator(GeneratorInterface):
     batched, with ``batched`` or a ``seed``: one request holds the next turn of all, in the order of the input. With a
     ``seed`` every request also carries a seed of its own, so that a run repeats itself.
 
-    ``nonfinite``: ``error``, or ``skip`` to mask trajectories with a reward that is NaN or infinite.
+    ``nonfinite``: ``error``, or ``skip`` to mask trajectories with a reward that is NaN or infinite. ``adapters``:
+    of the policy, where they have names: the extra ``adapter`` of a prompt says which one answers it.
 
     Raises ConfigError and DataError at once for settings that do not go together and for a tokenizer without a chat
     template.
@@ -61,7 +63,9 @@ class SkyRLGymGenerator(GeneratorInterface):
         *,
         seed: int | None = None,
         nonfinite: str = "error",
+        adapters: Sequence[str] = (),
     ) -> None:
+        self.adapters = tuple(adapters)
         self.generator_cfg, self.skyrl_gym_cfg = generator_cfg, skyrl_gym_cfg
         self.inference_engine_client, self.tokenizer = inference_engine_client, tokenizer
         self.seed, self.nonfinite = seed, nonfinite
@@ -119,7 +123,9 @@ class SkyRLGymGenerator(GeneratorInterface):
             await episode.begin()
             while (tokens := episode.request()) is not None:
                 session = trajectory_id.to_string()
-                (generation,) = await self.inference_engine_client.generate([tokens], config.sampling, [session])
+                (generation,) = await self.inference_engine_client.generate(
+                    [tokens], config.sampling, [session], **self._adapters_of([env_extras])
+                )
                 await episode.answer(generation)
             trajectory = await episode.end()
         except BaseException:
@@ -180,14 +186,19 @@ class SkyRLGymGenerator(GeneratorInterface):
         ]
         try:
             await asyncio.gather(*(episode.begin() for episode in episodes))
-            while waiting := [(e, tokens) for e in episodes if (tokens := e.request()) is not None]:
+            while waiting := [
+                (e, extra, tokens)
+                for e, extra in zip(episodes, extras, strict=True)
+                if (tokens := e.request()) is not None
+            ]:
                 generations = await self.inference_engine_client.generate(
-                    [tokens for _, tokens in waiting],
-                    [self._request(config.sampling, e.trajectory_id, metadata, e.turns) for e, _ in waiting],
-                    [e.trajectory_id.to_string() for e, _ in waiting],
+                    [tokens for *_, tokens in waiting],
+                    [self._request(config.sampling, e.trajectory_id, metadata, e.turns) for e, *_ in waiting],
+                    [e.trajectory_id.to_string() for e, *_ in waiting],
+                    **self._adapters_of([extra for _, extra, _ in waiting]),
                 )
                 answers = zip(waiting, generations, strict=True)
-                await asyncio.gather(*(episode.answer(generation) for (episode, _), generation in answers))
+                await asyncio.gather(*(episode.answer(generation) for (episode, *_), generation in answers))
             trajectories = await asyncio.gather(*(episode.end() for episode in episodes))
         except BaseException:
             await asyncio.gather(*(episode.close() for episode in episodes))
@@ -227,6 +238,15 @@ class SkyRLGymGenerator(GeneratorInterface):
         step = metadata.global_step if metadata else 0
         uid = f"{trajectory_id.instance_id}/turn-{turn}" if turn else trajectory_id.instance_id
         return {**sampling, "seed": request_seed(self.seed, uid, trajectory_id.repetition_id, step)}
+
+    def _adapters_of(self, extras: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+        """Return the option of requests that says which adapters sample them; none where adapters have no names."""
+        if not self.adapters:
+            return {}
+        named = [
+            str(extra.get(ADAPTER_KEY) or (self.adapters[0] if len(self.adapters) == 1 else "")) for extra in extras
+        ]
+        return {"adapters": named}
 
     def _problems(self) -> Iterator[Problem]:
         cfg = self.generator_cfg

@@ -108,6 +108,7 @@ class SamplingClient(Protocol):
         prompt_token_ids: Sequence[Sequence[int]],
         sampling_params: Mapping[str, Any] | Sequence[Mapping[str, Any]],
         session_ids: Sequence[str] | None = None,
+        adapters: Sequence[str] | None = None,
     ) -> Sequence[Generation]:
         """Sample a continuation for each prompt, in order. ``sampling_params``: for all, or one for each. Requests of
-        a session prefer the engine that has its prefix."""
+        a session prefer the engine that has its prefix. ``adapters``: which of several samples each."""

@@ -146,6 +146,10 @@ class MegatronEngine:
         """The low-rank adapters that are trained instead of the weights; of several, those of :attr:`adapter`."""
         return self._now.adapters
 
+    def every_adapter(self) -> dict[str, Adapters]:
+        """Return all adapters by their names (``""`` for one without); none of a role that trains weights."""
+        return {name: each.adapters for name, each in self._trained.items() if each.adapters is not None}
+
     @property
     def optimizer(self) -> Any:
         """Megatron's optimizer; None of a role that is not trained."""

@@ -15,15 +15,19 @@ if TYPE_CHECKING:
     from skyrl_megatron.runtime.engine import MegatronEngine
 
 
-def score_tokens(engine: MegatronEngine, token_ids: Sequence[int], *, perturbation: float = 0.0) -> list[float] | None:
+def score_tokens(
+    engine: MegatronEngine, token_ids: Sequence[int], *, perturbation: float = 0.0, adapter: str = ""
+) -> list[float] | None:
     """Return log-probs of tokens 1 … n−1 at temperature 1, nats, on the first replica's rank that collects, else None.
 
     ``perturbation``: relative change of every embedding, up or down, at least half a unit in its last place; 0: none.
-    How far the scores move is how far rounding takes them in this model. All ranks call it together.
+    How far the scores move is how far rounding takes them in this model. ``adapter``: with which of several; the first
+    unless given. All ranks call it together.
     """
     tokens = torch.tensor([list(token_ids)])
     ones = torch.ones(1, len(token_ids) - 1)
     batch = TrainingBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), ones, ones)
+    batch.adapters = [adapter] if adapter else []
     with _perturbed_embeddings(engine, perturbation) if perturbation else contextlib.nullcontext():
         logprobs = engine.compute_logprobs(batch, temperature=1.0)
     return logprobs[0].tolist() if engine.is_collection_rank and engine.dp_rank == 0 else None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skyrl_megatron.config.adapters import ADAPTER_KEY
 from skyrl_megatron.inference.sampling import engine_sampling
 from skyrl_megatron.rollout.interface import GeneratorInterface, GeneratorOutput
 from skyrl_megatron.rollout.outputs import concatenate_generator_outputs, prepare_generator_input, select_rows
@@ -23,7 +24,8 @@ DATASET_KEY = "data_source"
 async def evaluate(
     cfg: SkyRLTrainConfig, eval_dataset: Any, generator: GeneratorInterface, tokenizer: Any, global_step: int
 ) -> dict[str, float]:
-    """Return ``eval/<dataset>/{avg_score, pass_at_n, mean_positive_reward}`` and the same over ``all``.
+    """Return ``eval/<dataset>/{avg_score, pass_at_n, mean_positive_reward}``, the same over ``all``, and of each named
+    adapter as ``eval/adapter/<name>/…``.
 
     Samples ``eval_n_samples_per_prompt`` responses of each prompt with ``eval_sampling_params``, ``eval_batch_size``
     prompts at a time. With ``dump_eval_results`` prompts, responses and scores go to
@@ -36,6 +38,8 @@ async def evaluate(
     outputs: list[GeneratorOutput] = []
     uids: list[str] = []
     sources: list[str] = []
+    owners: list[str] = []
+    names = tuple(cfg.trainer.policy.model.lora.adapters)
     for start in range(0, len(eval_dataset), size):
         end = min(start + size, len(eval_dataset))
         prompts = eval_dataset.collate_fn([eval_dataset[row] for row in range(start, end)])
@@ -45,10 +49,10 @@ async def evaluate(
         work = generator.generate(generator_input, disable_tqdm=True)
         outputs.append(await within(work, cfg.trainer.phase_timeout_s, "eval"))
         uids += _uids_of_rows(outputs[-1], batch_uids)
-        by_uid = {
-            str(prompt["uid"]): str((prompt["env_extras"] or {}).get(DATASET_KEY, "unknown")) for prompt in prompts
-        }
-        sources += [by_uid[uid] for uid in uids[len(sources) :]]
+        by_uid = {str(prompt["uid"]): prompt["env_extras"] or {} for prompt in prompts}
+        extras = [by_uid[uid] for uid in uids[len(sources) :]]
+        sources += [str(extra.get(DATASET_KEY, "unknown")) for extra in extras]
+        owners += [str(extra.get(ADAPTER_KEY)) for extra in extras]
     output = concatenate_generator_outputs(outputs)
     metrics = _scores("all", output, uids, samples)
     for source in sorted(set(sources)):
@@ -57,6 +61,10 @@ async def evaluate(
         if cfg.trainer.dump_eval_results:
             folder = Path(cfg.trainer.export_path) / "dumped_evals" / f"global_step_{global_step}"
             _dump(folder / f"{source.replace('/', '_')}.jsonl", output, rows, uids, tokenizer)
+    for adapter in names:
+        if rows := [row for row, name in enumerate(owners) if name == adapter]:
+            own = select_rows(output, rows)
+            metrics |= _scores(f"adapter/{adapter}", own, [uids[row] for row in rows], samples)
     return metrics
 
 

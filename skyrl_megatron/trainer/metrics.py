@@ -6,23 +6,34 @@ from collections.abc import Mapping, Sequence
 
 from skyrl_megatron.algorithms.metrics import metric_values, moments
 from skyrl_megatron.rollout.interface import GeneratorOutput
+from skyrl_megatron.rollout.outputs import select_rows
 from skyrl_megatron.rollout.rewards import get_metrics_from_generator_output
 from skyrl_megatron.types import TrainingBatch
 
 RENAMED = {"lr": "policy_lr"}
 
 
-def reward_metrics(output: GeneratorOutput, uids: Sequence[str], samples: int) -> dict[str, float]:
-    """Return ``reward/…`` over the prompts, with ``samples`` responses each, and what the generator measured."""
+def reward_metrics(
+    output: GeneratorOutput, uids: Sequence[str], samples: int, adapters: Sequence[str] = ()
+) -> dict[str, float]:
+    """Return ``reward/…`` over the prompts, with ``samples`` responses each, and what the generator measured.
+    ``adapters``: of each row, where they have names: their own come as ``adapter/<name>/…`` too."""
+    metrics = _reward_metrics("reward", output, uids, samples)
+    for name in dict.fromkeys(adapters):
+        rows = [row for row, adapter in enumerate(adapters) if adapter == name]
+        own = select_rows(output, rows)
+        metrics |= _reward_metrics(f"adapter/{name}", own, [uids[row] for row in rows], samples)
+    return metrics | {name: float(value) for name, value in (output["rollout_metrics"] or {}).items()}
+
+
+def _reward_metrics(of: str, output: GeneratorOutput, uids: Sequence[str], samples: int) -> dict[str, float]:
     scores = get_metrics_from_generator_output(output, uids)
     metrics = {
-        f"reward/avg_pass_at_{samples}": scores["pass_at_n"],
-        "reward/avg_raw_reward": scores["avg_score"],
-        "reward/mean_positive_reward": scores["mean_positive_reward"],
+        f"{of}/avg_pass_at_{samples}": scores["pass_at_n"],
+        f"{of}/avg_raw_reward": scores["avg_score"],
+        f"{of}/mean_positive_reward": scores["mean_positive_reward"],
     }
-    return {name: value for name, value in metrics.items() if value is not None} | {
-        name: float(value) for name, value in (output["rollout_metrics"] or {}).items()
-    }
+    return {name: value for name, value in metrics.items() if value is not None}
 
 
 def logprob_diff_metrics(batch: TrainingBatch) -> dict[str, float]:

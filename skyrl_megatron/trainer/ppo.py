@@ -254,7 +254,8 @@ class RayPPOTrainer:
 
     def postprocess_generator_output(self, generator_output: GeneratorOutput, uids: list[str]) -> GeneratorOutput:
         """Give each token its reward, and measure rewards and responses."""
-        self.metrics |= reward_metrics(generator_output, uids, self.cfg.generator.n_samples_per_prompt)
+        samples, adapters = self.cfg.generator.n_samples_per_prompt, self._adapters_of(uids)
+        self.metrics |= reward_metrics(generator_output, uids, samples, adapters)
         return with_token_rewards(generator_output)
 
     def handle_dynamic_sampling(
@@ -268,8 +269,7 @@ class RayPPOTrainer:
         """Return right-aligned tensors; samples that are not finite are masked with ``algorithm.nonfinite=skip``."""
         batch = to_training_batch(generator_output, uids)
         batch.metadata[PROMPT_UIDS] = uids
-        if self.cfg.trainer.policy.model.lora.adapters:
-            batch.adapters = self.train_dataset.adapters_of(uids)
+        batch.adapters = self._adapters_of(uids)
         keep = finite_samples(batch, self.cfg.trainer.algorithm.nonfinite)
         batch.loss_mask *= keep[:, None]
         self.metrics["generate/nonfinite_samples"] = float((~keep).sum())
@@ -365,7 +365,7 @@ class RayPPOTrainer:
         """Bring the policy's weights into every engine, as version ``global_step``."""
         assert self.weights is not None
         with self.phases("sync_weights"):
-            report = self.loop.run(self.weights.sync(str(self.global_step)))
+            report = self.loop.run(self.weights.sync(str(self.global_step), self.policy.changed_adapters()))
         for failure in report.failures:
             self.tracker.say(f"weight sync: {failure}")
         self.metrics["timing/sync_weights_only_transfer"] = report.seconds["transfer"]
@@ -468,6 +468,11 @@ class RayPPOTrainer:
     @property
     def _kl_in_reward(self) -> bool:
         return self.cfg.trainer.algorithm.use_kl_in_reward
+
+    def _adapters_of(self, uids: Sequence[str]) -> list[str]:
+        """Return the adapter that each row belongs to; [] where adapters have no names."""
+        named = bool(self.cfg.trainer.policy.model.lora.adapters)
+        return list(self.train_dataset.adapters_of(uids)) if named else []
 
     def _due(self, interval: int) -> bool:
         return interval > 0 and self.global_step % interval == 0

@@ -6,7 +6,7 @@ map that it stands beside, as for the map's own weight (``megatron_source.py``);
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,14 +25,17 @@ from skyrl_megatron.weight_sync.source import RowRange, TensorShard, WeightSourc
 
 
 class AdapterSource:
-    """The factors that a rank holds, named as in ``adapter_tensors.py``, in module order.
+    """The factors that a rank holds of one or several ``adapters`` (by name), named as in ``adapter_tensors.py``: one
+    adapter after the other, each in module order.
 
     Of the ranks that hold shares or copies of a factor, the first of the first replica sends it. What products are
     multiplied by is multiplied into ``lora_B`` in the bucket.
     """
 
-    def __init__(self, adapters: Adapters, groups: ProcessGroups) -> None:
-        self.adapters, self.groups = adapters, groups
+    def __init__(self, adapters: Mapping[str, Adapters], groups: ProcessGroups) -> None:
+        self.adapters, self.groups = dict(adapters), groups
+        self.chosen: Sequence[str] = tuple(adapters)
+        """The adapters that are listed and sent: the same ones on all ranks."""
 
     def metadata(self) -> Sequence[TensorMeta]:
         return [shard.meta for shard in self.shards() if shard.rank == 0]
@@ -40,10 +43,10 @@ class AdapterSource:
     def shards(self) -> Sequence[TensorShard]:
         shards: list[TensorShard] = []
         place = 0  # of a tensor, the same on all ranks of the groups it is put together in
-        for chunk in self.adapters.model.chunks:
-            for adapter in adapter_modules(chunk):
+        for name in self.chosen:
+            for adapter in (each for hung in self.adapters[name].hung for each in adapter_modules(hung)):
                 for factor in adapter.factors():
-                    found = list(self._tensors(adapter, factor))
+                    found = list(self._tensors(name, adapter, factor))
                     if self._takes_part(factor):
                         shards += [self._shard(adapter, factor, place + n, *each) for n, each in enumerate(found)]
                     place += len(found)
@@ -53,7 +56,8 @@ class AdapterSource:
         """Do nothing: shards are views of the factors themselves."""
 
     def addresses(self) -> list[int]:
-        return [number for factor in self.adapters.factors() for number in place_of(factor.tensor)]
+        factors = (factor for name in self.chosen for factor in self.adapters[name].factors())
+        return [number for factor in factors for number in place_of(factor.tensor)]
 
     def _takes_part(self, factor: Factor) -> bool:
         """Return whether this rank's share goes into what is sent."""
@@ -65,26 +69,28 @@ class AdapterSource:
         groups = self.groups
         return (groups.tp, groups.dp_cp) if factor.experts is None else (groups.etp, groups.edp)
 
-    def _tensors(self, adapter: Adapter, factor: Factor) -> Iterator[tuple[FactorName, int, Sequence[RowRange]]]:
+    def _tensors(
+        self, name: str, adapter: Adapter, factor: Factor
+    ) -> Iterator[tuple[FactorName, int, Sequence[RowRange]]]:
         """Yield (name, rows, ranges) of what is sent of a factor; rows and ranges are of one expert's."""
         size = 1 if factor.split is None else self._groups(factor)[0].size()
         letter, matrix = factor.name[-1], next(factor.matrices())[1]
         held, width = matrix.shape
-        entry = entry_of(self.adapters, adapter, None if adapter.experts is None else adapter.experts[0])
+        entry = entry_of(self.adapters[name], adapter, None if adapter.experts is None else adapter.experts[0])
         modules = [stacked(piece.name.removesuffix(".weight")) for piece in entry.hf]
         if adapter.is_joined and letter == "B":
             found = ranges_in_shards(entry, size, matrix)
             for module, piece, rows_of_it in zip(modules, entry.hf, found, strict=True):
-                yield FactorName((module,), letter), piece.shape[0], rows_of_it
+                yield FactorName((module,), letter, name), piece.shape[0], rows_of_it
             return
         if not adapter.is_joined:
             modules = [module for module in modules if module.endswith(f".{factor.name.split('.')[-2]}")]
         if factor.split == 0:
             ranges = [RowRange(owner, owner * held, held, 0) for owner in range(size)]
-            yield FactorName(tuple(modules), letter), size * held, ranges
+            yield FactorName(tuple(modules), letter, name), size * held, ranges
         else:
             ranges = [RowRange(owner, 0, held, 0, column=owner * width) for owner in range(size)]
-            yield FactorName(tuple(modules), letter), held, ranges
+            yield FactorName(tuple(modules), letter, name), held, ranges
 
     def _shard(
         self, adapter: Adapter, factor: Factor, place: int, name: FactorName, rows: int, ranges: Sequence[RowRange]
@@ -96,7 +102,7 @@ class AdapterSource:
         shape: tuple[int, ...] = (rows, columns)
         sent: tuple[int, int] | None = None
         if factor.experts is not None:
-            shape = (self.adapters.model.config.num_moe_experts or 0, *shape)
+            shape = (self.adapters[name.adapter].model.config.num_moe_experts or 0, *shape)
             sent = factor.experts[0], factor.experts[-1] + 1
             ranges = _of_every_expert(ranges, len(factor.experts), rows, held)
         elif adapter.experts is not None:
@@ -126,9 +132,13 @@ def _multiply(scale: float) -> Callable[[Tensor, range], None]:
 
 
 def weight_source(
-    model: ModelChunks, adapters: Adapters | None, groups: ProcessGroups, *, adapters_alone: bool
+    model: ModelChunks, adapters: Mapping[str, Adapters], groups: ProcessGroups, *, adapters_alone: bool
 ) -> WeightSource:
-    """Return what a rank sends to engines: the weights, with adapters added where it trains some, or these alone."""
-    if adapters is None:
+    """Return what a rank sends to engines: the weights, with the adapter added where it trains one, or ``adapters``
+    (by name) alone."""
+    if not adapters:
         return MegatronWeightSource(model, groups)
-    return AdapterSource(adapters, groups) if adapters_alone else MergedWeightSource(adapters, groups)
+    if adapters_alone:
+        return AdapterSource(adapters, groups)
+    (adapter,) = adapters.values()
+    return MergedWeightSource(adapter, groups)

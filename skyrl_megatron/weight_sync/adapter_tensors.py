@@ -9,17 +9,19 @@ Engines know the factors of single projections, of every expert its own: 37,000 
 ``model.layers.3.mlp.experts.down_proj.lora_B``     [1, out, rank]      one B for all experts of a layer
 ==================================================  ==================  ==========================================
 
-What a product is multiplied by is in its ``lora_B`` already.
+What a product is multiplied by is in its ``lora_B`` already. Of several adapters each has its own in front of its
+tensors, ``math:model.layers.3.…``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bridges.plan import Plan
+from skyrl_megatron.config.adapters import adapter_configs
 from skyrl_megatron.config.hf_model import read_hf_config
 from skyrl_megatron.errors import WeightSyncError
 from skyrl_megatron.runtime.lora.targets import Selection, adapted, configured_selection, expert_rank
@@ -29,6 +31,8 @@ from skyrl_megatron.weight_sync.metadata import Shape, named_some, wholes
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
 
+type Pairs = Mapping[str, Mapping[str, PairShape]]
+"""Adapter → projection → the sizes of its factors."""
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
@@ -40,20 +44,32 @@ class FactorName:
     """The HF projections that it serves, those of all experts of a layer as one (:func:`stacked`)."""
     letter: str
     """``A`` or ``B``."""
+    adapter: str = ""
+    """Whose it is, where adapters have names."""
 
     def __str__(self) -> str:
         parent, _, first = self.modules[0].rpartition(".")
         others = (module.rpartition(".")[2] for module in self.modules[1:])
-        return f"{parent}.{'+'.join([first, *others])}.lora_{self.letter}"
+        return _of_adapter(self.adapter, f"{parent}.{'+'.join([first, *others])}.lora_{self.letter}")
 
     @classmethod
     def parse(cls, text: str) -> FactorName:
         """Return the parts of a name. Raises WeightSyncError for one that is no factor's."""
-        path, _, letter = text.rpartition(".lora_")
+        adapter, _, rest = text.rpartition(":")
+        path, _, letter = rest.rpartition(".lora_")
         parent, _, projections = path.rpartition(".")
         if letter not in ("A", "B") or not parent:
             raise WeightSyncError(f"{text} is no tensor of an adapter (….lora_A, ….lora_B)")
-        return cls(tuple(f"{parent}.{projection}" for projection in projections.split("+")), letter)
+        return cls(tuple(f"{parent}.{projection}" for projection in projections.split("+")), letter, adapter)
+
+
+def _of_adapter(adapter: str, text: str) -> str:
+    return f"{adapter}:{text}" if adapter else text
+
+
+def of_adapters(metadata: Sequence[TensorMeta], names: Collection[str]) -> list[TensorMeta]:
+    """Return those of the tensors that a rank sends that belong to some of the adapters."""
+    return [meta for meta in metadata if meta.name.rpartition(":")[0] in names]
 
 
 def stacked(module: str) -> str:
@@ -83,23 +99,24 @@ class PairShape:
         return [matrix] if self.experts is None else [(self.experts, *matrix), (1, *matrix)]
 
 
-def check_adapter(metadata: Sequence[Sequence[TensorMeta]], expected: Mapping[str, PairShape]) -> None:
-    """Raise WeightSyncError unless the senders send just the factors of ``expected`` (projection → sizes), whole."""
+def check_adapters(metadata: Sequence[Sequence[TensorMeta]], expected: Pairs) -> None:
+    """Raise WeightSyncError unless the senders send just the factors of ``expected``, whole."""
     problems: list[str] = []
     found: dict[str, str] = {}  # factor of a projection → tensor that has it
     for name, shape in wholes(metadata, problems).items():
         factor = FactorName.parse(name)
         for module in factor.modules:
-            pair = expected.get(module)
+            pair = expected.get(factor.adapter, {}).get(module)
+            key = f"{_of_adapter(factor.adapter, module)}.lora_{factor.letter}"
             if pair is None:
                 problems.append(f"{name} is for {module}, which has no adapter in this run")
             elif shape not in pair.of(factor.letter):
                 problems.append(f"{name} is {list(shape)}, {module} needs {list(pair.of(factor.letter)[0])}")
-            if f"{module}.{factor.letter}" in found:
-                problems.append(f"lora_{factor.letter} of {module} is sent twice")
-            found[f"{module}.{factor.letter}"] = name
-    wanted = [(module, letter) for module in expected for letter in "AB"]
-    missing = [f"{module}.lora_{letter}" for module, letter in wanted if f"{module}.{letter}" not in found]
+            if key in found:
+                problems.append(f"{key} is sent twice")
+            found[key] = name
+    wanted = [f"{_of_adapter(name, module)}.lora_" for name, pairs in expected.items() for module in pairs]
+    missing = [f"{start}{letter}" for start in wanted for letter in "AB" if f"{start}{letter}" not in found]
     if missing:
         problems.append(f"{len(missing)} factors are missing: {named_some(missing)}")
     if problems:
@@ -119,17 +136,29 @@ def adapter_pairs(plan: Plan, selection: Selection, rank: int, expert_rank: int)
     return pairs
 
 
-def configured_pairs(cfg: SkyRLTrainConfig) -> dict[str, PairShape] | None:
-    """Return the adapter that travels alone in a run, None where weights travel. Reads the model's ``config.json``."""
+def configured_pairs(
+    cfg: SkyRLTrainConfig, hf: Mapping[str, Any] | None = None
+) -> dict[str, dict[str, PairShape]] | None:
+    """Return the adapters that travel alone in a run, by their names (``""`` for one without); None where weights
+    travel. ``hf``: the model's ``config.json``, which is read unless given."""
     lora = cfg.trainer.policy.model.lora
     if not lora.rank or lora.sync_mode != "memory":
         return None
-    hf = read_hf_config(cfg) or {}
+    hf = read_hf_config(cfg) or {} if hf is None else hf
     plan = Plan.of(hf)
-    of_experts = expert_rank(cfg, hf.get("num_experts_per_tok"))
-    return adapter_pairs(plan, configured_selection(cfg, plan), lora.rank, of_experts)
+
+    def pairs(own: SkyRLTrainConfig) -> dict[str, PairShape]:
+        of_experts = expert_rank(own, hf.get("num_experts_per_tok"))
+        return adapter_pairs(plan, configured_selection(own, plan), own.trainer.policy.model.lora.rank, of_experts)
+
+    return {name: pairs(own) for name, own in adapter_configs(cfg).items()}
 
 
-def target_modules(pairs: Mapping[str, PairShape]) -> tuple[str, ...]:
+def target_modules(adapters: Pairs) -> tuple[str, ...]:
     """Return the ends of the names of the engine's modules that must take adapters."""
-    return tuple(sorted({"experts" if p.experts else module.rpartition(".")[2] for module, p in pairs.items()}))
+    found = {
+        "experts" if pair.experts else module.rpartition(".")[2]
+        for pairs in adapters.values()
+        for module, pair in pairs.items()
+    }
+    return tuple(sorted(found))

@@ -18,7 +18,6 @@ from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 from skyrl_megatron import device
 from skyrl_megatron.errors import WeightSyncError
 from skyrl_megatron.weight_sync.adapter_tensors import FactorName, stacked
-from skyrl_megatron.weight_sync.metadata import metadata_of
 
 type Pair = dict[str, Tensor]
 """``A`` [rank, in] and ``B`` [out, rank] of a projection; those of experts [experts or 1, …]."""
@@ -29,42 +28,45 @@ class AdapterExtension:
 
     weight_transfer_engine: Any
     model_runner: Any
-    skyrl_staged: dict[str, LoRALayerWeights] | None = None
+    skyrl_staged: dict[str, dict[str, LoRALayerWeights]] | None = None
 
-    def skyrl_stage_adapter(self, senders: list[list[list[Any]]] | None) -> tuple[list[list[int]], list[str]]:
-        """Receive an adapter beside those that are held. ``senders``: as in ``vllm_backend.UpdateInfo``.
+    def skyrl_stage_adapters(self, senders: list[list[list[Any]]] | None) -> tuple[list[list[int]], list[str]]:
+        """Receive adapters beside those that are held. ``senders``: as in ``vllm_backend.UpdateInfo``.
 
         Returns the checksums of the buckets, per sender, and the projections that no module here has a place for.
         Raises WeightSyncError for an adapter that the engine was not started for.
         """
-        transfer = self.weight_transfer_engine
-        if transfer.receiver is None:
-            raise RuntimeError("no trainer is connected")
-        if senders is not None:
-            transfer.receiver.set_metadata([[metadata_of(*item) for item in sender] for sender in senders])
-        self.skyrl_staged = None
+        self.skyrl_staged, left = None, []
         try:
-            tensors = dict(transfer.receiver.tensors())
-            transfer.receiver.finish()
+            receiver = self.weight_transfer_engine.prepared(senders)
+            tensors = dict(receiver.tensors())
+            receiver.finish()
         except BaseException:
-            transfer.shutdown()
+            self.weight_transfer_engine.shutdown()
             raise
-        self.skyrl_staged, left = modules_of(self._manager(), pairs_of(tensors))
-        return transfer.receiver.checksums, left
+        staged: dict[str, dict[str, LoRALayerWeights]] = {}
+        for name, pairs in pairs_of(tensors).items():
+            staged[name], unplaced = modules_of(self._manager(), pairs)
+            left += unplaced
+        self.skyrl_staged = staged
+        return receiver.checksums, left
 
-    def skyrl_activate_adapter(self, number: int) -> None:
-        """Give the adapter received last a slot, as adapter ``number``. Those that requests use stay."""
-        staged, self.skyrl_staged = self.skyrl_staged, None
-        if staged is None:
-            raise WeightSyncError("no adapter was received")
+    def skyrl_activate_adapters(self, numbers: dict[str, int]) -> list[int]:
+        """Give the adapters received last a slot each, by name, under these numbers; return all that are held. Those
+        that requests use stay."""
+        staged, self.skyrl_staged = self.skyrl_staged or {}, None
+        if missing := [name or "the adapter" for name in numbers if name not in staged]:
+            raise WeightSyncError(f"{', '.join(missing)} was not received")
         manager = self._manager()
-        if None not in manager.lora_index_to_id:
-            raise WeightSyncError(f"no slot is free for adapter {number}: {manager.lora_index_to_id} are held")
-        adapter = LoRAModel(number, 0, staged)
-        manager._registered_adapters[number] = adapter
-        manager.activate_adapter(number)
-        device.mark()()
-        adapter.loras.clear()  # its slot has them now, and keeps them until the adapter is dropped
+        if manager.lora_index_to_id.count(None) < len(numbers):
+            raise WeightSyncError(f"no slots are free for {numbers}: {manager.lora_index_to_id} are held")
+        for name, number in numbers.items():
+            adapter = LoRAModel(number, 0, staged[name])
+            manager._registered_adapters[number] = adapter
+            manager.activate_adapter(number)
+            device.mark()()
+            adapter.loras.clear()  # its slot has them now, and keeps them until the adapter is dropped
+        return self._active()
 
     def skyrl_keep_adapters(self, numbers: list[int]) -> list[int]:
         """Drop what was received and not activated, and all adapters but ``numbers``; return those that are held."""
@@ -73,20 +75,23 @@ class AdapterExtension:
         for number in list(manager.list_adapters()):
             if number not in numbers:
                 manager.remove_adapter(number)
-        return sorted(number for number in manager.lora_index_to_id if number is not None)
+        return self._active()
+
+    def _active(self) -> list[int]:
+        return sorted(number for number in self._manager().lora_index_to_id if number is not None)
 
     def _manager(self) -> Any:
         return self.model_runner.lora_manager._adapter_manager
 
 
-def pairs_of(tensors: Mapping[str, Tensor]) -> dict[str, Pair]:
-    """Sort tensors by the projections that they serve."""
-    pairs: dict[str, Pair] = {}
+def pairs_of(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Pair]]:
+    """Sort tensors by adapter and by the projections that they serve."""
+    adapters: dict[str, dict[str, Pair]] = {}
     for name, tensor in tensors.items():
         factor = FactorName.parse(name)
         for module in factor.modules:
-            pairs.setdefault(module, {})[factor.letter] = tensor
-    return pairs
+            adapters.setdefault(factor.adapter, {}).setdefault(module, {})[factor.letter] = tensor
+    return adapters
 
 
 @torch.no_grad()

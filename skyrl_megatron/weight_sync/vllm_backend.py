@@ -24,6 +24,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from skyrl_megatron import device
+from skyrl_megatron.errors import WeightSyncError
 from skyrl_megatron.weight_sync import DEFAULT_BUCKET_BYTES
 from skyrl_megatron.weight_sync.metadata import metadata_of
 from skyrl_megatron.weight_sync.receiver import WeightReceiver
@@ -53,14 +54,26 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Buckets broadcast by trainer ranks, loaded through vLLM's layerwise reload, with a checksum for each bucket."""
+    """Buckets broadcast by trainer ranks, loaded through vLLM's layerwise reload, with a checksum for each bucket.
+
+    What goes wrong is kept for :meth:`WeightExtension.skyrl_checksums` and :meth:`WeightExtension.skyrl_connected`:
+    ``inference/vllm/answers.py`` says why.
+    """
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     receiver: WeightReceiver | None = None
+    failure: Exception | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.shutdown()
+        self.failure = None
+        try:
+            self._connect(init_info)
+        except Exception as error:
+            self.failure = error
+
+    def _connect(self, init_info: InitInfo) -> None:
         config = self.parallel_config
         rank = init_info.rank_offset + config.data_parallel_index * config.world_size + config.rank
         transports = [
@@ -75,17 +88,22 @@ class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        if self.receiver is None:
-            raise RuntimeError("no trainer is connected")
-        if update_info.senders is not None:
-            self.receiver.set_metadata([[metadata_of(*item) for item in sender] for sender in update_info.senders])
+        self.failure = None
         try:
-            self.model.load_weights(self.receiver.tensors())
-            self.receiver.finish()
-        except BaseException:
+            receiver = self.prepared(update_info.senders)
+            self.model.load_weights(receiver.tensors())
+            receiver.finish()
+        except Exception as error:  # wrong weights are left, and skyrl_abort_update ends the update
             self.shutdown()
-            self.finish_weight_update()  # leaves wrong weights, and a model that the next update starts afresh on
-            raise
+            self.failure = error
+
+    def prepared(self, senders: list[list[list[Any]]] | None) -> WeightReceiver:
+        """Return the receiver, once it knows what comes. ``senders``: as in :class:`UpdateInfo`."""
+        if self.receiver is None:
+            raise WeightSyncError("no trainer is connected")
+        if senders is not None:
+            self.receiver.set_metadata([[metadata_of(*item) for item in sender] for sender in senders])
+        return self.receiver
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -106,8 +124,14 @@ class WeightExtension:
     _weight_update_active: bool
     finish_weight_update: Callable[[], None]
 
+    def skyrl_connected(self) -> None:
+        """Raise what kept the worker from joining the trainer's groups."""
+        if self.weight_transfer_engine.failure is not None:
+            raise self.weight_transfer_engine.failure
+
     def skyrl_checksums(self) -> list[list[int]]:
-        """Return the checksums of the last update's buckets, per sender."""
+        """Return the checksums of the last update's buckets, per sender. Raises what went wrong in it."""
+        self.skyrl_connected()
         receiver = self.weight_transfer_engine.receiver
         return [] if receiver is None else receiver.checksums
 

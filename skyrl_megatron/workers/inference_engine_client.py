@@ -88,7 +88,9 @@ class InferenceEngineClient(InferenceClient):
 
         engine = self.cfg.generator.inference_engine
         path = Path(engine.http_token_path or run_folder(self.cfg) / "http_token").expanduser()
-        app = build_app(self, self.settings.served_model_name or self.settings.model, endpoint_token(path))
+        model, held = self.settings.served_model_name or self.settings.model, self.settings.adapters
+        names = tuple(filter(None, held.names)) if held else ()
+        app = build_app(self, model, endpoint_token(path), adapters=names)
         self._endpoint = HttpServer(app, engine.http_endpoint_host, engine.http_endpoint_port)
         await self._endpoint.start()
         log.warning("OpenAI-compatible endpoint at %s/v1, bearer token in %s", self._endpoint.url, path)

@@ -144,8 +144,9 @@ class MegatronWorker:
         from skyrl_megatron.weight_sync.sender import WeightSender
 
         alone = self.cfg.trainer.policy.model.lora.sync_mode == "memory"
-        source = weight_source(self.engine.model, self.engine.adapters, self.engine.groups, adapters_alone=alone)
-        self.sender = WeightSender(source, transport=weight_transport(self.cfg))
+        engine = self.engine
+        self.source = weight_source(engine.model, engine.every_adapter(), engine.groups, adapters_alone=alone)
+        self.sender = WeightSender(self.source, transport=weight_transport(self.cfg))
         return list(self.sender.metadata())
 
     def listen_for_engines(self) -> tuple[str, int]:
@@ -157,16 +158,21 @@ class MegatronWorker:
         """Open the group at that address and wait for the engines' workers."""
         self.sender.connect(*self._address, receivers, timeout_s)
 
-    def send_weights(self) -> list[int]:
-        """Send this rank's tensors; returns the checksum of each bucket."""
+    def send_weights(self, adapters: Sequence[str] | None = None) -> list[int]:
+        """Send this rank's tensors, or those of some adapters; returns the checksum of each bucket."""
+        from skyrl_megatron.weight_sync.adapter_source import AdapterSource
+
         self.engine.onload("weights")
+        if adapters is not None:
+            assert isinstance(self.source, AdapterSource)
+            self.source.chosen = adapters
         return self.sender.send()
 
-    def score(self, token_ids: Sequence[int], perturbation: float) -> list[float] | None:
+    def score(self, token_ids: Sequence[int], perturbation: float, adapter: str = "") -> list[float] | None:
         """Score tokens, see ``runtime/scoring.py``."""
         from skyrl_megatron.runtime.scoring import score_tokens
 
-        return score_tokens(self.engine, token_ids, perturbation=perturbation)
+        return score_tokens(self.engine, token_ids, perturbation=perturbation, adapter=adapter)
 
     # ------------------------------------------------------------------ memory
     def offload(self, parts: Sequence[Part]) -> None:

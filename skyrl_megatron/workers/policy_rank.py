@@ -38,7 +38,7 @@ def weight_synchronizer(
         phase_s=cfg.trainer.phase_timeout_s,
         shared_gpus=cfg.trainer.placement.colocate_all,
         transport=weight_transport(cfg),
-        adapter=configured_pairs(cfg),
+        adapters=configured_pairs(cfg),
     )
 
 
@@ -59,12 +59,14 @@ class PolicyRank:
     async def connect_engines(self, receivers: int, timeout_s: float) -> None:
         await self._call("connect_engines", receivers, timeout_s)
 
-    async def send_weights(self) -> list[int]:
-        sums: list[int] = await self._call("send_weights")
+    async def send_weights(self, adapters: Sequence[str] | None = None) -> list[int]:
+        sums: list[int] = await self._call("send_weights", adapters)
         return sums
 
-    async def score(self, token_ids: Sequence[int], *, perturbation: float = 0.0) -> list[float] | None:
-        scores: list[float] | None = await self._call("score", list(token_ids), perturbation)
+    async def score(
+        self, token_ids: Sequence[int], *, perturbation: float = 0.0, adapter: str = ""
+    ) -> list[float] | None:
+        scores: list[float] | None = await self._call("score", list(token_ids), perturbation, adapter)
         return scores
 
     async def offload(self, parts: Sequence[Part]) -> None:

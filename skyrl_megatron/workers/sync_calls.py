@@ -33,13 +33,16 @@ class TrainerRank(Protocol):
     async def connect_engines(self, receivers: int, timeout_s: float) -> None:
         """Open the group at that address (``WeightSender.connect``)."""
 
-    async def send_weights(self) -> list[int]:
-        """Send the weights; return the checksum of each bucket (``WeightSender.send``)."""
+    async def send_weights(self, adapters: Sequence[str] | None = None) -> list[int]:
+        """Send the weights, or these adapters; return the checksum of each bucket (``WeightSender.send``)."""
 
-    async def score(self, token_ids: Sequence[int], *, perturbation: float = 0.0) -> list[float] | None:
+    async def score(
+        self, token_ids: Sequence[int], *, perturbation: float = 0.0, adapter: str = ""
+    ) -> list[float] | None:
         """Return log-probs of tokens 1 … n−1 at temperature 1, nats, on a rank that has them; None on the others.
 
-        ``perturbation``: relative change of every embedding first (``runtime/scoring.py``)."""
+        ``perturbation``: relative change of every embedding first (``runtime/scoring.py``). ``adapter``: with which of
+        several, by name."""
 
     async def offload(self, parts: Sequence[Part]) -> None:
         """Free the GPU memory of parts that engines on the same GPUs need; they come back when the rank needs them.

@@ -7,8 +7,8 @@ Ranks and engines are called concurrently (``sync_calls.py``). An engine that fa
 anew for all, or it is dropped while others are left. Until the version is published nothing is delivered from the new
 weights, and a failed sync leaves engines paused.
 
-Where engines hold the base and get an adapter, it lies beside the one that serves until all engines were verified, and
-after a failed sync they serve on with the old one.
+Where engines hold the base and get adapters, each lies beside the one that serves until all engines were verified with
+all of them, and after a failed sync they serve on with the old ones. Those that have not changed stay where they are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from skyrl_megatron.errors import EngineError, WeightSyncError
 from skyrl_megatron.inference.pool import EnginePool, EngineSlot, same_failure
 from skyrl_megatron.inference.protocol import INITIAL_VERSION, InferenceEngine
 from skyrl_megatron.weight_sync import DEFAULT_BUCKET_BYTES
-from skyrl_megatron.weight_sync.adapter_tensors import PairShape, check_adapter
+from skyrl_megatron.weight_sync.adapter_tensors import Pairs, check_adapters, of_adapters
 from skyrl_megatron.weight_sync.bucket import TensorMeta
 from skyrl_megatron.weight_sync.metadata import check_metadata
 from skyrl_megatron.weight_sync.probe import (
@@ -61,7 +61,9 @@ class SyncReport:
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall clock of each phase; of the last attempt, if engines failed."""
     logprob_diffs: dict[str, LogprobDiff] = field(default_factory=dict)
-    """Per engine, if the probe was due."""
+    """Per engine, if the probe was due; of named adapters ``engine 0, math``."""
+    adapters: tuple[str, ...] | None = None
+    """The adapters that travelled; None: weights did."""
     failures: list[str] = field(default_factory=list)
     """Failures that were recovered from on the way."""
 
@@ -82,8 +84,8 @@ class WeightSynchronizer:
     ``hf_config``: of the model, for the check of completeness. ``dtype``: of the engines' weights. ``deadline_s``: for
     one sync, restarts included; ``phase_s``: for any phase of it, and the longest wait of any rank or worker.
     ``probe_interval``: syncs from one probe to the next (``weight_sync_probe_interval``). ``shared_gpus``: trainer and
-    engines take turns on the same GPUs, and engines sleep while the trainer works. ``adapter``: projections of the
-    adapter that travels alone, to engines that hold the base; None: all weights travel.
+    engines take turns on the same GPUs, and engines sleep while the trainer works. ``adapters``: projections of those
+    that travel alone, by their names, to engines that hold the base; None: all weights travel.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class WeightSynchronizer:
         deadline_s: float = 1800.0,
         phase_s: float = 600.0,
         shared_gpus: bool = False,
-        adapter: Mapping[str, PairShape] | None = None,
+        adapters: Pairs | None = None,
     ) -> None:
         self.pool, self.calls = pool, SyncCalls(ranks, phase_s)
         self.hf_config, self.dtype, self.probe_interval = hf_config, dtype, probe_interval
@@ -109,23 +111,32 @@ class WeightSynchronizer:
             "timeout_s": ENGINE_FRACTION * phase_s,
         }
         self.deadline_s, self.phase_s, self.shared_gpus = deadline_s, phase_s, shared_gpus
-        self.adapter = adapter
+        self.adapters = adapters
+        self.versions: dict[str, str] = {}
+        """Adapter → the version that its weights changed last in, as of the sync under way."""
         self.syncs = 0
         self.training = True
         """Whether the trainer may have moved on from the weights of the last sync."""
         self._metadata: list[list[TensorMeta]] = []
         self._connected: list[InferenceEngine] = []  # engines that the ranks' groups were made for
+        self._changed: set[str] = set(adapters or ())  # adapters that not all engines have as they are
+        self._whole: list[InferenceEngine] = []  # engines that have all others
 
-    async def sync(self, version: str) -> SyncReport:
+    async def sync(self, version: str, changed: Collection[str] | None = None) -> SyncReport:
         """Give every engine the trainer's weights as ``version``. Requests in flight are frozen meanwhile.
+
+        ``changed``: the adapters that were trained since the last sync; None: all.
 
         Raises WeightSyncError when no engine could be verified: none generates then, the version is not published, and
         the trainer's state is untouched. Errors of trainer ranks come through as they are.
         """
         async with self.pool.changing:
             self.calls.ends = time.monotonic() + self.deadline_s
+            self._changed |= set(self.adapters or () if changed is None else changed)
+            self.versions |= dict.fromkeys(self._changed, version)
             report = await self._until_verified(version)
             slots = self.pool.alive()
+            self._changed, self._whole = set(), [slot.engine for slot in slots]
             for slot in slots:
                 slot.version = version
             self.pool.publish(version)
@@ -158,6 +169,7 @@ class WeightSynchronizer:
         except (EnginesLost, AttemptFailed) as error:
             await self.pool.mark_dead(slot, str(error))
             raise WeightSyncError(str(error)) from error
+        self._whole.append(slot.engine)
         self.pool.serve(slot, version)
 
     async def _until_verified(self, version: str) -> SyncReport:
@@ -205,25 +217,36 @@ class WeightSynchronizer:
                 await self.calls.on_engines(slots, "wake weights", lambda engine: engine.wake(["weights"]))
         with _timed(report, "connect"):
             await self._connect(slots)
-        report.nbytes = sum(meta.nbytes for sender in self._metadata for meta in sender)
+        report.adapters = names = self._travelling(slots)
+        chosen = () if names is None or names == ("",) else (names,)
+        connected = [sender for sender in self._metadata if sender]
+        metadata = connected if names is None else [of_adapters(sender, names) for sender in connected]
+        report.nbytes = sum(meta.nbytes for sender in metadata for meta in sender)
         with _timed(report, "start"):
             await self.calls.on_engines(slots, "start", lambda engine: engine.start_update())
         with _timed(report, "transfer"):
-            metadata = [sender for sender in self._metadata if sender]
             received, sent = await self.calls.together(
                 slots,
                 "transfer",
                 lambda engine: engine.receive_weights(metadata),
-                lambda _, rank: rank.send_weights(),
+                lambda _, rank: rank.send_weights(*chosen),
             )
         _compare(slots, received, [sums for sums, sender in zip(sent, self._metadata, strict=True) if sender])
+        versions = () if names is None else ({name: self.versions[name] for name in names},)
         with _timed(report, "finish"):
-            await self.calls.on_engines(slots, "finish", lambda engine: engine.finish_update(version))
+            await self.calls.on_engines(slots, "finish", lambda engine: engine.finish_update(version, *versions))
         with _timed(report, "probe"):
             await self._probe(slots, report)
-        if self.adapter is not None:
+        if names is not None:
             with _timed(report, "switch"):
                 await self.calls.on_engines(slots, "switch", lambda engine: engine.set_version(version))
+
+    def _travelling(self, slots: Sequence[EngineSlot]) -> tuple[str, ...] | None:
+        """Return the adapters that these engines need: those that have changed, all where one of them is new."""
+        if self.adapters is None:
+            return None
+        know = all(slot.engine in self._whole for slot in slots)
+        return tuple(name for name in self.adapters if name in self._changed or not know)
 
     async def _connect(self, slots: list[EngineSlot]) -> None:
         engines = [slot.engine for slot in slots]
@@ -231,10 +254,10 @@ class WeightSynchronizer:
             return
         self._connected = []
         self._metadata = await self.calls.on_ranks("metadata", lambda rank: rank.weight_metadata())
-        if self.adapter is None:
+        if self.adapters is None:
             check_metadata(self._metadata, self.hf_config)
         else:
-            check_adapter(self._metadata, self.adapter)
+            check_adapters(self._metadata, self.adapters)
         sends = [bool(sender) for sender in self._metadata]
         workers = await self.calls.on_engines(slots, "connect", lambda engine: engine.worker_count())
         addresses = await self.calls.on_ranks("connect", lambda rank: rank.listen_for_engines())
@@ -260,26 +283,30 @@ class WeightSynchronizer:
         Frozen requests go on for as long as that takes: their tokens are delivered once the version is published, or
         never.
         """
-        due = is_due(self.syncs, self.probe_interval)
         tokens = probe_tokens(int(self.hf_config["vocab_size"]), report.version)
-        expected = await self._expected(tokens) if due else None
+        due = is_due(self.syncs, self.probe_interval)
+        names = (("",) if report.adapters is None else report.adapters) if due else ()
+        expected = {name: await self._expected(tokens, name) for name in names}
         await self._offload("weights")
         if self.shared_gpus:
             await self.calls.on_engines(slots, "wake cache", lambda engine: engine.wake(["kv_cache"]))
-        if expected is None:
+        if not expected:
             return
-        trainer, limit = expected
         await self.calls.on_engines(slots, "probe", lambda engine: engine.resume())
-        engines = await self.calls.on_engines(slots, "probe", lambda engine: engine.score(tokens))
+        scored = {name: await self.calls.on_engines(slots, "probe", _scores(tokens, name)) for name in names}
         await self.calls.on_engines(slots, "probe", lambda engine: engine.pause("keep"))
-        wrong = {}
-        for slot, logprobs in zip(slots, engines, strict=True):
-            report.logprob_diffs[slot.name] = found = logprob_diff(trainer, logprobs)
-            if not found.within(limit):
-                wrong[slot] = (
-                    f"log-probs of {len(tokens)} tokens differ from the trainer's by up to {found.largest:.2e}, on "
-                    f"average {found.mean:.2e}; the limit on average is {limit:.2g} in {self.dtype}"
-                )
+        wrong: dict[EngineSlot, str] = {}
+        for name, engines in scored.items():
+            trainer, limit = expected[name]
+            for slot, logprobs in zip(slots, engines, strict=True):
+                found = logprob_diff(trainer, logprobs)
+                report.logprob_diffs[f"{slot.name}, {name}" if name else slot.name] = found
+                if not found.within(limit) and slot not in wrong:
+                    wrong[slot] = (
+                        f"log-probs of {len(tokens)} tokens{f' with adapter {name}' if name else ''} differ from the "
+                        f"trainer's by up to {found.largest:.2e}, on average {found.mean:.2e}; the limit on average "
+                        f"is {limit:.2g} in {self.dtype}"
+                    )
         if len(wrong) == len(slots):
             raise WeightSyncError(
                 f"{self._unpublished(report.version)}: {wrong[slots[0]]}. The bytes arrived as they were sent: "
@@ -288,11 +315,14 @@ class WeightSynchronizer:
         if wrong:
             raise EnginesLost("probe", wrong)
 
-    async def _expected(self, tokens: list[int]) -> tuple[list[float], float]:
+    async def _expected(self, tokens: list[int], adapter: str) -> tuple[list[float], float]:
         """Return the trainer's scores, and how far an engine's may be from them on average."""
+        named = {"adapter": adapter} if adapter else {}
 
         async def score(perturbation: float) -> list[float]:
-            scored = await self.calls.on_ranks("probe", lambda rank: rank.score(tokens, perturbation=perturbation))
+            scored = await self.calls.on_ranks(
+                "probe", lambda rank: rank.score(tokens, perturbation=perturbation, **named)
+            )
             return next(logprobs for logprobs in scored if logprobs is not None)
 
         trainer = await score(perturbation=0.0)
@@ -346,11 +376,15 @@ class WeightSynchronizer:
     @property
     def _old_serves(self) -> bool:
         """Whether engines can serve after a failed sync: none changes the base, and nobody else has their memory."""
-        return self.adapter is not None and self.pool.published != INITIAL_VERSION and not self.pool.asleep
+        return self.adapters is not None and self.pool.published != INITIAL_VERSION and not self.pool.asleep
 
     def _unpublished(self, version: str) -> str:
         rest = f"engines serve on with version {self.pool.published}" if self._old_serves else "no engine generates"
         return f"version {version} is not published, {rest}"
+
+
+def _scores(tokens: list[int], adapter: str) -> Callable[[InferenceEngine], Awaitable[list[float]]]:
+    return lambda engine: engine.score(tokens, adapter) if adapter else engine.score(tokens)
 
 
 def _compare(slots: Sequence[EngineSlot], received: Sequence[list[list[list[int]]]], sent: list[list[int]]) -> None:

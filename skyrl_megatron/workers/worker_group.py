@@ -41,6 +41,7 @@ class WorkerGroup:
         actors = [actor.options(**allocation.options(rank), **shared).remote(rank, world) for rank in range(world)]
         self.group = ActorGroup(role, actors, cfg.trainer.phase_timeout_s)
         self.ranks: list[RankInfo] = []
+        self._stepped: set[str] | None = None  # named adapters, since changed_adapters(); None: whichever there are
         self._building: Any = None
 
     # ------------------------------------------------------------------ start
@@ -100,7 +101,15 @@ class WorkerGroup:
         results = self.group.call(
             "train_mini_batch", *arguments, phase=f"train {self.name}", each=sharded.arguments(self.ranks)
         )
-        return self._merged(results)
+        merged = self._merged(results)
+        named = {metric.split("/")[1] for metric in merged if metric.startswith("adapter/")}
+        self._stepped = self._stepped | named if self._stepped is not None and named else None
+        return merged
+
+    def changed_adapters(self) -> set[str] | None:
+        """Return the named adapters that took a step since this was asked last; None: all that there is may have."""
+        changed, self._stepped = self._stepped, set()
+        return changed
 
     def restart_schedule(self, *, lr: float | None = None, total_steps: int | None = None) -> None:
         """Begin the learning-rate schedule anew: as configured for ``total_steps``, or constant at ``lr``."""

@@ -70,10 +70,10 @@ def test_engines_are_started_for_the_adapter(tmp_path):
     assert configured_pairs(SkyRLTrainConfig.from_cli_overrides(arguments)) is None, "weights travel, merged"
     pairs = configured_pairs(SkyRLTrainConfig.from_cli_overrides([*arguments, f"{LORA}sync_mode=memory"]))
     slots = adapter_slots(pairs)
-    assert slots.rank == 32 and slots.slots == 2
+    assert slots.rank == 32 and slots.slots == 2 and slots.names == ("",)
     assert slots.targets == ("experts", "k_proj", "o_proj", "q_proj", "v_proj")
     experts = {entry.expert for entry in Plan.of(tiny_config("qwen3_moe")).entries} - {None}
-    assert pairs["model.layers.0.mlp.experts.up_proj"].experts == len(experts)
+    assert pairs[""]["model.layers.0.mlp.experts.up_proj"].experts == len(experts)
 
 
 def test_ranks_are_those_that_vllm_declares():
@@ -107,12 +107,12 @@ def test_names_are_read_as_they_are_written():
 )
 def test_an_adapter_that_is_not_whole_is_never_sent(sent, message):
     from skyrl_megatron.errors import WeightSyncError
-    from skyrl_megatron.weight_sync.adapter_tensors import PairShape, check_adapter
+    from skyrl_megatron.weight_sync.adapter_tensors import PairShape, check_adapters
     from skyrl_megatron.weight_sync.bucket import TensorMeta
 
     expected = {"m.q": PairShape(4, rows=6, columns=8)}
     with pytest.raises(WeightSyncError, match=message):
-        check_adapter([[TensorMeta(name, "float32", shape) for name, shape in sent.items()]], expected)
+        check_adapters([[TensorMeta(name, "float32", shape) for name, shape in sent.items()]], {"": expected})
 
 
 def test_versions_serve_until_nobody_uses_them():
@@ -123,7 +123,7 @@ def test_versions_serve_until_nobody_uses_them():
     def update(version):
         aborted = held.make_room()
         held.add(version)
-        held.commit(version)
+        held.commit()
         return aborted
 
     with held.use("before all") as nothing:
@@ -133,10 +133,10 @@ def test_versions_serve_until_nobody_uses_them():
         assert update("2") == [] and one.version == "1" and held.numbers() == [1, 2]
         held.make_room()
         held.add("bad")
-        assert held.serving.version == "2", "a candidate does not serve"
+        assert held.serving[""].version == "2", "a candidate does not serve"
         assert one.evicted
         held.leave()
-        assert held.serving.version == "2" and held.numbers() == [2]
+        assert held.serving[""].version == "2" and held.numbers() == [2]
     assert update("3") == [] and held.numbers() == [2, 4]
 
 
@@ -147,7 +147,7 @@ def test_requests_of_a_version_that_leaves_are_named():
     for version in "12":
         held.make_room()
         held.add(version)
-        held.commit(version)
+        held.commit()
         if version == "1":
             using = held.use("request 7")
             using.__enter__()

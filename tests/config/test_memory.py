@@ -156,18 +156,21 @@ def engine_bytes(folder, overrides):
     for name in [name for name in os.environ if name.startswith("NVTE_")]:
         del os.environ[name]  # Megatron refuses another attention backend than the last model of the process had
     engine = MegatronEngine(cfg)
-    for chunk in engine.chunks:
-        for parameter in chunk.parameters():
-            if parameter.requires_grad:
-                parameter.main_grad.fill_(1e-3)
-    engine.optimizer.step()
-    buffers = [b for chunk in engine.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    state = {}
-    for optimizer in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
-        for entry in optimizer.optimizer.state.values():
-            state |= {id(value): value for value in entry.values() if torch.is_tensor(value) and value.dim()}
-    parameters = [parameter for chunk in engine.chunks for parameter in chunk.parameters()]
-    weights = sum(scaled.matrix().nbytes if (scaled := scaled_weight(p)) else p.nbytes for p in parameters)
+    buffers, state, parameters = [], {}, {}
+    for name in engine.adapter_names:
+        engine.set_adapter(name)
+        for chunk in engine.chunks:
+            parameters |= {id(parameter): parameter for parameter in chunk.parameters()}
+            for parameter in chunk.parameters():
+                if parameter.requires_grad:
+                    parameter.main_grad.fill_(1e-3)
+        engine.optimizer.step()
+        buffers += [b for chunk in engine.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        for optimizer in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
+            for entry in optimizer.optimizer.state.values():
+                state |= {id(value): value for value in entry.values() if torch.is_tensor(value) and value.dim()}
+    every = parameters.values()
+    weights = sum(scaled.matrix().nbytes if (scaled := scaled_weight(p)) else p.nbytes for p in every)
     measured = (weights, sum(b.grad_data.nbytes for b in buffers), sum(value.nbytes for value in state.values()))
     size = RoleModel.of(cfg, "policy", parameter_tables(cfg)["policy"], on_cpu=True).state(engine.groups.pp.rank())
     return measured, (size.weights, size.gradients, size.optimizer)
@@ -206,6 +209,7 @@ LORA = "trainer.policy.model.lora."
         {f"{M}tensor_model_parallel_size": 2, f"{M}lora_config.lora_type": "canonical_lora"},
         {f"{M}expert_model_parallel_size": 2, f"{M}lora_config.experts_shared_outer_loras": True},
         {f"{M}pipeline_model_parallel_size": 2, f"{LORA}target_modules": "q_proj,k_proj,v_proj,layers.3"},
+        {f"{LORA}adapters": {"math": {}, "code": {"rank": 8, "train_attn": False}}, f"{LORA}sync_mode": "memory"},
     ],
     ids=lambda settings: " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in settings.items()),
 )

@@ -44,12 +44,16 @@ def test_every_worker_of_a_data_parallel_engine_is_asked():
     client.core_engines, client.core_engine = [b"0", b"1"], b"0"
 
     async def call(method, *args, engine):
-        assert (method, args[0]) == ("collective_rpc", "skyrl_checksums")
-        return [f"{engine.decode()}.{worker}" for worker in (0, 1)]
+        assert (method, args[0], args[2]) == ("collective_rpc", "skyrl_answer", ("skyrl_checksums",))
+        return [(engine != refuses, f"{engine.decode()}.{worker}") for worker in (0, 1)]
 
     client._call_utility_async = call
+    refuses = None
     answers = asyncio.run(compat.on_every_worker(SimpleNamespace(engine_core=client), "skyrl_checksums"))
     assert answers == ["0.0", "0.1", "1.0", "1.1"]
+    refuses = b"1"
+    with pytest.raises(RuntimeError, match=r"worker 2: 1\.0"):
+        asyncio.run(compat.on_every_worker(SimpleNamespace(engine_core=client), "skyrl_checksums"))
 
 
 def test_what_depends_on_the_node_is_decided_there(tmp_path, monkeypatch):

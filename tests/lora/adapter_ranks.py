@@ -15,18 +15,20 @@ BUCKET_BYTES = 1 << 15  # several from each rank
 class AdapterRank(Rank):
     """One rank's adapters; what is asked for with ``fault`` is sent by mistake."""
 
-    def adapt(self, seed: int) -> None:
-        """Take the factors drawn from ``seed``."""
+    def adapt(self, seed: int, name: str = "") -> None:
+        """Take the factors drawn from ``seed``, of one of several adapters."""
         from skyrl_megatron.runtime.lora.names import by_module, fill_factors
 
+        self.engine.set_adapter(name)
         adapters = self.engine.adapters
         factors = reference.start_factors(adapters.model.hf.plan, separate=False, seed=seed)
         fill_factors(adapters, self.engine.groups, by_module(factors))
 
-    def export(self, folder) -> None:
-        """Write the merged model."""
+    def export(self, folder, name: str = "") -> None:
+        """Write the merged model, of one of several adapters."""
         from skyrl_megatron.runtime.hf.export import save_hf
 
+        self.engine.set_adapter(name)
         save_hf(self.engine.model, self.engine.groups, folder, of=self.engine.adapters.merged)
 
     def source(self):
@@ -53,7 +55,18 @@ class AdapterRank(Rank):
                     return None
                 return shard
 
-        return Source(engine.adapters, engine.groups)
+        self.sent = Source(engine.every_adapter(), engine.groups)
+        return self.sent
+
+    def send_weights(self, adapters=None):
+        if adapters is not None:
+            self.sent.chosen = adapters
+        return super().send_weights()
+
+    def score(self, token_ids, perturbation, adapter=""):
+        from skyrl_megatron.runtime.scoring import score_tokens
+
+        return score_tokens(self.engine, token_ids, perturbation=perturbation, adapter=adapter)
 
     def make(self, mistake: str | None) -> None:
         """Choose the mistake of the next connection."""
@@ -68,7 +81,7 @@ def ranks_with_adapters(pool, folder, layout, overrides=None):
 
 
 def pairs_of(folder, overrides=None):
-    """The adapter of a run on ``folder``."""
+    """The adapters of a run on ``folder``."""
     from skyrl_megatron.weight_sync.adapter_tensors import configured_pairs
 
     memory = {f"{bodies.LORA}sync_mode": "memory"}
@@ -76,7 +89,7 @@ def pairs_of(folder, overrides=None):
 
 
 def engine(folder, overrides=None, **settings):
-    """An engine for the adapter of a run on ``folder``; it is not started."""
+    """An engine for the adapters of a run on ``folder``; it is not started."""
     from skyrl_megatron.inference.vllm.adapters import adapter_slots
     from skyrl_megatron.inference.vllm.engine import VLLMEngine
 
@@ -90,4 +103,4 @@ def synchronizer(pool, trainer, folder, overrides=None, **options):
 
     options = dict(dtype="float32", bucket_bytes=BUCKET_BYTES, phase_s=60.0, deadline_s=300.0) | options
     hf = json.loads((folder / "config.json").read_text())
-    return WeightSynchronizer(pool, trainer.handles, hf_config=hf, adapter=pairs_of(folder, overrides), **options)
+    return WeightSynchronizer(pool, trainer.handles, hf_config=hf, adapters=pairs_of(folder, overrides), **options)

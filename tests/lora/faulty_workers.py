@@ -1,28 +1,50 @@
-"""Workers of an engine that do not do with an adapter what they say."""
+"""Workers of an engine that do not do with adapters what they say."""
 
 from skyrl_megatron.inference.vllm.compat import WorkerExtension
 
 
 class FaultyWorker(WorkerExtension):
-    """``plant``: a mistake of the last worker, or of all."""
+    """``plant``: a mistake of the last worker, or of all; ``adapter``: the one of several that it is about."""
 
     planted: str | None = None
+    about: str = ""
 
-    def plant(self, fault: str | None) -> None:
-        self.planted = fault
+    def plant(self, fault: str | None, adapter: str = "") -> None:
+        self.planted, self.about = fault, adapter
 
-    def skyrl_activate_adapter(self, number: int) -> None:
+    def skyrl_activate_adapters(self, numbers: dict[str, int]) -> list[int]:
         last = self.parallel_config.rank == self.parallel_config.world_size - 1
         if last and self.planted == "fails to activate":
             raise RuntimeError("out of slots, says the test")
         if last and self.planted == "activates nothing":
-            self._manager().lora_index_to_id[self._manager().lora_index_to_id.index(None)] = number
-            self._manager()._registered_adapters[number] = None
-            self._manager()._active_adapters[number] = None
-            return
+            numbers = dict(numbers)
+            self._pretend(numbers.pop(self.about))
         if self.planted == "ignores experts":
-            self.skyrl_staged = {name: f for name, f in self.skyrl_staged.items() if not name.endswith(".experts")}
-        super().skyrl_activate_adapter(number)
+            left = {name: f for name, f in self.skyrl_staged[self.about].items() if not name.endswith(".experts")}
+            self.skyrl_staged[self.about] = left
+        if self.planted == "takes one for the other":
+            names = list(self.skyrl_staged)
+            self.skyrl_staged = dict(zip(names, reversed(self.skyrl_staged.values()), strict=True))
+        return super().skyrl_activate_adapters(numbers)
+
+    def _pretend(self, number: int) -> None:
+        """Give a slot to an adapter, and leave in it what there was."""
+        manager = self._manager()
+        manager.lora_index_to_id[manager.lora_index_to_id.index(None)] = number
+        manager._registered_adapters[number] = None
+        manager._active_adapters[number] = None
+
+    def slot_bytes(self) -> int:
+        """Bytes of the slots of adapters."""
+        from vllm.lora.layers.fused_moe import FusedMoEWithLoRA
+
+        of_experts = [f"{part}_lora_{letter}_stacked" for part in ("w13", "w2") for letter in "ab"]
+        return sum(
+            tensor.nbytes
+            for module in self._manager().modules.values()
+            for name in (of_experts if isinstance(module, FusedMoEWithLoRA) else ("lora_a_stacked", "lora_b_stacked"))
+            for tensor in getattr(module, name)
+        )
 
     def memory(self) -> int:
         """Bytes that the process holds, all of its cache among them: pages count from the first write on."""

@@ -20,7 +20,7 @@ def body(folder, layout, overrides):  # noqa: F811
     from skyrl_megatron.weight_sync.plan import ExportPlan
 
     engine = bodies.adapted_engine(folder, layout, overrides)
-    source = AdapterSource(engine.adapters, engine.groups)
+    source = AdapterSource(engine.every_adapter(), engine.groups)
     plan = ExportPlan(source, BUCKET_BYTES, torch.device("cpu"))
     metas = list(source.metadata())
     for factor in engine.adapters.factors():
@@ -85,7 +85,7 @@ def _random(factor, groups):
 def test_buckets_hold_the_factors(ranks, folder, layout, overrides):  # noqa: F811
     import torch
 
-    from skyrl_megatron.weight_sync.adapter_tensors import FactorName, check_adapter, configured_pairs, stacked
+    from skyrl_megatron.weight_sync.adapter_tensors import FactorName, check_adapters, configured_pairs, stacked
     from tests.training.bodies import config
 
     results = ranks(layout["world"], body, folder, layout, overrides)
@@ -93,7 +93,8 @@ def test_buckets_hold_the_factors(ranks, folder, layout, overrides):  # noqa: F8
     expected = {name: tensor for _, _, whole in results for name, tensor in whole.items()}
     memory = {f"{bodies.LORA}sync_mode": "memory"}
     pairs = configured_pairs(config(folder, **layout, overrides=bodies.KEYS | overrides | memory))
-    check_adapter([metas for _, metas, _ in results if metas], pairs)
+    check_adapters([metas for _, metas, _ in results if metas], pairs)
+    (pairs,) = pairs.values()
 
     looked_at = set()
     for name, tensor in sent.items():

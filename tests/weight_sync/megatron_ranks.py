@@ -148,11 +148,11 @@ class Handle:
     async def connect_engines(self, receivers, timeout_s):
         await self("connect_engines", receivers, timeout_s)
 
-    async def send_weights(self):
-        return await self("send_weights")
+    async def send_weights(self, *adapters):
+        return await self("send_weights", *adapters)
 
-    async def score(self, token_ids, *, perturbation=0.0):
-        return await self("score", list(token_ids), perturbation)
+    async def score(self, token_ids, *, perturbation=0.0, **adapter):
+        return await self("score", list(token_ids), perturbation, *adapter.values())
 
     async def offload(self, parts):
         raise AssertionError("nobody shares a GPU")

@@ -117,9 +117,6 @@ def _lora(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     if len(lora.adapters) > 1 and lora.sync_mode == "merged":
         fix = "an engine has one set of weights, into which several adapters cannot go: set lora.sync_mode=memory"
         yield Problem(ADAPTERS, ", ".join(lora.adapters), fix)
-    elif len(lora.adapters) > 1:
-        fix = "engines sample with one adapter in this version: name one, and train the others in runs of their own"
-        yield Problem(ADAPTERS, ", ".join(lora.adapters), fix)
     if lora.sync_mode == "memory" and merge:
         fix = "sends the adapter alone: set trainer.policy.megatron_config.lora_config.merge_lora=false"
         yield Problem("trainer.policy.model.lora.sync_mode", "memory", fix)
@@ -134,7 +131,9 @@ def _lora(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
                 "trainer.policy.megatron_config.lora_config.merge_lora=true"
             )
             yield Problem("trainer.policy.model.lora.sync_mode", "memory", fix)
-        slots = engine.engine_init_kwargs.get("max_loras", 2)
-        if not isinstance(slots, int) or slots < 2:
-            fix = "an engine holds the adapter that serves and the next one: at least 2"
+        least = 2 * max(len(lora.adapters), 1)
+        slots = engine.engine_init_kwargs.get("max_loras", least)
+        if not isinstance(slots, int) or slots < least:
+            several = f" of each of {len(lora.adapters)} adapters" if len(lora.adapters) > 1 else ""
+            fix = f"an engine holds the version that serves and the next one{several}: at least {least}"
             yield Problem(f"{_E}engine_init_kwargs.max_loras", slots, fix)

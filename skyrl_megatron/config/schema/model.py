@@ -29,8 +29,8 @@ class SkyRLLoraConfig(BaseConfig):
     """How the first adapter matrix starts. The second starts at zero, so that training begins from the base model;
     with `zero` it is the first that is zero."""
     sync_mode: Annotated[str | None, OneOf("memory", "merged")] = None
-    """What travels to the engines: `memory` sends the adapter alone, to engines that hold the base model (of
-    `engine_init_kwargs.max_loras` versions at once, default 2), `merged` the base weights with the adapter added.
+    """What travels to the engines: `memory` sends adapters alone, to engines that hold the base model (and
+    `engine_init_kwargs.max_loras` versions at once, default 2 of each), `merged` the base weights with the adapter added.
     None: `merged` if `megatron_config.lora_config.merge_lora`, else `memory`."""
     train_attn: bool = True
     """Whether layers of attention get adapters."""
@@ -44,7 +44,7 @@ class SkyRLLoraConfig(BaseConfig):
     adapters: dict[str, dict[str, Any] | None] = field(default_factory=dict)
     """Several adapters trained together: name → what it has otherwise than the others, of `lora` and of
     `policy.optimizer_config` (`{math: {}, code: {lr: 1e-5, alpha: 32}}`, or just `{math,code}`). A data row's
-    `adapter` says which one answers it, default the first."""
+    `adapter` says which one answers it. More than one need `sync_mode=memory`."""
     adapter_path: str | None = None
     """A PEFT folder, or the name of one on the Hugging Face hub (`org/name` or `org/name@revision`), that training
     starts from. Must have the rank, alpha and layers that are set here, and be an adapter of `policy.model.path`."""

@@ -1,4 +1,4 @@
-"""What low-rank adapters of the policy add to a rank: their factors, and what those keep of a token.
+"""What low-rank adapters of the policy add to a rank: their factors, and what those keep of a token; and to an engine.
 
 Sizes are those of ``runtime/lora/attach.py``: A [rank, in] and B [out, rank] beside each selected map, split
 as the map.
@@ -15,7 +15,9 @@ from bridges.plan import Plan
 from bridges.rules import Entry
 from bridges.shard import local_shape
 from skyrl_megatron.config.rules.layout import ParallelConfig, stage_layers
+from skyrl_megatron.inference.vllm.adapters import adapter_slots
 from skyrl_megatron.runtime.lora.targets import configured_selection, expert_rank
+from skyrl_megatron.weight_sync.adapter_tensors import Pairs
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -54,6 +56,9 @@ class Factors:
     def parameters(self) -> int:
         """All factors of a rank."""
         return self.dense + self.expert
+
+    def __add__(self, other: Factors) -> Factors:
+        return Factors(self.dense + other.dense, self.expert + other.expert, self.gathered + other.gathered)
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,32 @@ class AdapterTable:
         """Yield the adapted maps of a layer, with experts or without."""
         kinds = self.plan.shape.moe
         yield from (each for each in self.maps if any(kinds[layer] == moe for layer in each.layers))
+
+
+def slot_bytes(cfg: SkyRLTrainConfig, plan: Plan, pairs: Pairs, width: int) -> int:
+    """Count what each rank of an engine holds for the versions of adapters: vLLM makes room for the largest rank in
+    each module that some adapter has, in every slot (vllm/lora/layers, ``create_lora_weights``)."""
+    engine = cfg.generator.inference_engine
+    slots = adapter_slots(pairs, engine.engine_init_kwargs.get("max_loras"))
+    assert slots is not None
+    tp, ep, elements = engine.tensor_parallel_size, engine.expert_parallel_size, 0.0
+    for entry in plan.entries:
+        ends = {piece.name.removesuffix(".weight").rpartition(".")[2] for piece in entry.hf}
+        if not ({"experts"} if entry.is_expert else ends) & set(slots.targets):
+            continue
+        over = 1 if entry.is_expert and ep > 1 else tp
+        for rows, columns in (piece.shape for piece in entry.hf):
+            split = rows / over + columns if entry.split.dim == 0 else rows + columns / over
+            elements += split / (ep if entry.is_expert and ep > 1 else 1)
+    layers = len(plan.shape.moe)
+    of_a_stage = math.ceil(layers / engine.pipeline_parallel_size) / layers
+    return round(elements * of_a_stage) * slots.rank * slots.slots * width
+
+
+def received_bytes(pairs: Pairs, width: int) -> int:
+    """Count the factors that an engine's worker receives of all adapters, beside those that it holds."""
+    of_all = (pair for own in pairs.values() for pair in own.values())
+    return sum((pair.experts or 1) * pair.rank * (pair.rows + pair.columns) for pair in of_all) * width
 
 
 def _sizes(each: AdaptedMap, over: int, te: bool) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from bridges.errors import BridgeError
 from bridges.plan import Plan
+from skyrl_megatron.config.adapters import adapter_configs
 from skyrl_megatron.config.hf_model import read_hf_config
 from skyrl_megatron.config.rules.role_layout import active_roles
 from skyrl_megatron.entrypoints.memory.adapters import AdapterTable
@@ -88,5 +89,5 @@ def parameter_tables(cfg: SkyRLTrainConfig) -> dict[str, ParameterTable]:
         tables[role] = read[name]
     if "policy" in tables and cfg.trainer.policy.model.lora.rank:
         table = tables["policy"]
-        table.adapters = AdapterTable.of(cfg, table.plan, table.top_k)
+        table.adapters = [AdapterTable.of(own, table.plan, table.top_k) for own in adapter_configs(cfg).values()]
     return tables

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 from skyrl_megatron.config.hf_model import element_bytes, kv_bytes_per_token
 from skyrl_megatron.config.rules.training import longest_sequence
+from skyrl_megatron.entrypoints.memory.adapters import received_bytes, slot_bytes
 from skyrl_megatron.entrypoints.memory.parameters import ParameterTable
+from skyrl_megatron.weight_sync.adapter_tensors import configured_pairs
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -30,15 +32,19 @@ class EngineBytes:
     longest: int
     """Tokens of the longest sequence."""
     graphs: int
+    adapters: int = 0
+    """Slots of adapters."""
+    received: int = 0
+    """Adapters that lie beside those in the slots during a sync."""
 
     @property
     def least(self) -> int:
-        """What it needs to start: weights, a step, and the cache of one sequence of full length."""
-        return self.weights + self.at_work + self.token * self.longest
+        """What it needs to start: weights, adapters, a step, and the cache of one sequence of full length."""
+        return self.weights + self.adapters + self.at_work + self.token * self.longest
 
     def cache(self, budget: int) -> int:
         """Return the KV cache that fits into ``budget`` bytes; negative where not even the weights do."""
-        return budget - self.weights - self.at_work
+        return budget - self.weights - self.adapters - self.at_work
 
 
 def engine_bytes(cfg: SkyRLTrainConfig, table: ParameterTable) -> EngineBytes:
@@ -51,10 +57,13 @@ def engine_bytes(cfg: SkyRLTrainConfig, table: ParameterTable) -> EngineBytes:
     routed = dims.get("M", 0) * table.top_k
     widest = max(3 * dims.get("F", 0) / tp, 3 * routed / tp + 2 * dims["H"]) + 2 * dims["H"]
     at_work = engine.max_num_batched_tokens * widest * width + engine.max_num_seqs * dims["V"] * 4 * SAMPLER_COPIES
+    pairs = configured_pairs(cfg, hf)
     return EngineBytes(
         weights,
         int(at_work),
         kv_bytes_per_token(hf, engine.model_dtype, tp=tp, pp=pp),
         longest_sequence(cfg),
         0 if engine.enforce_eager else GRAPH_BYTES,
+        0 if pairs is None else slot_bytes(cfg, plan, pairs, width),
+        0 if pairs is None else received_bytes(pairs, width),
     )

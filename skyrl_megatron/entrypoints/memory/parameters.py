@@ -7,6 +7,7 @@ of the built model exactly.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +84,7 @@ class ParameterTable:
         """Experts that a token visits."""
         self.of_layers = {row.entry.name.partition("layers.")[2].partition(".")[2]: row.entry for row in self._rows}
         """Name within a layer → a tensor of that name."""
-        self.adapters: AdapterTable | None = None
+        self.adapters: Sequence[AdapterTable] = ()
         """Adapters that the policy's model gets."""
 
     @property

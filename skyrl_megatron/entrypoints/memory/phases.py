@@ -174,7 +174,8 @@ class _Gpu:
             parts.append(Part("adapters that are merged", factors.gathered * 4 + merged))
         if self.engine is not None:
             parts.append(Part("engine weights", self.engine.weights))
-            parts += _received(self.models["policy"])
+            parts.append(Part("engine slots of adapters", self.engine.adapters))
+            parts += _received(self.models["policy"], self.engine)
         return parts
 
 
@@ -184,7 +185,7 @@ def _engine_phases(cfg: SkyRLTrainConfig, engine: EngineBytes, policy: RoleModel
     process = Part("CUDA context and libraries", _engine_process(cfg, engine))
     if gpu is not None:
         share = Part(f"engine ({_utilization(cfg)})", budget_of_engine(cfg, gpu))
-        yield Phase("engine GPU", SYNC, (process, share, *_received(policy)))
+        yield Phase("engine GPU", SYNC, (process, share, *_received(policy, engine)))
 
 
 def _start(cfg: SkyRLTrainConfig, engine: EngineBytes, gpu: int | None, where: str) -> Iterator[Phase]:
@@ -192,19 +193,24 @@ def _start(cfg: SkyRLTrainConfig, engine: EngineBytes, gpu: int | None, where: s
         return
     parts = (
         Part("engine weights", engine.weights),
+        Part("engine slots of adapters", engine.adapters),
         Part("a step of the engine", engine.at_work),
         Part(f"KV cache of one sequence of {engine.longest} tokens", engine.token * engine.longest),
     )
-    yield Phase(where, START, parts, limit=budget_of_engine(cfg, gpu))
+    yield Phase(where, START, tuple(part for part in parts if part.nbytes), limit=budget_of_engine(cfg, gpu))
 
 
-def _received(policy: RoleModel) -> list[Part]:
-    """Return the receiver's buckets, and what is put together of a layer before the engine takes it."""
+def _received(policy: RoleModel, engine: EngineBytes) -> list[Part]:
+    """Return the receiver's buckets, and what is put together of a layer, or all of adapters that travel alone, before
+    the engine takes it."""
+    buckets = Part("buckets of the receiver", 3 * DEFAULT_BUCKET_BYTES)
+    if engine.received:
+        return [buckets, Part("adapters that are received", engine.received)]
     width, table = policy.kernels.width, policy.table
     fused = table.plan.family.model_type in FUSED_EXPERTS
     held = table.experts_of_a_layer() * width
     what = "fused experts of a layer" if fused else "experts of a layer until it is whole"
-    return [Part("buckets of the receiver", 3 * DEFAULT_BUCKET_BYTES), Part(what, held)]
+    return [buckets, Part(what, held)]
 
 
 def _engine_process(cfg: SkyRLTrainConfig, engine: EngineBytes) -> int:

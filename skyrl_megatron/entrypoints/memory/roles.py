@@ -96,12 +96,18 @@ class RoleModel:
 
     @property
     def adapters(self) -> AdapterTable | None:
-        """Its adapters; None where all of it is trained, or nothing."""
-        return self.table.adapters if self.role == "policy" else None
+        """The adapters that it computes with, the largest of several, which take turns; None where all of it is
+        trained, or nothing."""
+        tables = self.table.adapters if self.role == "policy" else ()
+        return max(tables, key=lambda table: self._factors(table, 0).parameters, default=None)
 
     def factors(self, stage: int) -> Factors | None:
-        """Count the adapters' factors on a rank of a stage; None without adapters."""
-        return None if self.adapters is None else self.adapters.stage(self.parallel, stage, te=self.kernels.fused)
+        """Count the factors of all adapters on a rank of a stage; None without adapters."""
+        tables = self.table.adapters if self.role == "policy" else ()
+        return sum((self._factors(table, stage) for table in tables), Factors(0, 0, 0)) if tables else None
+
+    def _factors(self, table: AdapterTable, stage: int) -> Factors:
+        return table.stage(self.parallel, stage, te=self.kernels.fused)
 
     def tokens(self, *, training: bool) -> int:
         """Return the tokens of a micro-batch on a rank."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from skyrl_megatron.errors import WeightSyncError
-from skyrl_megatron.weight_sync.adapter_tensors import PairShape, target_modules
+from skyrl_megatron.errors import RequestError, WeightSyncError
+from skyrl_megatron.weight_sync.adapter_tensors import Pairs, target_modules
 
 NAME = "policy"
-"""Name of the adapter in engines: a version of it is ``policy@VERSION``."""
+"""What an adapter without a name is called in engines, where a version is ``policy@VERSION``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,28 +27,33 @@ class AdapterSlots:
     targets: tuple[str, ...]
     """Ends of the names of the engine's modules that may have adapters: ``q_proj``, …, and ``experts``."""
     slots: int = 2
-    """Versions held at the same time: at least the one that serves and the next."""
+    """Versions held at the same time, of all adapters together: at least two of each, the one that serves and the
+    next."""
+    names: tuple[str, ...] = ("",)
+    """The adapters; ``("",)`` where there is one without a name."""
 
 
 SLOTS = 2
-"""Versions that an engine has room for: the one that serves, and the next. A request whose version is older than these
-starts over, so more of them only help requests that take longer than a training step."""
+"""Versions of an adapter that an engine has room for: the one that serves, and the next. A request whose version is
+older than these starts over, so more of them only help requests that take longer than a training step."""
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM has room for; adapters of others are held in the next larger one (vllm/config/lora.py)."""
 
 
-def adapter_slots(pairs: Mapping[str, PairShape] | None, slots: int | None = None) -> AdapterSlots | None:
-    """Return what an engine needs for an adapter of such factors (projection → sizes); None for none."""
-    if pairs is None:
+def adapter_slots(adapters: Pairs | None, slots: int | None = None) -> AdapterSlots | None:
+    """Return what an engine needs for adapters of such factors (name → projection → sizes); None for none."""
+    if adapters is None:
         return None
-    largest = max(pair.rank for pair in pairs.values())
-    return AdapterSlots(next(rank for rank in RANKS if rank >= largest), target_modules(pairs), slots or SLOTS)
+    largest = max(pair.rank for pairs in adapters.values() for pair in pairs.values())
+    rank = next(rank for rank in RANKS if rank >= largest)
+    return AdapterSlots(rank, target_modules(adapters), slots or SLOTS * len(adapters), tuple(adapters))
 
 
 @dataclass(eq=False)
 class Held:
-    """One version."""
+    """One version of an adapter."""
 
+    adapter: str
     version: str
     number: int
     """vLLM's id of it, never used again."""
@@ -60,23 +65,36 @@ class Held:
     @property
     def name(self) -> str:
         """Name that prefixes are cached under."""
-        return f"{NAME}@{self.version}"
+        return f"{self.adapter or NAME}@{self.version}"
 
 
 class HeldAdapters:
-    """The versions that one engine holds: one serves, and during an update the next is a candidate."""
+    """The versions that one engine holds: of each adapter one serves, and during an update the next is a candidate.
 
-    def __init__(self, slots: int) -> None:
-        self.slots = slots
-        self.serving: Held | None = None
-        self.candidate: Held | None = None
+    ``names``: of the adapters. Methods that take one raise RequestError for another; empty means the only one.
+    """
+
+    def __init__(self, slots: int, names: Sequence[str] = ("",)) -> None:
+        self.slots, self.names = slots, tuple(names)
+        self.serving: dict[str, Held] = {}
+        self.candidates: dict[str, Held] = {}
         self._held: list[Held] = []
         self._numbers = itertools.count(1)
 
+    def named(self, adapter: str) -> str:
+        """Return which of the adapters a request asks for."""
+        if adapter in self.names:
+            return adapter
+        if adapter or len(self.names) > 1:
+            known = ", ".join(filter(None, self.names)) or "one without a name"
+            raise RequestError(f"{f'adapter {adapter!r} is unknown' if adapter else 'no adapter is named'}: {known}")
+        return self.names[0]
+
     @contextlib.contextmanager
-    def use(self, request_id: str) -> Iterator[Held | None]:
-        """Give a request the version that serves, and keep it until the request has ended."""
-        held = self.serving
+    def use(self, request_id: str, adapter: str = "") -> Iterator[Held | None]:
+        """Give a request the version that serves, and keep it until the request has ended. None: the base does, until
+        the first version serves."""
+        held = self.serving.get(self.named(adapter))
         if held is None:
             yield None
             return
@@ -86,44 +104,45 @@ class HeldAdapters:
         finally:
             held.users.remove(request_id)
 
-    def make_room(self) -> list[str]:
-        """Forget versions without requests, and the oldest others until a slot is free for a candidate. Returns the
-        requests that used those, which must be aborted. Raises WeightSyncError where HTTP requests use too many."""
-        self.candidate = None
-        self._held = [held for held in self._held if held.users or held is self.serving]
+    def make_room(self, count: int = 1) -> list[str]:
+        """Forget versions without requests, and the oldest others until slots are free for ``count`` candidates.
+        Returns the requests that used those, which must be aborted. Raises WeightSyncError where HTTP requests use too
+        many."""
+        self.candidates.clear()
+        serving = list(self.serving.values())
+        self._held = [held for held in self._held if held.users or held in serving]
         aborted: list[str] = []
         for held in list(self._held):
-            if len(self._held) < self.slots:
+            if len(self._held) + count <= self.slots:
                 break
-            if held is not self.serving and all(held.users):
+            if held not in serving and all(held.users):
                 self._held.remove(held)
                 held.evicted = True
                 aborted += held.users
-        if len(self._held) >= self.slots:
+        if len(self._held) + count > self.slots:
             raise WeightSyncError(
-                f"start: all {self.slots} adapter slots are in use: "
+                f"start: of {self.slots} adapter slots too few are free for {count} more: "
                 f"{', '.join(f'{held.name} by {len(held.users)} requests' for held in self._held)}; raise "
                 "generator.inference_engine.engine_init_kwargs.max_loras"
             )
         return aborted
 
-    def add(self, version: str) -> Held:
+    def add(self, version: str, adapter: str = "") -> Held:
         """Make a candidate of a version that the workers have activated, or are about to."""
-        self.candidate = Held(version, next(self._numbers))
-        self._held.append(self.candidate)
-        return self.candidate
+        self.candidates[adapter] = held = Held(adapter, version, next(self._numbers))
+        self._held.append(held)
+        return held
 
-    def commit(self, version: str) -> None:
-        """Let the candidate serve, if there is one."""
-        if self.candidate is not None:
-            self.candidate.version = version
-            self.serving, self.candidate = self.candidate, None
+    def commit(self) -> None:
+        """Let the candidates serve."""
+        self.serving |= self.candidates
+        self.candidates.clear()
 
     def leave(self) -> None:
-        """Forget the candidate: what served before goes on."""
-        if self.candidate is not None:
-            self._held.remove(self.candidate)
-            self.candidate = None
+        """Forget the candidates: what served before goes on."""
+        for held in self.candidates.values():
+            self._held.remove(held)
+        self.candidates.clear()
 
     def numbers(self) -> list[int]:
         """List the ids of all versions that are held."""

@@ -33,6 +33,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from skyrl_megatron.inference.vllm import processes
 from skyrl_megatron.inference.vllm.adapters import Held
+from skyrl_megatron.inference.vllm.answers import AnswerExtension, answers_of
 from skyrl_megatron.inference.vllm.cpu_experts import choose_experts_with_adapters
 from skyrl_megatron.weight_sync.vllm_adapters import AdapterExtension
 from skyrl_megatron.weight_sync.vllm_backend import WeightExtension
@@ -88,13 +89,16 @@ def ray_stat_loggers() -> list[Any]:
 
 
 async def on_every_worker(llm: AsyncLLM, method: str, *arguments: Any) -> list[Any]:
-    """Return what ``method`` returns on each worker of an engine: of dp rank 0, of dp rank 1, …
+    """Return what ``method`` returns on each worker of an engine: of dp rank 0, of dp rank 1, … Raises RuntimeError
+    with the first worker that says what went wrong.
 
     ``AsyncLLM.collective_rpc`` runs it on all of them and returns what those of dp rank 0 said
     (vllm/v1/engine/core_client.py, ``call_utility_async``).
     """
-    ranks = await llm.engine_core.call_utility_all_async("collective_rpc", method, None, arguments, None)
-    return [answer for workers in ranks for answer in workers]
+    call = ("collective_rpc", "skyrl_answer", None, (method, *arguments), None)
+    return answers_of(
+        [answer for workers in await llm.engine_core.call_utility_all_async(*call) for answer in workers]
+    )
 
 
 # ------------------------------------------------------------------ pausing
@@ -113,11 +117,10 @@ def adapter_option(held: Held | None) -> dict[str, Any]:
     return {"lora_request": LoRARequest(held.name, held.number, f"adapter {held.number} in memory")}
 
 
-def serve_adapter(app: Any, held: Held | None) -> None:
-    """Let requests of an OpenAI application for its model use an adapter."""
-    models = app.state.openai_serving_models
-    for name in {path.name for path in models.base_model_paths} if held is not None else ():
-        models.lora_requests[name] = adapter_option(held)["lora_request"]
+def serve_adapter(app: Any, model: str, held: Held | None) -> None:
+    """Let requests of an OpenAI application for ``model`` use an adapter."""
+    if held is not None:
+        app.state.openai_serving_models.lora_requests[model] = adapter_option(held)["lora_request"]
 
 
 # ------------------------------------------------------------------ OpenAI endpoint
@@ -137,7 +140,7 @@ async def openai_app(llm: AsyncLLM, model: str, served_model_name: str) -> Any:
 
 
 # ------------------------------------------------------------------ workers
-class WorkerExtension(WeightExtension, AdapterExtension):
+class WorkerExtension(WeightExtension, AdapterExtension, AnswerExtension):
     """Methods that ``collective_rpc`` finds on every worker, which this class is mixed into."""
 
     def skyrl_ping(self) -> None:

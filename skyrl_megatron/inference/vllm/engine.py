@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from skyrl_megatron import device
-from skyrl_megatron.errors import EngineError, EngineGoneError, SkyRLMegatronError, WeightSyncError
+from skyrl_megatron.errors import EngineError, EngineGoneError, RequestError, SkyRLMegatronError, WeightSyncError
 from skyrl_megatron.inference.protocol import (
     INITIAL_VERSION,
     Generation,
@@ -29,7 +29,7 @@ from skyrl_megatron.inference.vllm.adapters import Held, HeldAdapters
 from skyrl_megatron.inference.vllm.asgi import call_app
 from skyrl_megatron.inference.vllm.log import child_output, last_errors
 from skyrl_megatron.inference.vllm.model_folder import hf_config
-from skyrl_megatron.inference.vllm.requests import generation_of, refusals, sampling_parameters
+from skyrl_megatron.inference.vllm.requests import generation_of, model_of, refusals, sampling_parameters
 from skyrl_megatron.inference.vllm.settings import EngineSettings
 from skyrl_megatron.weight_sync.metadata import plain_metadata
 
@@ -43,7 +43,7 @@ class VLLMEngine(InferenceEngine):
     """AsyncLLM with sampled-token log-probs after temperature, and weights updated by our transfer backend.
 
     The engine's cores and workers are child processes of this one, and write what they print to ``log_file``. Started
-    with ``settings.adapters``, it keeps the weights of its folder, and an update brings an adapter to them.
+    with ``settings.adapters``, it keeps the weights of its folder, and an update brings adapters to them.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -56,7 +56,8 @@ class VLLMEngine(InferenceEngine):
         self._metadata: list[list[list[Any]]] | None = None
         self._openai: Any = None
         self._paused, self._pausing = False, asyncio.Lock()
-        self._adapters = HeldAdapters(settings.adapters.slots) if settings.adapters else None
+        slots = settings.adapters
+        self._adapters = HeldAdapters(slots.slots, slots.names) if slots else None
 
     # ------------------------------------------------------------------ start and end
     async def start(self) -> None:
@@ -136,12 +137,12 @@ class VLLMEngine(InferenceEngine):
 
     # ------------------------------------------------------------------ sampling
     async def generate(
-        self, request_id: str, prompt_token_ids: Sequence[int], sampling: Mapping[str, Any]
+        self, request_id: str, prompt_token_ids: Sequence[int], sampling: Mapping[str, Any], adapter: str = ""
     ) -> Generation:
         """Sample one continuation; without stop strings nothing is turned into text."""
         parameters = sampling_parameters(request_id, sampling, support=self.settings.return_support)
-        final, held = await self._finished(request_id, prompt_token_ids, parameters)
-        return generation_of(final, held)
+        final, held = await self._finished(request_id, prompt_token_ids, parameters, adapter)
+        return generation_of(final, self._version_of(held))
 
     async def generate_batch(self, requests: Sequence[SampleRequest]) -> list[Generation]:
         """Sample all requests; the scheduler is paused while they are admitted."""
@@ -151,7 +152,7 @@ class VLLMEngine(InferenceEngine):
         prepared = [(r, sampling_parameters(r.request_id, r.sampling, support=support)) for r in requests]
         admitted: list[Any] = []
         with self._alive(), contextlib.ExitStack() as using:
-            adapters = [using.enter_context(self._use(request.request_id)) for request in requests]
+            adapters = [using.enter_context(self._use(request.request_id, request.adapter)) for request in requests]
             try:
                 async with self._pausing:
                     if not self._paused:
@@ -173,32 +174,37 @@ class VLLMEngine(InferenceEngine):
                             await self._llm.resume_generation()
                 raise
         return [
-            await self.generate(r.request_id, r.prompt_token_ids, r.sampling)
+            await self.generate(r.request_id, r.prompt_token_ids, r.sampling, r.adapter)
             if held is not None and held.evicted
-            else generation_of(final, held)
+            else generation_of(final, self._version_of(held))
             for r, final, held in zip(requests, finals, adapters, strict=True)
         ]
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
+    async def score(self, token_ids: Sequence[int], adapter: str = "") -> list[float]:
         """Score by the weights that serve, or by those of an update that are still to be published."""
         request_id = f"score-{uuid.uuid4().hex}"
         one = {"max_tokens": 1, "prompt_logprobs": 0, "logprobs": None}
         parameters = sampling_parameters(request_id, one, support=self.settings.return_support)
-        candidate = self._adapters.candidate if self._adapters else None
-        final, _ = await self._finished(request_id, token_ids, parameters, candidate)
+        candidate = self._adapters.candidates.get(self._adapters.named(adapter)) if self._adapters else None
+        final, _ = await self._finished(request_id, token_ids, parameters, adapter, candidate)
         scored = zip(token_ids[1:], final.prompt_logprobs[1:], strict=True)
         return [position[token].logprob for token, position in scored]
 
     async def _finished(
-        self, request_id: str, token_ids: Sequence[int], parameters: Any, candidate: Held | None = None
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        parameters: Any,
+        adapter: str,
+        candidate: Held | None = None,
     ) -> tuple[Any, Held | None]:
-        """Return vLLM's output of one request, and the adapter that it was sampled with; one whose adapter had to
+        """Return vLLM's output of one request, and the version that it was sampled with; one whose version had to
         leave starts over."""
         from skyrl_megatron.inference.vllm import compat
 
         while True:
             output = None
-            with self._alive(), refusals(request_id), self._use(request_id) as serving:
+            with self._alive(), refusals(request_id), self._use(request_id, adapter) as serving:
                 held = candidate or serving
                 prompt, options = compat.tokens_input(list(token_ids)), compat.adapter_option(held)
                 async for latest in self._llm.generate(prompt, parameters, request_id, **options):
@@ -208,8 +214,22 @@ class VLLMEngine(InferenceEngine):
             if held is None or not held.evicted:
                 return output, held
 
-    def _use(self, request_id: str) -> contextlib.AbstractContextManager[Held | None]:
-        return contextlib.nullcontext() if self._adapters is None else self._adapters.use(request_id)
+    @contextlib.contextmanager
+    def _use(self, request_id: str, adapter: str) -> Iterator[Held | None]:
+        """Give a request the adapter that it names. Raises RequestError for one that is not there."""
+        if self._adapters is not None:
+            with self._adapters.use(request_id, adapter) as held:
+                yield held
+        elif adapter:
+            raise RequestError(f"request {request_id}: the engine holds no adapters, {adapter!r} is asked for")
+        else:
+            yield None
+
+    def _version_of(self, held: Held | None) -> str | None:
+        """Return the version that all of a request was sampled with; None where weights change under it."""
+        if self._adapters is None:
+            return None
+        return INITIAL_VERSION if held is None else held.version
 
     async def abort(self, request_id: str) -> None:
         with self._alive():
@@ -246,14 +266,18 @@ class VLLMEngine(InferenceEngine):
                 await self._llm.wake_up(None if tags is None else list(tags))
 
     async def openai(self, path: str, body: bytes) -> OpenAIAnswer:
+        """Answer a request for the served model, or for one of several adapters by its name."""
         from skyrl_megatron.inference.vllm import compat
 
+        served = self.settings.served_model_name or self.settings.model
         with self._alive():
             if self._openai is None:
-                name = self.settings.served_model_name or self.settings.model
-                self._openai = await compat.openai_app(self._llm, str(self.settings.folder), name)
-            with self._use("") as held:
-                compat.serve_adapter(self._openai, held)
+                self._openai = await compat.openai_app(self._llm, str(self.settings.folder), served)
+            names = self._adapters.names if self._adapters is not None else ("",)
+            asked = model_of(body) if names != ("",) else served
+            adapter = asked if asked in names else ""
+            with self._use("", adapter) as held:
+                compat.serve_adapter(self._openai, adapter or served, held)
                 async for piece in call_app(self._openai, path, body):
                     yield piece
 
@@ -264,19 +288,21 @@ class VLLMEngine(InferenceEngine):
     async def connect_weights(
         self, senders: Sequence[tuple[str, int]], rank_offset: int, world_size: int, **options: Any
     ) -> None:
+        from skyrl_megatron.inference.vllm import compat
         from skyrl_megatron.weight_sync.vllm_backend import WeightTransferInitRequest
 
         self._metadata = None
         info = {"senders": [list(s) for s in senders], "rank_offset": rank_offset, "world_size": world_size} | options
         with self._alive("connect"):
             await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+            await compat.on_every_worker(self._llm, "skyrl_connected")
 
     async def start_update(self) -> None:
         with self._alive("start"):
             if self._adapters is None:
                 await self._llm.start_weight_update()
             else:
-                if aborted := self._adapters.make_room():
+                if aborted := self._adapters.make_room(len(self._adapters.names)):
                     await self._llm.abort(aborted)
                 await self._keep_adapters()
 
@@ -301,10 +327,10 @@ class VLLMEngine(InferenceEngine):
         return checksums
 
     async def _stage(self, senders: list[list[list[Any]]] | None) -> list[list[list[int]]]:
-        """Receive an adapter beside the one that serves. Raises WeightSyncError where it has more than the engine."""
+        """Receive adapters beside those that serve. Raises WeightSyncError where it has more than the engine."""
         from skyrl_megatron.inference.vllm import compat
 
-        answers = await compat.on_every_worker(self._llm, "skyrl_stage_adapter", senders)
+        answers = await compat.on_every_worker(self._llm, "skyrl_stage_adapters", senders)
         nowhere = set.intersection(*(set(left) for _, left in answers))
         if nowhere:
             assert self.settings.adapters is not None
@@ -314,26 +340,30 @@ class VLLMEngine(InferenceEngine):
             )
         return [checksums for checksums, _ in answers]
 
-    async def finish_update(self, version: str) -> None:
-        """Process what was loaded. An adapter is ready to be scored then, and serves from :meth:`set_version` on."""
+    async def finish_update(self, version: str, adapters: Mapping[str, str] | None = None) -> None:
+        """Process what was loaded. Adapters are ready to be scored then, and serve from :meth:`set_version` on."""
         from skyrl_megatron.inference.vllm import compat
 
         with self._alive("finish"):
             if self._adapters is None:
                 await self._llm.finish_weight_update(version)
                 await self._llm.reset_prefix_cache()
-            else:
-                number = self._adapters.add(version).number
-                await compat.on_every_worker(self._llm, "skyrl_activate_adapter", number)
-                held = await self._keep_adapters()
-                if missing := [worker for worker, numbers in enumerate(held) if number not in numbers]:
-                    raise WeightSyncError(f"finish: adapter {version} is not active on worker {missing[0]}")
+                return
+            versions = {self._adapters.names[0]: version} if adapters is None else adapters
+            added = {name: self._adapters.add(own, name) for name, own in versions.items()}
+            numbers = {name: held.number for name, held in added.items()}
+            held_by = await compat.on_every_worker(self._llm, "skyrl_activate_adapters", numbers)
+            for worker, active in enumerate(held_by):
+                if missing := [held.name for held in added.values() if held.number not in active]:
+                    raise WeightSyncError(f"finish: adapter {missing[0]} is not active on worker {worker}")
 
     async def abort_update(self) -> None:
         """Leave an update; an engine of adapters serves on with what it had."""
+        from skyrl_megatron.inference.vllm import compat
+
         with self._alive("abort"):
             if self._adapters is None:
-                await self._llm.collective_rpc("skyrl_abort_update")
+                await compat.on_every_worker(self._llm, "skyrl_abort_update")
             else:
                 self._adapters.leave()
                 await self._keep_adapters()
@@ -352,7 +382,7 @@ class VLLMEngine(InferenceEngine):
     async def set_version(self, version: str) -> None:
         with self._alive():
             if self._adapters is not None:
-                self._adapters.commit(version)
+                self._adapters.commit()
             await self._llm.update_weight_version(version)
 
     # ------------------------------------------------------------------ errors

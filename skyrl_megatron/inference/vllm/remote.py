@@ -21,6 +21,7 @@ from skyrl_megatron.inference.protocol import (
     SampleRequest,
     WeightMetadata,
 )
+from skyrl_megatron.inference.vllm.answers import answers_of
 from skyrl_megatron.weight_sync.metadata import plain_metadata
 
 TOKENS = "/inference/v1/generate"
@@ -83,8 +84,10 @@ class RemoteEngine(InferenceEngine):
 
     # ------------------------------------------------------------------ sampling
     async def generate(
-        self, request_id: str, prompt_token_ids: Sequence[int], sampling: Mapping[str, Any]
+        self, request_id: str, prompt_token_ids: Sequence[int], sampling: Mapping[str, Any], adapter: str = ""
     ) -> Generation:
+        if adapter:
+            raise RequestError(f"request {request_id}: a server elsewhere holds no adapter {adapter!r}")
         parameters = {**sampling, "logprobs": None if sampling.get("logprobs", 0) is None else 0}
         choice = (await self._tokens(request_id, prompt_token_ids, parameters))["choices"][0]
         content = (choice.get("logprobs") or {}).get("content") or []
@@ -98,10 +101,12 @@ class RemoteEngine(InferenceEngine):
     async def generate_batch(self, requests: Sequence[SampleRequest]) -> list[Generation]:
         """Sample all requests, which arrive as the network brings them: not bitwise repeatable."""
         return list(
-            await asyncio.gather(*(self.generate(r.request_id, r.prompt_token_ids, r.sampling) for r in requests))
+            await asyncio.gather(
+                *(self.generate(r.request_id, r.prompt_token_ids, r.sampling, r.adapter) for r in requests)
+            )
         )
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
+    async def score(self, token_ids: Sequence[int], adapter: str = "") -> list[float]:
         parameters = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 0}
         answer = await self._tokens(f"score-{uuid.uuid4().hex}", token_ids, parameters)
         scored = zip(token_ids[1:], answer["prompt_logprobs"][1:], strict=True)
@@ -144,6 +149,7 @@ class RemoteEngine(InferenceEngine):
         info = {"senders": [list(s) for s in senders], "rank_offset": rank_offset, "world_size": world_size} | options
         with _sync_errors("connect"):
             await self._control("/init_weight_transfer_engine", {"init_info": info})
+            await self._workers("skyrl_connected")
 
     async def start_update(self) -> None:
         with _sync_errors("start"):
@@ -155,19 +161,19 @@ class RemoteEngine(InferenceEngine):
         self._metadata = None
         with _sync_errors("receive"):
             await self._control("/update_weights", {"update_info": info})
+            checksums = await self._workers("skyrl_checksums")
         self._metadata = plain
-        answer = await self._control("/collective_rpc", {"method": "skyrl_checksums"})
-        checksums: list[list[list[int]]] = answer["results"]
         return checksums
 
-    async def finish_update(self, version: str) -> None:
+    async def finish_update(self, version: str, adapters: Mapping[str, str] | None = None) -> None:
+        """Take on ``version``; no ``adapters`` travel to a server elsewhere."""
         with _sync_errors("finish"):
             await self._control("/finish_weight_update", {"weight_version": version})
             await self._control("/reset_prefix_cache")
 
     async def abort_update(self) -> None:
         with _sync_errors("abort"):
-            await self._control("/collective_rpc", {"method": "skyrl_abort_update"})
+            await self._workers("skyrl_abort_update")
 
     async def version(self) -> str:
         return str((await self._get("/weight_info"))["weight_version"])
@@ -182,6 +188,14 @@ class RemoteEngine(InferenceEngine):
         if response.status_code >= 500:  # what vLLM answers once its engine is dead, and a proxy once vLLM is
             raise EngineGoneError(_refusal(response))
         return _content(response)
+
+    async def _workers(self, method: str) -> list[Any]:
+        """Return what ``method`` returns on each worker. Raises EngineError with what went wrong on one."""
+        answer = await self._control("/collective_rpc", {"method": "skyrl_answer", "args": [method]})
+        try:
+            return answers_of(answer["results"])
+        except RuntimeError as error:
+            raise EngineError(str(error)) from error
 
     async def _control(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         return await self._post(self.url + path, body)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from skyrl_megatron.errors import RequestError
 from skyrl_megatron.inference.protocol import Generation
 from skyrl_megatron.inference.sampling import unknown_key
-from skyrl_megatron.inference.vllm.adapters import Held
 from skyrl_megatron.types import TokenSupport
 
 GREEDY_BELOW = 1e-5
@@ -43,9 +43,9 @@ def sampling_parameters(request_id: str, sampling: Mapping[str, Any], *, support
         return compat.SamplingParams(**keys, output_kind=compat.RequestOutputKind.FINAL_ONLY, skip_clone=True)
 
 
-def generation_of(final: Any, held: Held | None = None) -> Generation:
-    """Turn vLLM's last output of a request into ours; raise the error if it ended with one. ``held``: the adapter that
-    all of it was sampled with."""
+def generation_of(final: Any, version: str | None = None) -> Generation:
+    """Turn vLLM's last output of a request into ours; raise the error if it ended with one. ``version``: of the
+    adapter that all of it was sampled with; None: vLLM says which weights it was sampled with."""
     if isinstance(final, BaseException):
         raise final
     sample = final.outputs[0]
@@ -56,10 +56,18 @@ def generation_of(final: Any, held: Held | None = None) -> Generation:
         token_ids=ids,
         logprobs=[] if logprobs is None else [at[token].logprob for token, at in zip(ids, logprobs, strict=True)],
         finish_reason=sample.finish_reason or "abort",
-        versions=spans if held is None else [(held.version, 0, len(ids))],
+        versions=spans if version is None else [(version, 0, len(ids))],
         routed_experts=sample.routed_experts,
         support=None if sample.sampling_mask is None else TokenSupport.of(sample.sampling_mask.token_ids),
     )
+
+
+def model_of(body: bytes) -> str:
+    """Return the model that an OpenAI request names; empty where it names none, which means the served one."""
+    try:
+        return str(json.loads(body).get("model") or "")
+    except (ValueError, AttributeError) as error:
+        raise RequestError(f"the body is no JSON object: {error}") from error
 
 
 @contextlib.contextmanager

@@ -1,0 +1,161 @@
+"""Several adapters of a run in real engines: each serves under its own name and version, and they switch together."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.lora import bodies
+from tests.lora.adapter_ranks import engine, ranks_with_adapters, synchronizer
+from tests.support.engines import LoopThread, largest_gap, reference_logprobs
+from tests.support.tiny_models import write_tiny_model
+
+pytestmark = pytest.mark.vllm
+TOKENS = [(7 * i + 3 * i * i) % 400 + 5 for i in range(64)]
+SAMPLING = {"max_tokens": 32, "temperature": 1.0, "ignore_eos": True}
+EXACT = 1e-5
+"""Nats: how far an engine with an adapter may be from the merged model."""
+SEVERAL = {f"{bodies.LORA}adapters": {"math": {}, "code": {"alpha": 20}}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_model("qwen3_moe", tmp_path_factory.mktemp("model"), 0)
+
+
+@pytest.fixture(scope="module")
+def loop():
+    loop = LoopThread()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture(scope="module")
+def pool(folder, loop):
+    """One engine of two workers."""
+    from skyrl_megatron.inference.pool import EnginePool
+
+    pool = EnginePool([lambda: engine(folder, SEVERAL, tensor_parallel_size=2)], wait_s=20)
+    loop(pool.start(), 590)
+    yield pool
+    loop(pool.shutdown())
+
+
+@pytest.fixture
+def trainer(ranks, folder):
+    with ranks_with_adapters(ranks, folder, dict(world=2, ep=2), SEVERAL) as trainer:
+        yield trainer
+
+
+def scores(pool, loop):
+    (slot,) = pool.alive()
+    return {name: loop(slot.engine.score(TOKENS, name)) for name in ("math", "code")}
+
+
+@pytest.mark.full_matrix
+def test_slots_take_what_the_budget_says(pool, loop, folder):
+    import json
+
+    from bridges.plan import Plan
+    from skyrl_megatron.entrypoints.memory.adapters import slot_bytes
+    from tests.lora.adapter_ranks import pairs_of
+    from tests.training.bodies import config
+
+    assert pool.slots[0].engine.settings.adapters.slots == 4
+    split = {"generator.inference_engine.tensor_parallel_size": 2}
+    plan, pairs = Plan.of(json.loads((folder / "config.json").read_text())), pairs_of(folder, SEVERAL)
+    expected = slot_bytes(config(folder, overrides=bodies.KEYS | SEVERAL | split), plan, pairs, 4)
+    assert loop(pool.slots[0].engine._llm.collective_rpc("slot_bytes")) == [expected] * 2
+
+
+def test_each_adapter_serves_under_its_name(pool, loop, trainer, folder, tmp_path):
+    """Both travel first, then the one that was trained; the other keeps its version. What names none is refused."""
+    from skyrl_megatron.errors import RequestError
+    from skyrl_megatron.inference.client import InferenceClient
+
+    expected = {}
+
+    def adapt(name, seed):
+        trainer.together("adapt", seed, name)
+        trainer.together("export", tmp_path / f"{name}{seed}", name)
+        expected[name] = reference_logprobs(tmp_path / f"{name}{seed}", TOKENS)
+
+    client = InferenceClient(pool)
+    (before,) = loop(client.generate([TOKENS[:20]], SAMPLING, adapters=["code"]))
+    assert before.versions == [("initial", 0, 32)], "the base"
+    sync = synchronizer(pool, trainer, folder, SEVERAL)
+    adapt("math", 3), adapt("code", 4)
+    report = loop(sync.sync("1"), 400)
+    assert report.adapters == ("math", "code")
+    assert report.logprob_diffs.keys() == {"engine 0, math", "engine 0, code"}
+    both = report.nbytes
+    for changed, version in (("code", "2"), ("math", "3"), (None, "4")):
+        found = scores(pool, loop)
+        assert all(largest_gap(found[name], expected[name]) <= EXACT for name in found)
+        assert largest_gap(found["math"], found["code"]) > 100 * EXACT
+        if changed is not None:
+            adapt(changed, 4 + int(version))
+        report = loop(sync.sync(version, {changed} - {None}), 400)
+        assert report.adapters == ((changed,) if changed else ()) and report.nbytes == (both // 2 if changed else 0)
+    samples = loop(client.generate([TOKENS[:20]] * 2, SAMPLING, adapters=["math", "code"]))
+    assert [sample.versions for sample in samples] == [[("3", 0, 32)], [("2", 0, 32)]]
+    for name, message in (("", "no adapter is named: math, code"), ("poetry", "'poetry' is unknown: math, code")):
+        with pytest.raises(RequestError, match=message):
+            loop(client.sample(TOKENS[:20], SAMPLING, None, name))
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize(
+    "fault, about, message",
+    [
+        ("activates nothing", "code", "with adapter code differ from the trainer's"),
+        ("activates nothing", "math", "with adapter math differ from the trainer's"),
+        ("takes one for the other", "", "differ from the trainer's"),
+        ("fails to activate", "", "finish: .*out of slots, says the test"),
+    ],
+)
+def test_after_a_failed_update_both_old_ones_serve(pool, loop, trainer, folder, fault, about, message):
+    from skyrl_megatron.errors import WeightSyncError
+
+    (slot,) = pool.slots
+
+    def give(version, math, code):
+        trainer.together("adapt", math, "math")
+        trainer.together("adapt", code, "code")
+        return loop(synchronizer(pool, trainer, folder, SEVERAL).sync(version), 400)
+
+    give("good", 3, 4)
+    old = scores(pool, loop)
+    loop(slot.engine._llm.collective_rpc("plant", None, (fault, about)))
+    with pytest.raises(WeightSyncError, match=message):
+        give("bad", 11, 12)
+    loop(slot.engine._llm.collective_rpc("plant", None, (None,)))
+    assert pool.published == "good" and slot.state.value == "serving"
+    found = scores(pool, loop)
+    assert all(largest_gap(found[name], old[name]) <= EXACT for name in old)
+    assert not give("good again", 5, 6).failures
+
+
+@pytest.mark.full_matrix
+def test_a_bucket_that_never_comes_leaves_the_engine_alive(pool, loop, trainer, folder):
+    """Both workers of the engine wait in vain and say so; its next calls get answers of their own."""
+    from skyrl_megatron.errors import WeightSyncError
+
+    trainer.together("adapt", 3, "math")
+    loop(synchronizer(pool, trainer, folder, SEVERAL).sync("before"), 400)
+    engine, old = pool.slots[0].engine, scores(pool, loop)
+    sync = synchronizer(pool, trainer, folder, SEVERAL, phase_s=8.0)
+
+    async def nothing(*adapters):
+        return []
+
+    for handle in trainer.handles:
+        handle.send_weights = nothing
+    with pytest.raises(WeightSyncError, match=r"receive: .*a trainer rank is gone or silent"):
+        loop(sync.sync("never"), 400)
+    for handle in trainer.handles:
+        del handle.send_weights
+    assert pool.slots[0].engine is engine and pool.slots[0].state.value == "serving"
+    found = scores(pool, loop)
+    assert all(largest_gap(found[name], old[name]) <= EXACT for name in old)
+    report = loop(synchronizer(pool, trainer, folder, SEVERAL).sync("after"), 400)
+    assert not report.failures
