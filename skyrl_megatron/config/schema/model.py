@@ -30,8 +30,8 @@ class SkyRLLoraConfig(BaseConfig):
     with `zero` it is the first that is zero."""
     sync_mode: Annotated[str | None, OneOf("memory", "merged")] = None
     """What travels to the engines: `memory` sends adapters alone, to engines that hold the base model (and
-    `engine_init_kwargs.max_loras` versions at once, default 2 of each), `merged` the base weights with the adapter added.
-    None: `merged` if `megatron_config.lora_config.merge_lora`, else `memory`."""
+    `engine_init_kwargs.max_loras` versions at once, default 2 of each), `merged` the base weights with the adapter
+    added. None: `merged` if `megatron_config.lora_config.merge_lora`, else `memory`."""
     train_attn: bool = True
     """Whether layers of attention get adapters."""
     train_mlp: bool = True
