@@ -152,3 +152,58 @@ def test_requests_of_a_version_that_leaves_are_named():
             using = held.use("request 7")
             using.__enter__()
     assert held.make_room() == ["request 7"]
+
+
+def test_several_adapters_switch_together():
+    from skyrl_megatron.errors import RequestError
+    from skyrl_megatron.inference.vllm.adapters import HeldAdapters
+
+    held = HeldAdapters(slots=4, names=("math", "code"))
+    with held.use("before all", "code") as nothing:
+        assert nothing is None
+    for number, names in enumerate((("math", "code"), ("code",))):
+        held.make_room(2)
+        for name in names:
+            held.add(str(number), name)
+        with held.use("asks", "code") as serving:
+            assert (serving and serving.name) == (None if number == 0 else "code@0"), "a candidate does not serve"
+        held.commit()
+    with held.use("a", "math") as math, held.use("b", "code") as code:
+        assert (math.name, code.name) == ("math@0", "code@1")
+    for adapter, message in (("", "no adapter is named: math, code"), ("poetry", "'poetry' is unknown: math, code")):
+        with pytest.raises(RequestError, match=message), held.use("c", adapter):
+            pass
+
+
+def test_room_is_made_for_all_of_an_update():
+    from skyrl_megatron.errors import WeightSyncError
+    from skyrl_megatron.inference.vllm.adapters import HeldAdapters
+
+    held = HeldAdapters(slots=4, names=("math", "code"))
+
+    def update(version):
+        aborted = held.make_room(2)
+        for name in ("math", "code"):
+            held.add(version, name)
+        held.commit()
+        return aborted
+
+    update("1")
+    with held.use("long", "math") as one, held.use("longer", "code"):
+        assert update("2") == [] and update("3") == ["long", "longer"] and one.evicted
+    with held.use("", "code"):
+        update("4")
+        with pytest.raises(WeightSyncError, match=r"too few are free for 2 more: code@3 by 1 requests"):
+            update("5")
+
+
+def test_engines_are_started_for_all_adapters(tmp_path):
+    from skyrl_megatron.inference.vllm.adapters import adapter_slots
+    from skyrl_megatron.weight_sync.adapter_tensors import configured_pairs
+
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen3_moe")))
+    own = "{math: {train_mlp: false}, code: {rank: 40, train_attn: false}}"
+    arguments = [f"trainer.policy.model.path={tmp_path}", f"{LORA}rank=8", f"{LORA}sync_mode=memory"]
+    slots = adapter_slots(configured_pairs(SkyRLTrainConfig.from_cli_overrides([*arguments, f"{LORA}adapters={own}"])))
+    assert (slots.rank, slots.slots, slots.names) == (64, 4, ("math", "code"))
+    assert slots.targets == ("experts", "k_proj", "o_proj", "q_proj", "v_proj")

@@ -225,10 +225,10 @@ RULES = {
         ADAPTERS,
         "an engine has one set of weights",
     ),
-    "several adapters in engines": (
-        [RANK, f"{ADAPTERS}={{math,code}}", "trainer.policy.model.lora.sync_mode=memory"],
-        ADAPTERS,
-        "engines sample with one adapter",
+    "too few slots for several adapters": (
+        [RANK, f"{ADAPTERS}={{math,code}}", f"{LORA}sync_mode=memory", f"{E}engine_init_kwargs.max_loras=3"],
+        f"{E}engine_init_kwargs.max_loras",
+        "of each of 2 adapters: at least 4",
     ),
     "an adapter's unknown setting": (
         [RANK, f"{ADAPTERS}={{math: {{learning_rate: 1}}}}"],

@@ -12,6 +12,7 @@ from tests.support.tiny_models import write_tiny_model
 pytestmark = pytest.mark.vllm
 TOKENS = [(7 * i + 3 * i * i) % 400 + 5 for i in range(64)]
 SAMPLING = {"max_tokens": 32, "temperature": 1.0, "ignore_eos": True}
+GREEDY = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
 EXACT = 1e-5
 """Nats: how far an engine with an adapter may be from the merged model."""
 SEVERAL = {f"{bodies.LORA}adapters": {"math": {}, "code": {"alpha": 20}}}
@@ -49,6 +50,26 @@ def trainer(ranks, folder):
 def scores(pool, loop):
     (slot,) = pool.alive()
     return {name: loop(slot.engine.score(TOKENS, name)) for name in ("math", "code")}
+
+
+async def asked_over_http(client, models):
+    """(status, token ids or message) of a request to the HTTP endpoint for each model."""
+    import httpx
+
+    from skyrl_megatron.inference.http import TOKENS as PATH
+    from skyrl_megatron.inference.http import build_app
+
+    app, found = build_app(client, "policy", "token", adapters=("math", "code")), []
+    transport, headers = httpx.ASGITransport(app), {"Authorization": "Bearer token"}
+    async with httpx.AsyncClient(transport=transport, base_url="http://here", headers=headers, timeout=120) as talk:
+        for model in models:
+            body = {"model": model, "token_ids": TOKENS[:20], "sampling_params": GREEDY}
+            answer = await talk.post(PATH, json=body)
+            openai = await talk.post("/v1/completions", json={"model": model, "prompt": TOKENS[:20], "max_tokens": 1})
+            assert openai.status_code == answer.status_code, openai.text
+            said = answer.json()
+            found.append((answer.status_code, said.get("error", {}).get("message") or said["choices"][0]["token_ids"]))
+    return found
 
 
 @pytest.mark.full_matrix
@@ -98,6 +119,10 @@ def test_each_adapter_serves_under_its_name(pool, loop, trainer, folder, tmp_pat
         assert report.adapters == ((changed,) if changed else ()) and report.nbytes == (both // 2 if changed else 0)
     samples = loop(client.generate([TOKENS[:20]] * 2, SAMPLING, adapters=["math", "code"]))
     assert [sample.versions for sample in samples] == [[("3", 0, 32)], [("2", 0, 32)]]
+    answers = loop(asked_over_http(client, ("math", "code", "policy")))
+    assert [status for status, _ in answers] == [200, 200, 400] and "no adapter is named" in answers[2][1]
+    greedy = loop(client.generate([TOKENS[:20]] * 2, GREEDY, adapters=["math", "code"]))
+    assert [ids for _, ids in answers[:2]] == [sample.token_ids for sample in greedy]
     for name, message in (("", "no adapter is named: math, code"), ("poetry", "'poetry' is unknown: math, code")):
         with pytest.raises(RequestError, match=message):
             loop(client.sample(TOKENS[:20], SAMPLING, None, name))

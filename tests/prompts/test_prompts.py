@@ -109,16 +109,26 @@ def test_a_row_without_a_prompt_is_named(tmp_path, row, message):
 
 
 def test_rows_name_the_adapter_that_answers_them(tmp_path):
-    rows = [row | {"adapter": name} for row, name in zip(rows_of(4), ("code", None, "math", "code"), strict=True)]
-    path = save(rows, tmp_path / "rows.jsonl")
-    found = dataset([path], adapters=("math", "code"))
-    assert [found[item][2]["adapter"] for item in range(4)] == ["code", "math", "math", "code"]
-    assert found.adapters_of(["3", "1", "1"]) == ["code", "math", "math"]
-    plain = save(rows_of(2), tmp_path / "plain.jsonl")
-    assert dataset([plain], adapters=("math", "code")).adapters_of(["1", "0"]) == ["math", "math"]
-    assert dataset([path])[0][2]["adapter"] == "code" and dataset([path]).adapters_of(["0"]) == []
-    with pytest.raises(DataError, match=r"rows.jsonl, row 2: adapter 'math' is unknown; .*adapters has code, poetry"):
-        dataset([plain, path], adapters=("code", "poetry"))
+    def named(*names):
+        rows = [row | {"adapter": name} for row, name in zip(rows_of(len(names)), names, strict=True)]
+        return save(rows, tmp_path / f"{'-'.join(map(str, names))}.jsonl")
+
+    both, plain = named("code", "math", "code"), save(rows_of(2), tmp_path / "plain.jsonl")
+    found = dataset([both], adapters=("math", "code"))
+    assert [found[item][2]["adapter"] for item in range(3)] == ["code", "math", "code"]
+    assert found.adapters_of(["2", "1", "1"]) == ["code", "math", "math"]
+    assert dataset([both])[0][2]["adapter"] == "code" and dataset([both]).adapters_of(["0"]) == []
+    for path in (plain, named("math", None)):  # with one adapter there is nothing to say
+        assert dataset([path], adapters=("math",)).adapters_of(["1", "0"]) == ["math", "math"]
+        assert dataset([path], adapters=("math",))[1][2]["adapter"] == "math"
+    for path, adapters, message in (
+        (both, ("code", "poetry"), "row 1: adapter 'math' is unknown; .*adapters has code, poetry"),
+        (both, ("code",), "row 1: adapter 'math' is unknown"),
+        (named("math", "code", None), ("math", "code"), "row 2: no adapter is named; .*adapters has math, code"),
+        (plain, ("math", "code"), "row 0: no column 'adapter' says which adapter answers"),
+    ):
+        with pytest.raises(DataError, match=message):
+            dataset([path], adapters=adapters)
 
 
 def test_files_that_do_not_serve(tmp_path):

@@ -96,8 +96,10 @@ class ScriptedEngine:
         self.prompts: dict[str, list[list[int]]] = {}
         self.calls: list[list[str]] = []
         self.sampling: list[dict] = []
+        self.adapters: list[str] = []
 
-    async def generate(self, prompt_token_ids, sampling_params, session_ids=None):
+    async def generate(self, prompt_token_ids, sampling_params, session_ids=None, adapters=None):
+        self.adapters += adapters or []
         await asyncio.sleep(self.delay)
         self.calls.append(list(session_ids))
         each = [sampling_params] * len(session_ids) if isinstance(sampling_params, dict) else list(sampling_params)

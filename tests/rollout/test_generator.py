@@ -297,3 +297,17 @@ def test_generators_may_be_extended():
 def test_settings_that_do_not_go_together(config, message):
     with pytest.raises(ConfigError, match=message):
         generator_of("chatml", ScriptedEngine([]), **config)
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_requests_name_the_adapter_of_their_row(seed):
+    """Each turn again, one by one and batched; without names nothing is said."""
+    tokenizer, asked = tokenizer_of("chatml"), []
+    extras = [{"steps": [say("more"), say(done=True)], "adapter": name} for name in ("math", "code")]
+    for names in (("math", "code"), ()):
+        engine = ScriptedEngine(answers(tokenizer))
+        options = {"adapters": names, "seed": seed}
+        generator = generator_of("chatml", engine, tokenizer=tokenizer, options=options)
+        generate(generator, batch_of([QUESTION] * 2, extras))
+        asked.append(sorted(engine.adapters))
+    assert asked == [["code", "code", "math", "math"], []]
