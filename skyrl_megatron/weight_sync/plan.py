@@ -140,11 +140,16 @@ class ExportPlan:
         target = stretch.view(shard.local.dtype).view(len(rows), -1) if rows else stretch.view(0, 1)
         width = shard.local.shape[1]
         for owner, ranges in _by_owner(shard, rows):
-            places = [target[r.start : r.start + r.count, r.column : r.column + width] for r in ranges]
             if owner == shard.rank:
-                for place, span in zip(places, ranges, strict=True):
-                    step.copies.add(place, _source(shard, span))
-            elif len(places) == 1 and places[0].is_contiguous():
+                for run in _runs(ranges, joined=shard.make is None):
+                    place, source = _place(target, run.span, width), _source(shard, run.span)
+                    place = run.of(place, run.starts * target.stride(0))
+                    if isinstance(source, Tensor):
+                        source = run.of(source, run.firsts * shard.local.stride(0))
+                    step.copies.add(place, source)
+                continue
+            places = [_place(target, span, width) for span in ranges]
+            if len(places) == 1 and places[0].is_contiguous():
                 step.messages.append(Message(places[0], shard.group, owner))
             else:
                 rows_of_owner = self._take_inbox(sum(span.count for span in ranges), shard.local)
@@ -200,6 +205,52 @@ def _by_owner(shard: TensorShard, rows: range) -> Iterator[tuple[int, list[RowRa
             clipped = replace(span, start=start - rows.start, count=stop - start, first=first)
             found.setdefault(span.owner, []).append(clipped)
     yield from found.items()
+
+
+@dataclass(slots=True)
+class _Run:
+    """Ranges alike but for where they begin, which is evenly spaced: a projection's rows of every expert."""
+
+    span: RowRange
+    """The first of them."""
+    count: int = 1
+    starts: int = 0
+    """Rows of the tensor from one to the next."""
+    firsts: int = 0
+    """Rows of the shard from one to the next."""
+
+    def takes(self, span: RowRange) -> bool:
+        """Add a range to the run, if it continues it."""
+        ahead, behind = span.start - self.span.start, span.first - self.span.first
+        if replace(span, start=self.span.start, first=self.span.first) != self.span or min(ahead, behind) <= 0:
+            return False
+        if self.count == 1:
+            self.starts, self.firsts = ahead, behind
+        if (ahead, behind) != (self.count * self.starts, self.count * self.firsts):
+            return False
+        self.count += 1
+        return True
+
+    def of(self, first: Tensor, apart: int) -> Tensor:
+        """View [ranges, rows, columns] of which ``first`` is the first; ``apart``: elements from one to the next."""
+        if self.count == 1:
+            return first
+        return first.as_strided((self.count, *first.shape), (apart, *first.stride()), first.storage_offset())
+
+
+def _runs(ranges: Sequence[RowRange], *, joined: bool) -> list[_Run]:
+    """Join ranges of one owner into as few copies as strides can say; rows that are made when they are copied stay apart
+    (``joined`` false)."""
+    runs: list[_Run] = []
+    for span in ranges:
+        if not (joined and runs and runs[-1].takes(span)):
+            runs.append(_Run(span))
+    return runs
+
+
+def _place(target: Tensor, span: RowRange, width: int) -> Tensor:
+    """View where the rows of ``span`` belong in a tensor."""
+    return target[span.start : span.start + span.count, span.column : span.column + width]
 
 
 def _source(shard: TensorShard, span: RowRange) -> Tensor | Callable[[], Tensor]:
