@@ -72,3 +72,42 @@ def test_buckets_of_megatron_ranks_are_the_folder(ranks, tmp_path, name):
 def test_buckets_of_other_families(ranks, tmp_path, model_type):
     world, layout, overrides = FAMILIES.get(model_type, (2, dict(tp=2), {}))
     check(ranks, tmp_path, model_type, world, layout, **overrides)
+
+
+def test_rows_of_every_expert_are_one_copy():
+    """Gate and up, which alternate in Megatron's tensor; and rows that no stride describes."""
+    import torch
+
+    from skyrl_megatron.weight_sync.bucket import TensorMeta
+    from skyrl_megatron.weight_sync.plan import ExportPlan
+    from skyrl_megatron.weight_sync.source import RowRange, TensorShard
+
+    experts, held, local = 6, 5, torch.randn(6 * 2 * 5, 3)
+    odd = [RowRange(0, 0, 2, 7), RowRange(0, 2, 2, 1), RowRange(0, 4, 2, 12, step=3), RowRange(0, 6, 1, 40)]
+
+    class Source:
+        """What one rank has all of."""
+
+        def shards(self):
+            gate, up = (
+                [RowRange(0, expert * held, held, (2 * expert + half) * held) for expert in range(experts)]
+                for half in (0, 1)
+            )
+            named = {"gate": gate, "up": up, "odd": odd}
+            rows = {name: sum(span.count for span in ranges) for name, ranges in named.items()}
+            return [
+                TensorShard(TensorMeta(name, "float32", (rows[name], 3)), local, ranges)
+                for name, ranges in named.items()
+            ]
+
+        def addresses(self):
+            return []
+
+    plan = ExportPlan(Source(), 1 << 14, torch.device("cpu"))
+    assert [len(step.copies.targets) for step in plan._steps] == [1 + 1 + len(odd), 0]
+    buffer = plan.fill(0)
+    both = local.view(experts, 2, held, 3)
+    expected = [both[:, 0].reshape(-1, 3), both[:, 1].reshape(-1, 3), local[[7, 8, 1, 2, 12, 15, 40]]]
+    for segment, whole in zip(plan.buckets[0].segments, expected, strict=True):
+        found = buffer[segment.offset : segment.offset + segment.nbytes].view(torch.float32).view(-1, 3)
+        assert torch.equal(found, whole)
