@@ -90,8 +90,8 @@ class BasePPOExp:
         for dataset in filter(None, (self.train_dataset, self.eval_dataset)):
             registry.require(dataset.env_classes(cfg.environment.env_class))
         generator = GENERATORS.find(cfg.generator.name) or SkyRLGymGenerator
-        lora = cfg.trainer.policy.model.lora
-        named = {"adapters": tuple(lora.adapters)} if lora.adapters and lora.sync_mode == "memory" else {}
+        adapters = tuple(cfg.trainer.policy.model.lora.adapters)
+        several = {"adapters": adapters} if len(adapters) > 1 else {}
         return generator(
             cfg.generator,
             cfg.environment.skyrl_gym,
@@ -99,7 +99,7 @@ class BasePPOExp:
             tokenizer,
             seed=cfg.trainer.seed if cfg.trainer.deterministic else None,
             nonfinite=cfg.trainer.algorithm.nonfinite,
-            **named,
+            **several,
         )
 
     def get_trainer(self, *args: Any, **kwargs: Any) -> RayPPOTrainer:

@@ -48,7 +48,7 @@ class SkyRLGymGenerator(GeneratorInterface):
     ``seed`` every request also carries a seed of its own, so that a run repeats itself.
 
     ``nonfinite``: ``error``, or ``skip`` to mask trajectories with a reward that is NaN or infinite. ``adapters``:
-    of the policy, where they have names: the extra ``adapter`` of a prompt says which one answers it.
+    of the policy, where there are several: the extra ``adapter`` of a prompt says which one answers it.
 
     Raises ConfigError and DataError at once for settings that do not go together and for a tokenizer without a chat
     template.
@@ -240,13 +240,8 @@ class SkyRLGymGenerator(GeneratorInterface):
         return {**sampling, "seed": request_seed(self.seed, uid, trajectory_id.repetition_id, step)}
 
     def _adapters_of(self, extras: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-        """Return the option of requests that says which adapters sample them; none where adapters have no names."""
-        if not self.adapters:
-            return {}
-        named = [
-            str(extra.get(ADAPTER_KEY) or (self.adapters[0] if len(self.adapters) == 1 else "")) for extra in extras
-        ]
-        return {"adapters": named}
+        """Return the option of requests that says which adapters sample them; none where there are not several."""
+        return {"adapters": [str(extra.get(ADAPTER_KEY) or "") for extra in extras]} if self.adapters else {}
 
     def _problems(self) -> Iterator[Problem]:
         cfg = self.generator_cfg

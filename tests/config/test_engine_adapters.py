@@ -207,3 +207,23 @@ def test_engines_are_started_for_all_adapters(tmp_path):
     slots = adapter_slots(configured_pairs(SkyRLTrainConfig.from_cli_overrides([*arguments, f"{LORA}adapters={own}"])))
     assert (slots.rank, slots.slots, slots.names) == (64, 4, ("math", "code"))
     assert slots.targets == ("experts", "k_proj", "o_proj", "q_proj", "v_proj")
+
+
+@pytest.mark.parametrize("names, refused", [("{math,code}", True), ("{math}", False)])
+def test_a_generator_that_knows_of_no_adapters_is_refused(names, refused):
+    from skyrl_megatron.config.hardware import local_hardware
+    from skyrl_megatron.entrypoints.checks.features import features
+    from skyrl_megatron.entrypoints.checks.planned_run import PlannedRun
+    from skyrl_megatron.plugins import GENERATORS
+
+    class Older:
+        def __init__(self, generator_cfg, skyrl_gym_cfg, inference_engine_client, tokenizer, *, seed, nonfinite):
+            """As :class:`SkyRLGymGenerator` without adapters."""
+
+    GENERATORS.register("older")(Older)
+    try:
+        arguments = ["generator.name=older", f"{LORA}rank=4", f"{LORA}sync_mode=memory", f"{LORA}adapters={names}"]
+        found = list(features(PlannedRun(SkyRLTrainConfig.from_cli_overrides(arguments), local_hardware())))
+        assert [problem.key for problem in found] == ["generator.name"] * refused
+    finally:
+        del GENERATORS._classes["older"]
