@@ -55,10 +55,9 @@ import json, hashlib, torch
 from pathlib import Path
 from skyrl_megatron.workers.dispatch import to_arrays
 out = Path(os.environ["OUT"])
-def collect_experience(self):
-    batch = RayPPOTrainer.collect_experience(self)
+def train_critic_and_policy(self, batch):
     torch.save(to_arrays(batch), out / f"batch_{self.global_step}.pt")
-    return batch
+    RayPPOTrainer.train_critic_and_policy(self, batch)
 def finish(self):
     state = self.policy.state_hashes()
     (out / "hashes.json").write_text(json.dumps(state))
@@ -69,29 +68,43 @@ def postprocess_generator_output(self, output, uids):
             owner = self.train_dataset.adapters_of([uid])
             file.write(json.dumps([self.global_step, owner, spans]) + "\\n")
     return RayPPOTrainer.postprocess_generator_output(self, output, uids)
-Trainer.collect_experience, Trainer.finish = collect_experience, finish
+Trainer.train_critic_and_policy, Trainer.finish = train_critic_and_policy, finish
 Trainer.postprocess_generator_output = postprocess_generator_output
 """
-REPLAYS = """
-import json, torch
-from pathlib import Path
-from skyrl_megatron.workers.dispatch import from_arrays
-out, name = Path(os.environ["OUT"]), os.environ["ADAPTER"]
-parts = []
-for file in sorted(out.glob("batch_*.pt")):
-    batch = from_arrays(torch.load(file, weights_only=False))
-    rows = [row for row, adapter in enumerate(batch.adapters) if adapter == name]
-    batch.metadata = {}
-    if rows:
-        parts.append(batch.select(rows))
-        parts[-1].adapters = []
-def collect_experience(self):
-    return parts[self.global_step]
-def finish(self):
-    (out / f"{name}.json").write_text(json.dumps(self.policy.state_hashes()))
-    RayPPOTrainer.finish(self)
-Trainer.collect_experience, Trainer.finish = collect_experience, finish
-"""
+
+
+def replayed(arguments, folder, name):
+    """Body of a rank: what an adapter holds that is trained alone on its rows of the recorded batches."""
+    import hashlib
+    from pathlib import Path
+
+    import torch
+
+    from skyrl_megatron.config import SkyRLTrainConfig, resolve
+    from skyrl_megatron.config.hardware import local_hardware
+    from skyrl_megatron.data.splitting import counted_rows
+    from skyrl_megatron.runtime.checkpoint.local_state import blocks_to_save
+    from skyrl_megatron.runtime.engine import MegatronEngine
+    from skyrl_megatron.workers.dispatch import from_arrays
+    from tests.lora.several import share
+
+    cfg = SkyRLTrainConfig.from_cli_overrides(arguments)
+    assert resolve.fit_to_hardware(cfg, local_hardware()) == []
+    engine = MegatronEngine(cfg)
+    for file in sorted(Path(folder).glob("batch_*.pt")):
+        batch = from_arrays(torch.load(file, weights_only=False))
+        rows = [row for row, adapter in enumerate(batch.adapters) if adapter == name]
+        if not rows:
+            continue
+        part = batch.select(rows)
+        part.adapters = []
+        engine.forward_backward(share(engine, counted_rows(part), ("",)))
+        engine.optim_step()
+    hashes = {}
+    for block in blocks_to_save(list(engine.chunks), engine.optimizer, engine.groups):
+        data = block.data.detach().contiguous().view(-1).view(torch.uint8).numpy()
+        hashes.setdefault(block.key, hashlib.sha256()).update(data.tobytes())
+    return {key: digest.hexdigest() for key, digest in hashes.items()}
 
 
 def one_step(folder, body="", **overrides):
@@ -119,10 +132,10 @@ def test_two_adapters_in_a_run(folder):
 
 
 @pytest.mark.full_matrix
-def test_each_adapter_is_as_if_trained_alone(folder, monkeypatch):
-    """Three steps on two ranks, the second of which has no rows of ``code``; then each adapter alone on the rows that
-    were recorded. SHA-256 of factors, moments and random states. A row is sampled with the version of its adapter that
-    was trained last."""
+def test_each_adapter_is_as_if_trained_alone(ranks, folder, monkeypatch):
+    """Three steps on two ranks, the second of which has no rows of ``code``; then each adapter alone, on its rows of
+    what each step was trained on: SHA-256 of factors and moments. A row is sampled with the version of its adapter
+    that was trained last."""
     monkeypatch.setenv("OUT", str(folder))
     steps = {"trainer__max_training_steps": 3, "trainer__deterministic": "true"}
     done = runs.run(folder, "import os\n" + RECORDS, **named(), **steps).check()
@@ -133,18 +146,10 @@ def test_each_adapter_is_as_if_trained_alone(folder, monkeypatch):
     assert found == {(0, "math", "0"), (0, "code", "0"), (1, "math", "1"), (2, "math", "2"), (2, "code", "1")}
     together = json.loads((folder / "hashes.json").read_text())
     for name in OWN:
-        monkeypatch.setenv("ADAPTER", name)
-        own = {"trainer__run_name": name, "trainer__ckpt_path": folder / name}
-        own["trainer__max_training_steps"] = 3 if name == "math" else 2
-        runs.run(folder, "import os\n" + REPLAYS, **alone(name), **(steps | own)).check()
-        found = json.loads((folder / f"{name}.json").read_text())
-        for rank, own in enumerate(found):
-            mine = {
-                key.removeprefix(f"{name}: "): digest
-                for key, digest in together[rank].items()
-                if key.startswith(f"{name}: ")
-            }
-            assert len(own) > 10 and mine == own, f"{name}, rank {rank}"
+        arguments = runs.arguments(folder, **alone(name), **steps)
+        for rank, own in enumerate(ranks(2, replayed, arguments, str(folder), name)):
+            mine = {key.removeprefix(f"{name}: "): of for key, of in together[rank].items() if key.startswith(name)}
+            assert len(own) > 10 and own == {key: of for key, of in mine.items() if key != "rng"}, f"{name}, {rank}"
 
 
 @pytest.mark.full_matrix
