@@ -239,8 +239,7 @@ class _Run:
 
 
 def _runs(ranges: Sequence[RowRange], *, joined: bool) -> list[_Run]:
-    """Join ranges of one owner into as few copies as strides can say; rows that are made when they are copied stay apart
-    (``joined`` false)."""
+    """Join ranges of one owner into as few copies as strides can say, unless rows are made when they are copied."""
     runs: list[_Run] = []
     for span in ranges:
         if not (joined and runs and runs[-1].takes(span)):
