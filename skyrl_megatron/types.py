@@ -104,6 +104,12 @@ class TrainingBatch:
     """[B, T] float32, nats: log-probs of the trainer before the update."""
     ref_logprobs: Tensor | None = None
     """[B, T] float32, nats: log-probs of the reference policy."""
+    teacher_logprobs: Tensor | None = None
+    """[B, T] float32, nats: log-probs of the row's teacher."""
+    teacher_top_logprobs: Tensor | None = None
+    """[B, T, K] float32, nats: of the teacher's likeliest tokens, likeliest first."""
+    teacher_top_ids: Tensor | None = None
+    """[B, T, K] int64: which tokens these are."""
     values: Tensor | None = None
     """[B, T] float32: critic's values before the update."""
     advantages: Tensor | None = None

@@ -16,11 +16,12 @@ The loss of a micro-batch is its share of the step's loss; the shares of all mic
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 
 from skyrl_megatron.algorithms.checks import check_token_tensors
+from skyrl_megatron.algorithms.distillation import divergence
 from skyrl_megatron.algorithms.kl import compute_approx_kl
 from skyrl_megatron.algorithms.losses import BUILT_IN, PolicyLossRegistry
 from skyrl_megatron.algorithms.losses.builtin import BuiltinLoss
@@ -30,6 +31,25 @@ from skyrl_megatron.algorithms.off_policy import effective_mask
 from skyrl_megatron.algorithms.reduction import StepTotals, micro_batch_share, row_weights, step_totals, weighted_sum
 from skyrl_megatron.config.schema.algorithm import correction_enabled
 from skyrl_megatron.errors import AlgorithmError
+
+
+class Objective(Protocol):
+    """What the training engine asks of an objective, a policy's or a critic's, besides the loss of a micro-batch."""
+
+    def totals(
+        self,
+        loss_mask: Tensor,
+        *,
+        old_log_probs: Tensor | None = None,
+        rollout_log_probs: Tensor | None = None,
+        uids: Sequence[str] | None = None,
+    ) -> StepTotals:
+        """Count a shard of the mini-batch."""
+        ...
+
+    def weight(self, totals: StepTotals) -> float:
+        """Return the denominator of the mean over what ``totals`` counted."""
+        ...
 
 
 class PolicyObjective:
@@ -58,6 +78,12 @@ class PolicyObjective:
         """Whether anything reads the trainer's log-probs before the update: else their forward pass is skipped."""
         return correction_enabled(self.correction) or self.builtin is None or self.builtin.uses_old(self.config)
 
+    @property
+    def compares_top(self) -> bool:
+        """Whether the policy's distributions are compared with a teacher's, token for token."""
+        wanted = getattr(self.config, "distillation", None)
+        return wanted is not None and wanted.loss_coef > 0
+
     def effective_mask(
         self, loss_mask: Tensor, old_log_probs: Tensor | None = None, rollout_log_probs: Tensor | None = None
     ) -> Tensor:
@@ -76,6 +102,12 @@ class PolicyObjective:
         mask = self.effective_mask(loss_mask, old_log_probs, rollout_log_probs)
         return step_totals(mask, self.reduction, uids)
 
+    def weight(self, totals: StepTotals) -> float:
+        """Return the denominator of the mean over what ``totals`` counted."""
+        if self.reduction == "prompt_mean":
+            return len(totals.prompt_tokens)
+        return totals.tokens if self.reduction == "token_mean" else totals.rows
+
     def __call__(
         self,
         totals: StepTotals,
@@ -87,13 +119,16 @@ class PolicyObjective:
         rollout_log_probs: Tensor | None = None,
         ref_log_probs: Tensor | None = None,
         entropy: Tensor | None = None,
+        top_log_probs: tuple[Tensor, Tensor] | None = None,
         uids: Sequence[str] | None = None,
     ) -> tuple[Tensor, ReducibleMetrics]:
         """Return the loss of a micro-batch, a scalar to call ``backward`` on, and its metrics; all tensors [B, T].
 
         ``ref_log_probs`` is needed for ``use_kl_loss``, ``entropy`` (nats, differentiable) for ``use_entropy_loss``;
-        given without these, they are measured only. Metrics: ``final_loss``, ``policy_loss``, ``policy_kl``,
-        ``policy_entropy``, the step's values as shares, and ``loss_metrics/…`` of the policy loss.
+        given without these, they are measured only. ``top_log_probs``: the policy's, differentiable, and the teacher's
+        of the teacher's likeliest tokens, [B, T, K] each, for ``distillation.loss_coef``. Metrics: ``final_loss``,
+        ``policy_loss``, ``policy_kl``, ``policy_entropy``, the step's values as shares, and ``loss_metrics/…`` of the
+        policy loss.
         """
         config = self.config
         given = {"old_log_probs": old_log_probs, "rollout_log_probs": rollout_log_probs}
@@ -109,7 +144,7 @@ class PolicyObjective:
         )
         policy = weighted_sum(values, mask, weights) if values.ndim else values * share.to(values.dtype)
         terms: dict[str, Tensor] = {"policy_loss": policy}
-        loss = policy
+        loss = 0.0 * policy if self.compares_top and config.distillation.divergence_alone else policy
         if ref_log_probs is not None:
             kl = compute_approx_kl(log_probs, ref_log_probs, mask, config.kl_estimator_type)
             terms["policy_kl"] = weighted_sum(kl, mask, weights)
@@ -117,9 +152,19 @@ class PolicyObjective:
             terms["policy_entropy"] = weighted_sum(entropy, mask, weights)
         if config.use_kl_loss and config.kl_loss_coef:
             loss = loss + config.kl_loss_coef * _required(terms, "policy_kl", "use_kl_loss", "ref_log_probs")
+        measured: ReducibleMetrics = {}
+        if self.compares_top:
+            if top_log_probs is None:
+                raise AlgorithmError(
+                    "trainer.algorithm.distillation.loss_coef needs top_log_probs, which were not given"
+                )
+            wanted = config.distillation
+            distance, measured = divergence(*top_log_probs, mask, beta=wanted.beta, renormalize=wanted.renormalize)
+            terms["distillation_loss"] = weighted_sum(distance, mask, weights)
+            loss = loss + wanted.loss_coef * terms["distillation_loss"]
         if config.use_entropy_loss:
             loss = loss - config.entropy_loss_coef * _required(terms, "policy_entropy", "use_entropy_loss", "entropy")
-        metrics = _totals_as_metrics({"final_loss": loss, **terms}, share)
+        metrics = _totals_as_metrics({"final_loss": loss, **terms}, share) | measured
         return loss, metrics | {f"loss_metrics/{name}": metric for name, metric in loss_metrics.items()}
 
 

@@ -7,8 +7,10 @@ from skyrl_megatron.config.schema.algorithm import (
     AlgorithmConfig,
     CISPOConfig,
     ClipCovConfig,
+    DistillationConfig,
     DPPOConfig,
     DynamicSamplingConfig,
+    GAEConfig,
     KLCovConfig,
     KLCtrlConfig,
     OffPolicyCorrectionConfig,
@@ -35,7 +37,7 @@ from skyrl_megatron.config.schema.megatron import (
 )
 from skyrl_megatron.config.schema.model import ModelConfig, SkyRLLoraConfig
 from skyrl_megatron.config.schema.optimizer import FSDPConfig, MixedPrecisionConfig, OptimizerConfig
-from skyrl_megatron.config.schema.roles import CriticConfig, PlacementConfig, PolicyConfig, RefConfig
+from skyrl_megatron.config.schema.roles import CriticConfig, PlacementConfig, PolicyConfig, RefConfig, TeacherConfig
 from skyrl_megatron.config.schema.root import SkyRLTrainConfig, get_config_as_dict, get_config_as_yaml_str, make_config
 from skyrl_megatron.config.schema.trainer import FullyAsyncConfig, TrainerConfig
 
@@ -50,10 +52,12 @@ __all__ = [
     "CriticConfig",
     "DPPOConfig",
     "DataConfig",
+    "DistillationConfig",
     "DynamicSamplingConfig",
     "EnvironmentConfig",
     "FSDPConfig",
     "FullyAsyncConfig",
+    "GAEConfig",
     "GSM8kLLMJudgeEnvConfig",
     "GeneratorConfig",
     "InferenceEngineConfig",
@@ -76,6 +80,7 @@ __all__ = [
     "SkyRLGymConfig",
     "SkyRLLoraConfig",
     "SkyRLTrainConfig",
+    "TeacherConfig",
     "Text2SQLEnvConfig",
     "TrainerConfig",
     "get_config_as_dict",

@@ -11,7 +11,7 @@ import warnings
 from typing import Any
 
 from skyrl_megatron.config.fields import Section, get_path, owner_of
-from skyrl_megatron.config.paths import make_paths_absolute
+from skyrl_megatron.config.paths import is_address, make_paths_absolute
 from skyrl_megatron.config.schema.algorithm import AlgorithmConfig, correction_enabled
 from skyrl_megatron.config.schema.generator import GeneratorConfig, SamplingParams
 from skyrl_megatron.config.schema.megatron import DEFAULT_TRANSFORMER_CONFIG_KWARGS
@@ -46,7 +46,7 @@ def derive(cfg: Section) -> None:
     if trainer.ref.model.path == trainer.policy.model.path:
         fill(cfg, "trainer.ref.model.revision", trainer.policy.model.revision)
     for name in ("num_nodes", "num_gpus_per_node"):
-        for role in ("ref", "critic"):
+        for role in ("ref", "critic", "teacher"):
             fill(cfg, f"trainer.placement.{role}_{name}", getattr(trainer.placement, f"policy_{name}"))
     lora = trainer.policy.model.lora
     if lora.sync_mode == "memory" and "trainer.policy.model.lora.sync_mode" not in _filled(cfg):
@@ -54,10 +54,14 @@ def derive(cfg: Section) -> None:
     merged = trainer.policy.megatron_config.lora_config.merge_lora
     fill(cfg, "trainer.policy.model.lora.sync_mode", "merged" if merged else "memory")
     fill(cfg, "trainer.policy.megatron_config.dist_ckpt_optim_fully_reshardable", True)
-    for megatron in (trainer.policy.megatron_config, trainer.ref.megatron_config, trainer.critic.megatron_config):
-        _fit_recompute(megatron.transformer_config_kwargs)
-    fill(cfg, "trainer.ref.megatron_config", trainer.policy.megatron_config)
-    fill(cfg, "trainer.critic.megatron_config", trainer.policy.megatron_config)
+    for section in (trainer.policy, trainer.ref, trainer.critic, trainer.teacher):
+        _fit_recompute(section.megatron_config.transformer_config_kwargs)
+    for name in ("ref", "critic", "teacher"):
+        fill(cfg, f"trainer.{name}.megatron_config", trainer.policy.megatron_config)
+    on_ranks = [model for model in trainer.teacher.models.values() if not is_address(model)]
+    if on_ranks:
+        fill(cfg, "trainer.teacher.model.path", on_ranks[0])
+    fill(cfg, "trainer.algorithm.distillation.reward_coef", float(algorithm.advantage_estimator == "distillation"))
 
 
 def fill(cfg: Section, key: str, value: Any) -> None:

@@ -78,7 +78,7 @@ def _described_before(path: str) -> str | None:
     """Return the section whose table describes the same keys (reference, critic, evaluation), else None."""
     if path == "generator.eval_sampling_params":
         return "generator.sampling_params"
-    match = re.fullmatch(r"trainer\.(ref|critic)\.(model|optimizer_config|fsdp_config|megatron_config)", path)
+    match = re.fullmatch(r"trainer\.(ref|critic|teacher)\.(model|optimizer_config|fsdp_config|megatron_config)", path)
     return f"trainer.policy.{match[2]}" if match else None
 
 

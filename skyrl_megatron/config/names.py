@@ -16,6 +16,7 @@ class AdvantageEstimator(StrEnum):
     REINFORCE_PP = "reinforce++"
     GAE = "gae"
     MAXRL = "maxrl"
+    DISTILLATION = "distillation"
 
 
 class PolicyLossType(StrEnum):

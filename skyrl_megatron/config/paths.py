@@ -40,7 +40,7 @@ def _data(name: str) -> str:
     return absolute(name) if is_data_file(name) or os.path.exists(name) else name
 
 
-_ROLES = ("policy", "ref", "critic")
+_ROLES = ("policy", "ref", "critic", "teacher")
 _PATHS: dict[str, Callable[[str], str]] = {
     "data.train_data": _data,
     "data.val_data": _data,
@@ -59,6 +59,8 @@ def make_paths_absolute(cfg: Section) -> None:
     """Make every path of a SkyRLTrainConfig absolute. May be repeated."""
     for key, make in _PATHS.items():
         _replace(cfg, key, make)
+    teachers: dict[str, str] = get_path(cfg, "trainer.teacher.models")
+    teachers.update({name: model if is_address(model) else _model(model) for name, model in teachers.items()})
     if get_path(cfg, "generator.chat_template.source") == "file":
         _replace(cfg, "generator.chat_template.name_or_path", absolute)
 

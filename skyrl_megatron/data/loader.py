@@ -54,6 +54,11 @@ class PromptLoader:
             yield getattr(self.dataset, "collate_fn", list)(items)
         self.epoch, self.batch = self.epoch + 1, 0
 
+    @property
+    def finished_epochs(self) -> int:
+        """Count the epochs whose batches have all been taken."""
+        return self.epoch + (self.batch == len(self))
+
     def state_dict(self) -> dict[str, int | bool]:
         """Return plain numbers: the loader's position, and what its order follows from."""
         return {"epoch": self.epoch, "batch": self.batch, **self._identity()}

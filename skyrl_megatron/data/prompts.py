@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from skyrl_megatron.config.adapters import ADAPTER_KEY, KEY
+from skyrl_megatron.config.adapters import ADAPTER_KEY
+from skyrl_megatron.config.adapters import KEY as ADAPTERS
 from skyrl_megatron.errors import DataError, HubError
 from skyrl_megatron.hub import Repo, data_folder, data_source
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+TEACHER_KEY, TEACHERS = "teacher", "trainer.teacher.models"
+"""A column, and the setting that lists what it may name."""
 READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 BATCH_ROWS = 1000
 
@@ -76,7 +79,7 @@ class PromptDataset:
         sources = [load_source(name, num_workers, hub_commits or {}, say) for name in names]
         for name, source in zip(names, sources, strict=True):
             require_prompts(source, name, prompt_key)
-            require_adapters(source, name, adapters)
+            require_known(source, name, ADAPTER_KEY, adapters, ADAPTERS, needed=len(adapters) > 1)
         self.adapters = list(adapters)
         self.rows = _joined(sources, names, concatenate_datasets)
         self.kept = self._short_enough(names, [len(source) for source in sources], enough)
@@ -107,6 +110,14 @@ class PromptDataset:
             return [self.adapters[0]] * len(uids) if self.adapters else []
         column = self.rows.select_columns([ADAPTER_KEY])
         return [column[int(uid)][ADAPTER_KEY] or self.adapters[0] for uid in uids]
+
+    def teachers_of(self, uids: Sequence[str]) -> list[str]:
+        """Return the teacher that judges the answers to each of some items, "" where a row names none; [] without such
+        a column."""
+        if TEACHER_KEY not in self.rows.column_names:
+            return []
+        column = self.rows.select_columns([TEACHER_KEY])
+        return [column[int(uid)][TEACHER_KEY] or "" for uid in uids]
 
     def env_classes(self, default: str) -> set[str]:
         """Return the environments that the rows name; ``default`` for rows that name none."""
@@ -160,20 +171,22 @@ def require_prompts(rows: Dataset, name: str, prompt_key: str = "prompt") -> Non
             raise DataError(f"{name}, row {row}: {prompt_key} {problem}")
 
 
-def require_adapters(rows: Dataset, name: str, adapters: Sequence[str]) -> None:
-    """Raise DataError, with file and row, where a row's ``adapter`` is none of ``adapters``, if there are any, or
-    names none of several."""
-    if not adapters:
+def require_known(
+    rows: Dataset, name: str, column: str, known: Sequence[str], key: str, *, needed: bool = False
+) -> None:
+    """Raise DataError, with file and row, where ``column`` of a row names none of ``known``, which ``key`` lists; or
+    nothing, if ``needed``. No-op without any known."""
+    if not known:
         return
-    there = f"{KEY} has {', '.join(adapters)}"
-    if ADAPTER_KEY not in rows.column_names:
-        if len(adapters) > 1:
-            raise DataError(f"{name}, row 0: no column {ADAPTER_KEY!r} says which adapter answers; {there}")
+    there = f"{key} has {', '.join(known)}"
+    if column not in rows.column_names:
+        if needed:
+            raise DataError(f"{name}, row 0: no column {column!r} says which {column} it is for; {there}")
         return
-    allowed = {*adapters} if len(adapters) > 1 else {*adapters, None, ""}
-    if wrong := [each for each in rows.unique(ADAPTER_KEY) if each not in allowed]:
-        row = next(number for number, each in enumerate(rows[ADAPTER_KEY]) if each == wrong[0])
-        problem = f"{ADAPTER_KEY} {wrong[0]!r} is unknown" if wrong[0] else f"no {ADAPTER_KEY} is named"
+    allowed = {*known} if needed else {*known, None, ""}
+    if wrong := [each for each in rows.unique(column) if each not in allowed]:
+        row = next(number for number, each in enumerate(rows[column]) if each == wrong[0])
+        problem = f"{column} {wrong[0]!r} is unknown" if wrong[0] else f"no {column} is named"
         raise DataError(f"{name}, row {row}: {problem}; {there}")
 
 

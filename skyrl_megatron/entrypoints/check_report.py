@@ -15,7 +15,7 @@ from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron.config.hf_model import kv_bytes_per_token
 from skyrl_megatron.config.rules.layout import ParallelConfig, stage_layers
 from skyrl_megatron.config.rules.placement import gpus_asked
-from skyrl_megatron.config.rules.role_layout import active_roles, engine_ranks, rank_position, role_layout
+from skyrl_megatron.config.rules.role_layout import active_roles, engine_ranks, is_frozen, rank_position, role_layout
 from skyrl_megatron.config.rules.training import longest_sequence
 from skyrl_megatron.entrypoints.memory.budget import Budget, parameter_tables
 from skyrl_megatron.entrypoints.memory.parameters import ParameterTable
@@ -138,7 +138,7 @@ def _batch(cfg: SkyRLTrainConfig) -> Iterator[str]:
     yield "# one step"
     yield f"{train} prompts · {n} samples = {train * n} sequences of at most {longest_sequence(cfg)} tokens"
     for role in active_roles(cfg):
-        if role == "ref":
+        if is_frozen(role):
             continue
         mini, dp = getattr(trainer, f"{role}_mini_batch_size"), role_layout(cfg, role).dp
         steps = train // mini * trainer.update_epochs_per_batch

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skyrl_megatron.config import ModelConfig, SkyRLTrainConfig
+from skyrl_megatron.config import SkyRLTrainConfig, TrainerConfig
 from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron.config.parse.load import parse
 from skyrl_megatron.config.parse.sources import Assignment, names_key, read_arguments
@@ -38,7 +38,11 @@ if TYPE_CHECKING:
 
 NEEDED_GIB = 5.0
 WARM_MODEL = "warmed_up_model"
-"""Folder, beside the seeded model, of what the warm-up made of it: what adapters learn on."""
+"""Folder, beside the seeded model, of what the warm-up made of it: where runs with adapters, a critic or a teacher
+begin."""
+ADAPTERS, CRITIC, TEACHER = "adapters", "critic", "teacher"
+TAUGHT_AFTER = 64
+"""Step of the embedded run whose export teaches."""
 GPUS = "trainer.placement.policy_num_gpus_per_node"
 
 
@@ -65,9 +69,10 @@ def arguments(args: Sequence[str], hardware: Hardware) -> list[str]:
     given = read_arguments(args)[0]
     number, folder = _seed_folder(given)
     data = write_problems(folder / "sums", number)
-    model, adapters = _own_model(args), _trains_adapters(args)
+    model, variant = _own_model(args), _variant(args)
     runs = folder / f"{Path(model).name}_{zlib.crc32(model.encode()):08x}" if model else folder
-    runs = runs / "adapters" if adapters else runs
+    taught = runs / "exports" / f"global_step_{TAUGHT_AFTER}" / "policy"
+    runs = runs / variant
     defaults = {
         "data.train_data": f"['{data}/train.parquet']",
         "data.val_data": f"['{data}/validation.parquet']",
@@ -78,12 +83,26 @@ def arguments(args: Sequence[str], hardware: Hardware) -> list[str]:
     }
     if not hardware.is_cpu:
         defaults |= _on_gpus(given, hardware)
+    path = model
     if not model:
         warm = folder / WARM_MODEL
         seeded = write_embedded_model(folder / "model", number)
-        defaults["trainer.policy.model.path"] = warm if adapters and warm.exists() else seeded
+        path = str(warm if variant and warm.exists() else seeded)
+        defaults["trainer.policy.model.path"] = path
+    if variant == CRITIC:
+        defaults["trainer.critic.model.path"] = path
+        if hardware.is_cpu:
+            defaults |= {"trainer.placement.critic_num_gpus_per_node": 1} | {
+                "trainer.critic.megatron_config.expert_model_parallel_size": 1
+            }
+    if variant == TEACHER and not names_key(given, "trainer.teacher.models"):
+        defaults["trainer.teacher.model.path"] = taught
+    if variant == TEACHER and hardware.is_cpu:
+        defaults |= {"trainer.placement.teacher_num_gpus_per_node": 1} | {
+            "trainer.teacher.megatron_config.expert_model_parallel_size": 1
+        }
     added = [f"{key}={value}" for key, value in defaults.items() if not names_key(given, key)]
-    files = ["embedded", "embedded-lora"] if adapters else ["embedded"]
+    files = ["embedded", "embedded-lora"] if variant == ADAPTERS else ["embedded"]
     return [*(f"--config={config_dir}/{name}.yaml" for name in files), *added, *args]
 
 
@@ -109,18 +128,23 @@ def _on_gpus(given: Sequence[Assignment], hardware: Hardware) -> dict[str, objec
 def _own_model(args: Sequence[str]) -> str | None:
     """Return the path or name of the model that ``args`` ask for; None is the seeded one."""
     asked = names_key(read_arguments(args)[0], "trainer.policy.model.path")
-    return _asked(args).path if asked else None
+    return _asked(args).policy.model.path if asked else None
 
 
-def _trains_adapters(args: Sequence[str]) -> bool:
-    return names_key(read_arguments(args)[0], "trainer.policy.model.lora.rank") and _asked(args).lora.rank > 0
+def _variant(args: Sequence[str]) -> str:
+    """Return what ``args`` add to the embedded run, which is also the name of its folder; "": nothing."""
+    trainer = _asked(args)
+    if trainer.policy.model.lora.rank > 0:
+        return ADAPTERS
+    taught = trainer.algorithm.distillation.loss_coef or trainer.algorithm.distillation.reward_coef
+    return CRITIC if trainer.algorithm.advantage_estimator == "gae" else TEACHER if taught else ""
 
 
-def _asked(args: Sequence[str]) -> ModelConfig:
-    """Return the policy's model as ``args`` alone describe it."""
+def _asked(args: Sequence[str]) -> TrainerConfig:
+    """Return the trainer's settings as ``args`` alone describe them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they are given when the configuration is read
-        return parse(SkyRLTrainConfig, args)[0].trainer.policy.model
+        return parse(SkyRLTrainConfig, args)[0].trainer
 
 
 def write_problems(folder: Path, seed: int) -> Path:
@@ -143,7 +167,7 @@ def write_problems(folder: Path, seed: int) -> Path:
 def _train(args: Sequence[str]) -> int:
     began = time.perf_counter()
     hardware = run_hardware()
-    starts_warm = _own_model(args) is not None or _trains_adapters(args)
+    starts_warm = _own_model(args) is not None or bool(_variant(args))
     if starts_warm:
         _warm_up_once(args, hardware)
         began = time.perf_counter()
@@ -156,7 +180,7 @@ def _train(args: Sequence[str]) -> int:
 
 
 def _warm_up_once(args: Sequence[str], hardware: Hardware) -> None:
-    """Make the model that adapters learn on, unless it is there or ``args`` name another."""
+    """Make the model that the run begins with, unless it is there or ``args`` name another."""
     number, folder = _seed_folder(read_arguments(args)[0])
     if _own_model(args) is not None or (folder / WARM_MODEL).exists():
         return

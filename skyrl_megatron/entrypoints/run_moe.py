@@ -18,7 +18,10 @@ from skyrl_megatron.entrypoints.command import run_command
 from skyrl_megatron.errors import ConfigError, Problem
 
 EMBEDDED = "embedded"
-EMBEDDED_RUNS = {EMBEDDED: [], "embedded-lora": [f"--config={main_base.config_dir}/embedded-lora.yaml"]}
+EMBEDDED_RUNS: dict[str, list[str]] = {EMBEDDED: []} | {
+    name: [f"--config={main_base.config_dir}/{name}.yaml"]
+    for name in ("embedded-lora", "embedded-ppo", "embedded-distill")
+}
 """Recipes with a program of their own, and what it is given."""
 
 

@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -29,19 +29,26 @@ from torch import Tensor
 
 from skyrl_megatron import device
 from skyrl_megatron.algorithms.metrics import ReducibleMetrics, merge_metrics, metric_values, pack_metrics
-from skyrl_megatron.algorithms.objective import PolicyObjective
+from skyrl_megatron.algorithms.objective import Objective, PolicyObjective
 from skyrl_megatron.algorithms.reduction import StepTotals
 from skyrl_megatron.config.adapters import adapter_configs, adapter_names
-from skyrl_megatron.config.rules.role_layout import parallel_config
+from skyrl_megatron.config.rules.role_layout import is_frozen, parallel_config
 from skyrl_megatron.config.run_folder import run_folder
 from skyrl_megatron.data.splitting import plan_micro_batches, rows_by_adapter
 from skyrl_megatron.runtime import loss_scale, parallel_state
 from skyrl_megatron.runtime.agreement import from_rank_0, group_maximum, raise_on_all_ranks
-from skyrl_megatron.runtime.batch_checks import find_problem
+from skyrl_megatron.runtime.batch_checks import find_problem, too_long
 from skyrl_megatron.runtime.cpu import megatron_patches
 from skyrl_megatron.runtime.engine_settings import ddp_config, hf_model, parameter_dtype, transformer_kwargs
 from skyrl_megatron.runtime.flops import model_flops, peak_flops
-from skyrl_megatron.runtime.forward_step import LogprobHead, LogprobStep, MicroBatch, PolicyStep
+from skyrl_megatron.runtime.forward_step import (
+    ForwardStep,
+    LogprobHead,
+    LogprobStep,
+    MicroBatch,
+    PolicyStep,
+    TrainingStep,
+)
 from skyrl_megatron.runtime.hf.load import load_hf
 from skyrl_megatron.runtime.lora.base import fingerprint
 from skyrl_megatron.runtime.model.build import build_model
@@ -58,13 +65,13 @@ from skyrl_megatron.runtime.vocab_parallel import SoftmaxSettings
 if TYPE_CHECKING:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.config import AlgorithmConfig, SkyRLTrainConfig
     from skyrl_megatron.runtime.lora.attach import Adapters
     from skyrl_megatron.types import TrainingBatch
 
 logger = logging.getLogger(__name__)
 
-RoleName = Literal["policy", "ref", "critic"]
+RoleName = Literal["policy", "ref", "critic", "teacher"]
 
 
 class MegatronEngine:
@@ -92,10 +99,13 @@ class MegatronEngine:
             transformer_config_kwargs=transformer_kwargs(cfg, role),
             prefix=f"trainer.{role}.megatron_config.",
             frozen=self.is_adapted,
+            head="value" if role == "critic" else "lm",
+            seed=cfg.trainer.seed,
         )
         assert self.model.hf.path is not None
-        load_hf(self.model, self.model.hf.path, self.groups, frozen=self.is_adapted)
-        fused = cfg.trainer.fused_lm_head_logprob and self.groups.is_last_stage
+        prefix = cfg.trainer.algorithm.value_head_prefix
+        load_hf(self.model, self.model.hf.path, self.groups, frozen=self.is_adapted, value_head=prefix)
+        fused = cfg.trainer.fused_lm_head_logprob and self.groups.is_last_stage and self.model.head == "lm"
         self._head_weight = return_hidden_states(self.model.chunks[-1], self.groups) if fused else None
         self.flops = model_flops(self.model.config, self.model.vocab_size, self.model.head)
         self.memory = MemoryRecorder(
@@ -105,7 +115,7 @@ class MegatronEngine:
         """Which weights the adapters are added to."""
         self.adapter_names = adapter_names(cfg) if role == "policy" else ("",)
         """What is trained, in the order in which it takes turns: ``("",)`` unless the adapters have names."""
-        self._trained = {"": Trained(list(self.model.chunks))} if role == "ref" else self._prepare(total_steps)
+        self._trained = self._frozen() if is_frozen(role) else self._prepare(total_steps)
         self._name = self.adapter_names[0]
         self._now = self._trained[self._name]
         chunks = [chunk for trained in self._trained.values() for chunk in trained.chunks]
@@ -120,6 +130,10 @@ class MegatronEngine:
         folder = self.model.hf.path
         assert folder is not None
         return str(from_rank_0(fingerprint(folder) if dist.get_rank() == 0 else None))
+
+    def _frozen(self) -> dict[str, Trained]:
+        self.model.config.moe_grad_scale_func = loss_scale.AuxiliaryLossScale()  # Megatron keeps one a process
+        return {"": Trained(list(self.model.chunks))}
 
     def _prepare(self, total_steps: int | None) -> dict[str, Trained]:
         buffers = ddp_config(self.megatron)
@@ -234,22 +248,35 @@ class MegatronEngine:
         return out
 
     def _logprobs(self, batch: TrainingBatch, temperature: float | None) -> Tensor:
-        step = LogprobStep(self._head(temperature))
+        return self.forward_only(LogprobStep(self.head(temperature)), batch)
+
+    def forward_only(self, step: ForwardStep, batch: TrainingBatch, *, width: int | None = None) -> Tensor:
+        """Return what ``step`` makes of the response tokens of every row of this replica: [B, T] float32, or with
+        ``width`` [B, T, width]; 0 elsewhere."""
         micro_batches = self._micro_batches(batch, self.cfg.trainer.micro_forward_batch_size_per_gpu)
         self._set_training(False)
         results = run_schedule(step, micro_batches, self.chunks, self.groups, forward_only=True)
-        out = torch.zeros(batch.response_mask.shape, dtype=torch.float32, device=device.device())
-        for micro_batch, logprobs in zip(micro_batches, results, strict=False):  # no results before the last stage
-            out[torch.as_tensor(micro_batch.rows, device=out.device)] = logprobs[: len(micro_batch.rows)]
+        shape = (*batch.response_mask.shape, *([] if width is None else [width]))
+        out = torch.zeros(shape, dtype=torch.float32, device=device.device())
+        for micro_batch, values in zip(micro_batches, results, strict=False):  # no results before the last stage
+            out[torch.as_tensor(micro_batch.rows, device=out.device)] = values[: len(micro_batch.rows)]
         if self.groups.pp.size() > 1:
             source = dist.get_global_rank(self.groups.pp, self.groups.pp.size() - 1)
             dist.broadcast(out, src=source, group=self.groups.pp)
         return out.cpu()
 
     # ------------------------------------------------------------------ the step
-    def step_totals(self, batch: TrainingBatch, objective: PolicyObjective | None = None) -> StepTotals:
+    def objective(self, changes: Mapping[str, Any] | None = None) -> Objective:
+        """Return what a step of this role minimises: as ``trainer.algorithm`` says, with ``changes`` of its fields."""
+        return PolicyObjective(self._algorithm(changes))
+
+    def _algorithm(self, changes: Mapping[str, Any] | None) -> AlgorithmConfig:
+        config = self.cfg.trainer.algorithm
+        return dataclasses.replace(config, **changes) if changes else config
+
+    def step_totals(self, batch: TrainingBatch, objective: Objective | None = None) -> StepTotals:
         """Count the denominators of a loss over the rows of all replicas. Collective over dp."""
-        objective = objective or PolicyObjective(self.cfg.trainer.algorithm)
+        objective = objective or self.objective()
         mine = objective.totals(
             batch.loss_mask,
             old_log_probs=batch.old_logprobs,
@@ -261,15 +288,16 @@ class MegatronEngine:
         return sum((totals for totals in gathered if totals is not None), StepTotals())
 
     def forward_backward(
-        self, batch: TrainingBatch, *, accumulate: bool = False, objective: PolicyObjective | None = None
+        self, batch: TrainingBatch, *, accumulate: bool = False, objective: Objective | None = None
     ) -> dict[str, float]:
-        """Add the gradient of the policy objective over the rows of all replicas; return the step's metrics.
+        """Add the gradient of the objective over the rows of all replicas; return the step's metrics.
 
-        ``batch``: the rows of this replica, with advantages and the log-probs that the loss reads. Losses are means
+        ``batch``: the rows of this replica, with advantages and the log-probs that the loss reads (a critic's: values
+        and returns). Losses are means
         over the rows of all replicas, however they are split (``algorithms/reduction.py``). After several calls before
         :meth:`optim_step` the gradient is that of the mean over all their rows (with ``prompt_mean`` the rows of a
         prompt must come in one call; auxiliary losses of the calls are averaged). ``accumulate``: more calls follow;
-        needed only with ``ddp_config.overlap_grad_reduce``. ``objective``: that of ``trainer.algorithm`` unless given.
+        needed only with ``ddp_config.overlap_grad_reduce``. ``objective``: :meth:`objective` unless given.
 
         With several adapters each learns from its own rows as if there were no others: its loss is a mean over them,
         and its metrics come as ``adapter/<name>/…`` too.
@@ -282,11 +310,11 @@ class MegatronEngine:
         started = time.perf_counter()
         self.onload("weights", "gradients")
         self._memory.onload(("optimizer",))  # travels while the model computes
-        objective = objective or PolicyObjective(self.cfg.trainer.algorithm)
+        objective = objective or self.objective()
         measured: dict[str, list[ReducibleMetrics]] = {}
         with self._cleared_on_failure():
             positions = self.model.hf.config.get("max_position_embeddings")
-            raise_on_all_ranks(find_problem(batch, objective, positions))
+            raise_on_all_ranks(too_long(batch, positions) or find_problem(batch, objective))
             for name, rows in self._turns(batch):
                 part = _picked(batch, rows)
                 if (totals := self.step_totals(part, objective)).tokens:
@@ -304,7 +332,7 @@ class MegatronEngine:
         return metrics | self._speed(batch, seconds, sum(map(len, measured.values())))
 
     def _add_gradient(
-        self, batch: TrainingBatch, totals: StepTotals, objective: PolicyObjective, accumulate: bool
+        self, batch: TrainingBatch, totals: StepTotals, objective: Objective, accumulate: bool
     ) -> list[ReducibleMetrics]:
         """Add what ``batch``, rows of the adapter that is set, gives; returns the metrics of each micro-batch.
 
@@ -312,13 +340,12 @@ class MegatronEngine:
         """
         now = self._now
         combined = now.accumulated + totals
-        share = self._weight(totals) / self._weight(combined)
+        share = objective.weight(totals) / objective.weight(combined)
         if now.accumulated.tokens:
             for chunk in now.chunks:
                 chunk.scale_gradients(1.0 - share)
         self.auxiliary_scale.over(self._count_valid_tokens(batch), share)
-        seed = (self.cfg.trainer.seed, now.steps, self.dp_rank)
-        step = PolicyStep(self._head(), objective, combined, entropy=objective.config.use_entropy_loss, seed=seed)
+        step = self._training_step(objective, combined)
         micro_batches = self._micro_batches(batch, self.cfg.trainer.micro_train_batch_size_per_gpu)
         self._set_training(True)
         with self._local_gradients(accumulate), self._profile("forward_backward"):
@@ -326,6 +353,11 @@ class MegatronEngine:
         raise_on_all_ranks(step.failure)
         now.accumulated = combined
         return results
+
+    def _training_step(self, objective: Objective, totals: StepTotals) -> TrainingStep:
+        assert isinstance(objective, PolicyObjective)
+        seed = (self.cfg.trainer.seed, self._now.steps, self.dp_rank)
+        return PolicyStep(self.head(), objective, totals, entropy=objective.config.use_entropy_loss, seed=seed)
 
     def optim_step(self, *, more_follow: bool = False) -> StepResult:
         """Reduce the accumulated gradients over dp, clip, step and clear them.
@@ -409,7 +441,7 @@ class MegatronEngine:
             raise ValueError(
                 "gradients are not kept: call optim_step() or clear_gradients() before they are offloaded"
             )
-        if self.role != "ref" and not self.settings.optimizer_config.offload_after_step:
+        if not is_frozen(self.role) and not self.settings.optimizer_config.offload_after_step:
             leaving.discard("optimizer")
         self._memory.offload(leaving)
 
@@ -417,6 +449,10 @@ class MegatronEngine:
         """Bring ``parts`` (all: without arguments) back. No-op for those that are here."""
         self._memory.onload(parts or PARTS)
         self._memory.wait(*(parts or PARTS))
+
+    def device_bytes(self) -> int:
+        """Return what weights, gradients and optimizer state hold on the device now."""
+        return sum(self._memory.device_bytes.values())
 
     def away(self) -> tuple[Part, ...]:
         """Return the parts that are offloaded."""
@@ -437,7 +473,8 @@ class MegatronEngine:
         counts = group_maximum([len(own) for own in rows.values()], self.groups.dp)
         return [(name, own) for (name, own), count in zip(rows.items(), counts, strict=True) if count]
 
-    def _head(self, temperature: float | None = None) -> LogprobHead:
+    def head(self, temperature: float | None = None) -> LogprobHead:
+        """Return what turns the model's output into log-probs, at ``algorithm.temperature`` unless given."""
         given = self.cfg.trainer.algorithm.temperature if temperature is None else temperature
         settings = SoftmaxSettings(
             self.model.vocab_size,
@@ -446,13 +483,6 @@ class MegatronEngine:
             overwrite=True,
         )
         return LogprobHead(settings, self._head_weight, self.adapters.on_hidden if self.adapters else None)
-
-    def _weight(self, totals: StepTotals) -> float:
-        """Return the denominator of the reduction in use."""
-        reduction = self.cfg.trainer.algorithm.loss_reduction
-        if reduction == "prompt_mean":
-            return len(totals.prompt_tokens)
-        return totals.tokens if reduction == "token_mean" else totals.rows
 
     def _micro_batches(self, batch: TrainingBatch, rows: int) -> list[MicroBatch]:
         """Split the replica's rows into micro-batches, packed and on the device; equally many on every replica."""

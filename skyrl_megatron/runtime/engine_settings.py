@@ -8,6 +8,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 
 from skyrl_megatron import device
+from skyrl_megatron.config.rules.role_layout import is_frozen
 from skyrl_megatron.errors import ConfigError
 from skyrl_megatron.hub import model_folder
 from skyrl_megatron.runtime.hf.model import HfModel, read_hf_model, with_rotary
@@ -63,7 +64,7 @@ def transformer_kwargs(cfg: SkyRLTrainConfig, role: str) -> dict[str, Any]:
     }
     fields |= {name: value for name, value in optional.items() if value is not None}
     fields |= megatron.transformer_config_kwargs
-    if not cfg.trainer.gradient_checkpointing or role == "ref":
+    if not cfg.trainer.gradient_checkpointing or is_frozen(role):
         fields = {name: value for name, value in fields.items() if name not in _RECOMPUTE}
     elif fields.get("recompute_granularity") == "selective":
         fields |= {"recompute_method": None, "recompute_num_layers": None}

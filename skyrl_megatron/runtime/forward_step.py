@@ -22,6 +22,7 @@ from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.algorithms.reduction import StepTotals
 from skyrl_megatron.runtime.loss_scale import loss_for_schedule
 from skyrl_megatron.runtime.packed_inputs import PackedInputs
+from skyrl_megatron.runtime.top_k import logprobs_of
 from skyrl_megatron.runtime.vocab_parallel import SoftmaxSettings, fused_logprobs_and_entropy, logprobs_and_entropy
 
 if TYPE_CHECKING:
@@ -94,12 +95,16 @@ class LogprobStep(ForwardStep):
         return loss_for_schedule(logprobs.new_zeros(()), logprobs)
 
 
-class PolicyStep(ForwardStep):
-    """Forward and backward of the policy objective: the schedule's results are the metrics of each micro-batch.
+class TrainingStep(ForwardStep):
+    """Forward and backward of an objective: the schedule's results are the metrics of each micro-batch."""
 
-    If the loss, say a custom one, raised in the schedule, the other ranks would wait for ever: the exception is kept
-    in :attr:`failure`, the micro-batch counts as 0, and the engine raises it on all ranks afterwards.
-    """
+    failure: Exception | None = None
+    """What a loss raised. Raised in the schedule, it would leave the other ranks waiting for ever: the micro-batch
+    counts as 0, and the engine raises it on all ranks afterwards."""
+
+
+class PolicyStep(TrainingStep):
+    """Forward and backward of the policy objective."""
 
     def __init__(
         self,
@@ -114,7 +119,6 @@ class PolicyStep(ForwardStep):
         self.seed = seed
         """Random picks of a loss come from this and the micro-batch's number: alike on all tp, cp and pp ranks."""
         self.finished = 0
-        self.failure: Exception | None = None
 
     def on_last_stage(self, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, ReducibleMetrics]:
         batch = micro_batch.batch
@@ -132,9 +136,20 @@ class PolicyStep(ForwardStep):
                 rollout_log_probs=batch.rollout_logprobs,
                 ref_log_probs=batch.ref_logprobs,
                 entropy=entropy,
+                top_log_probs=self.top_log_probs(micro_batch, output),
                 uids=batch.uids or None,
             )
         except Exception as error:
             self.failure = self.failure or error
             loss, metrics = logprobs.sum() * 0.0, {}
         return loss_for_schedule(loss, metrics)
+
+    def top_log_probs(self, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return (the policy's, its teacher's) log-probs [b, T, K] of the teacher's likeliest tokens, where the
+        objective compares them."""
+        batch, packed = micro_batch.batch, micro_batch.packed
+        if batch.teacher_top_ids is None or batch.teacher_top_logprobs is None or not self.objective.compares_top:
+            return None
+        ids = packed.to_positions(batch.teacher_top_ids)
+        own = logprobs_of(output.flatten(0, -2), ids, packed.groups.tp, self.head.settings)
+        return packed.to_responses(own), batch.teacher_top_logprobs

@@ -57,6 +57,14 @@ class Offload:
         return part in self._emptied
 
     @property
+    def device_bytes(self) -> dict[Part, int]:
+        """Bytes that each part holds on the device now."""
+        return {
+            part: 0 if part in self._emptied else sum(storage.nbytes() for storage in self._storages(part))
+            for part in PARTS
+        }
+
+    @property
     def host_bytes(self) -> int:
         """Bytes of host memory that are held for parts, away or not."""
         return sum(memory.nbytes for memory in self._host.values())

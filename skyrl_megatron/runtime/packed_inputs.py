@@ -56,12 +56,21 @@ class PackedInputs:
         }
 
     def to_responses(self, per_token: Tensor) -> Tensor:
-        """Map values at predicting positions, [p] on each cp rank → [b, T] on every rank, 0 where there is no token.
+        """Map values at predicting positions, [p, …] on each cp rank → [b, T, …] on every rank, 0 where there is no
+        token.
 
         Differentiable; all cp ranks must go on to compute the same loss from the result.
         """
         whole = gather_tokens(per_token, self.padded_lengths, self.groups.cp, shared_loss=True)
-        return torch.where(self.response_valid, whole[self.response_columns], 0.0)
+        valid = self.response_valid.view(*self.response_valid.shape, *[1] * (whole.dim() - 1))
+        return torch.where(valid, whole[self.response_columns], 0.0)
+
+    def to_positions(self, per_response: Tensor) -> Tensor:
+        """Map [b, T, …] → [p, …], each at the position of this rank that predicts the token; 0 elsewhere."""
+        whole = per_response.new_zeros(sum(self.padded_lengths), *per_response.shape[2:])
+        whole[self.response_columns[self.response_valid]] = per_response[self.response_valid]
+        mine = local_positions(self.padded_lengths, self.groups.cp.size(), self.groups.cp.rank())
+        return whole[mine.to(whole.device)]
 
 
 def pack(batch: TrainingBatch, groups: ProcessGroups, device: torch.device, *, padded: bool = False) -> PackedInputs:

@@ -10,8 +10,6 @@ from skyrl_megatron.rollout.outputs import select_rows
 from skyrl_megatron.rollout.rewards import get_metrics_from_generator_output
 from skyrl_megatron.types import TrainingBatch
 
-RENAMED = {"lr": "policy_lr"}
-
 
 def reward_metrics(
     output: GeneratorOutput, uids: Sequence[str], samples: int, adapters: Sequence[str] = ()
@@ -56,9 +54,21 @@ def advantage_metrics(batch: TrainingBatch) -> dict[str, float]:
     }
 
 
-def policy_metrics(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return ``policy/…`` of a step, and ``adapter/<name>/…`` of named adapters: means over its optimizer steps; of
-    extremes the extreme, of the rate the last."""
+def value_metrics(batch: TrainingBatch) -> dict[str, float]:
+    """Return the share of the returns' variance that the values before the update explain, over the tokens trained on:
+    1 of a perfect critic, 0 of one that says the mean, negative of a worse one."""
+    assert batch.values is not None and batch.returns is not None
+    taken = batch.loss_mask > 0
+    values, returns = batch.values[taken], batch.returns[taken]
+    if len(returns) < 2 or not returns.var() > 0:
+        return {}
+    explained = 1 - (returns - values).var() / returns.var()
+    return {"critic/explained_variance": explained.item(), "critic/returns_mean": returns.mean().item()}
+
+
+def optimizer_metrics(role: str, results: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return ``policy/…`` or ``critic/…`` of a step, and ``adapter/<name>/…`` of named adapters: means over its
+    optimizer steps; of extremes the extreme, of the rate the last."""
     metrics: dict[str, float] = {}
     for name in dict.fromkeys(name for result in results for name in result):
         values = [result[name] for result in results if name in result]
@@ -73,5 +83,5 @@ def policy_metrics(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
         else:
             value = sum(values) / len(values)
         own = name.startswith("adapter/")
-        metrics[name if own else f"policy/{RENAMED.get(name, name)}"] = value
+        metrics[name if own else f"{role}/{f'{role}_lr' if name == 'lr' else name}"] = value
     return metrics

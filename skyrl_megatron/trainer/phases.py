@@ -15,11 +15,13 @@ _process = psutil.Process()
 
 
 class Phases:
-    """``with phases("generate"): …`` adds to ``timings["generate"]`` (seconds) and notes this process's memory."""
+    """``with phases("generate"): …`` adds to ``timings["generate"]`` (seconds) and notes this process's memory, and
+    what ``held`` says: bytes by whose they are, at the end of the phase."""
 
-    def __init__(self) -> None:
+    def __init__(self, held: Callable[[], dict[str, int]] = dict) -> None:
         self.timings: dict[str, float] = {}
         self.memory: dict[str, float] = {}
+        self._held = held
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -27,14 +29,16 @@ class Phases:
         try:
             with under_way(name):
                 yield
+                self.memory |= {f"{name}_{whose}": nbytes / 1e9 for whose, nbytes in self._held().items()}
         finally:
             self.timings[name] = self.timings.get(name, 0.0) + time.perf_counter() - began
-            self.memory[name] = _process.memory_info().rss / 1e9
+            self.memory[f"{name}_trainer"] = _process.memory_info().rss / 1e9
 
     def metrics(self) -> dict[str, float]:
-        """Return ``timing/<phase>`` in seconds and ``memory/<phase>_trainer_gb``, and start anew."""
+        """Return ``timing/<phase>`` in seconds, ``memory/<phase>_trainer_gb`` and ``memory/<phase>_<role>_gb`` of
+        roles that take turns, and start anew."""
         timings = {f"timing/{name}": seconds for name, seconds in self.timings.items()}
-        memory = {f"memory/{name}_trainer_gb": gigabytes for name, gigabytes in self.memory.items()}
+        memory = {f"memory/{name}_gb": gigabytes for name, gigabytes in self.memory.items()}
         self.timings, self.memory = {}, {}
         return timings | memory
 

@@ -11,7 +11,7 @@ wants done differently. Scripts written for SkyRL override these by their names 
 from __future__ import annotations
 
 import gc
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +27,13 @@ from skyrl_megatron.config import get_config_as_yaml_str
 from skyrl_megatron.config.adapters import adapter_names
 from skyrl_megatron.config.rules.role_layout import (
     active_roles,
+    is_frozen,
     needs_reference,
     policy_is_reference,
     shares_policy_gpus,
 )
 from skyrl_megatron.config.run_folder import run_folder
+from skyrl_megatron.config.teachers import role_configs
 from skyrl_megatron.data.loader import PromptLoader
 from skyrl_megatron.data.splitting import PROMPT_UIDS, counted_rows, mini_batches
 from skyrl_megatron.progress import under_way
@@ -49,24 +51,36 @@ from skyrl_megatron.trainer.checkpoints import run_checkpointer
 from skyrl_megatron.trainer.evaluate import evaluate
 from skyrl_megatron.trainer.hf_export import export_due, prepare_export
 from skyrl_megatron.trainer.loop_thread import LoopThread
-from skyrl_megatron.trainer.metrics import advantage_metrics, logprob_diff_metrics, policy_metrics, reward_metrics
+from skyrl_megatron.trainer.metrics import (
+    advantage_metrics,
+    logprob_diff_metrics,
+    optimizer_metrics,
+    reward_metrics,
+    value_metrics,
+)
 from skyrl_megatron.trainer.phases import Phases, StartUp
 from skyrl_megatron.trainer.report import last_lines, write_report
 from skyrl_megatron.trainer.stop import StopRequested, StopSignal
+from skyrl_megatron.trainer.teachers import Teachers, with_teacher_rewards
 from skyrl_megatron.types import TrainingBatch
 from skyrl_megatron.workers.policy_rank import weight_synchronizer
 from skyrl_megatron.workers.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
-    from skyrl_megatron.config import SkyRLTrainConfig
+    from torch import Tensor
+
+    from skyrl_megatron.config import MegatronConfig, SkyRLTrainConfig
     from skyrl_megatron.runtime.checkpoint.checkpointer import Checkpointer, RoleRanks
     from skyrl_megatron.trainer.tracking import Tracking
     from skyrl_megatron.workers.placement import Placement
     from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
+SCORES = {"ref": "ref_logprobs", "critic": "values"}
+"""Roles besides the policy → what each adds to a batch."""
+
 
 class RayPPOTrainer:
-    """Drives policy, reference and engines. Made by :meth:`BasePPOExp.get_trainer`, all arguments by keyword.
+    """Drives policy, reference, critic and engines. Made by :meth:`BasePPOExp.get_trainer`, all arguments by keyword.
 
     ``generator``: a ``GeneratorInterface``; ``train_dataset``, ``eval_dataset``: ``PromptDataset``; ``tracker``:
     :class:`Tracking`; ``colocate_pg``: the :class:`Placement` of the run.
@@ -96,18 +110,21 @@ class RayPPOTrainer:
         steps = len(self.train_dataloader) * cfg.trainer.epochs
         limit = cfg.trainer.max_training_steps
         self.total_steps = steps if limit is None else min(steps, limit)
+        self.epochs = 0
+        """Passes over the training prompts that are over."""
         self.kl_controller = get_kl_controller(cfg.trainer.algorithm) if self._kl_in_reward else None
         self.sampler = DynamicSampler(
             cfg.trainer.algorithm.dynamic_sampling, cfg.trainer.train_batch_size, cfg.trainer.seed
         )
-        self.phases, self.start_up = Phases(), StartUp(tracker.say)
+        self.phases, self.start_up = Phases(self._held), StartUp(tracker.say)
         self.metrics: dict[str, float] = {}
         """Numbers of the step at hand."""
         self.finite = True
         """Whether every optimizer step of the last training step was applied."""
         self.stop, self.loop = StopSignal(), LoopThread()
         self.roles: dict[str, WorkerGroup] = {}
-        """Ranks of policy, reference and critic, once they are built."""
+        """Ranks of policy, reference, critic and teachers, once they are built."""
+        self.teachers = Teachers(cfg, self.roles, self.loop)
         self.checkpoints: Checkpointer | None = None
         self.weights: WeightSynchronizer | None = None
 
@@ -144,6 +161,8 @@ class RayPPOTrainer:
                 self.begin_training()
                 with self.phases("fwd_logprobs_values_reward"):
                     batch = self.fwd_logprobs_values_reward(batch)
+                if self.cfg.trainer.algorithm.distillation.reward_coef:
+                    self.metrics |= with_teacher_rewards(batch, self.cfg.trainer.algorithm)
                 if self.kl_controller is not None:
                     batch = self.apply_reward_kl_penalty(batch)
                 with self.phases("compute_advantages_and_returns"):
@@ -151,6 +170,7 @@ class RayPPOTrainer:
                 with self.phases("train_critic_and_policy"):
                     self.train_critic_and_policy(batch)
                 self.global_step += 1
+                self.update_reference()
                 self.position = self.train_dataloader.state_dict()
                 if self._due(self.cfg.trainer.ckpt_interval) or self.is_last_step:
                     self.save_checkpoints()
@@ -185,15 +205,14 @@ class RayPPOTrainer:
             if shared_gpus:
                 self.start_engines()
                 self.loop.run(self.inference_engine_client.pool.sleep(self.cfg.trainer.phase_timeout_s))
-            for name in active_roles(self.cfg):
-                self.roles[name] = WorkerGroup(self.cfg, name, self.placement[name])
-                self.roles[name].start_building(self.updates if name != "ref" else None, logs)
+            for key, (name, cfg) in role_configs(self.cfg).items():
+                self.roles[key] = WorkerGroup(cfg, name, self.placement[key])
+                self.roles[key].start_building(self._updates_of(name), logs)
             if not shared_gpus:
                 self.start_engines()
             for role in self.roles.values():
                 role.finish_building()
-            if self.ref is not None and shares_policy_gpus(self.cfg, "ref"):
-                self.ref.offload()
+            self._leave_to("policy")
         built = ", ".join(f"{name} on {len(role.group)}" for name, role in self.roles.items())
         layers = "".join(f", layers: {kind}" for kind in {role.ranks[0].layers for role in self.roles.values()} - {""})
         self.start_up.done(
@@ -201,7 +220,8 @@ class RayPPOTrainer:
         )
         trained: dict[str, RoleRanks] = {}
         for name, role in self.roles.items():
-            trained |= {} if name == "ref" else role.checkpointed()
+            if not is_frozen(role.name) or (name == "ref" and self.cfg.trainer.update_ref_every_epoch):
+                trained |= role.checkpointed()
         self.checkpoints = run_checkpointer(self.cfg, trained)
 
     def start_engines(self) -> None:
@@ -217,6 +237,7 @@ class RayPPOTrainer:
         if loaded is not None:
             self.global_step = loaded.step
             self.train_dataloader.load_state_dict(loaded.data)
+            self.epochs = self.train_dataloader.finished_epochs
             self.sampler.rng.bit_generator.state = loaded.trainer_state["sampler_rng"]
             if self.kl_controller is not None:
                 self.kl_controller.value = loaded.trainer_state["kl_coef"]
@@ -278,20 +299,33 @@ class RayPPOTrainer:
         return batch
 
     def fwd_logprobs_values_reward(self, batch: TrainingBatch) -> TrainingBatch:
-        """Add log-probs of the policy before the update (where the loss reads them) and of the reference."""
+        """Add log-probs of the reference, those of the policy before the update (where the loss reads them) and the
+        critic's values. Roles with GPUs of their own score at the same time; others one after the other."""
+        apart = {name: self._start_scores(name, batch) for name in SCORES if not self._takes_turns(name)}
         if policy_is_reference(self.cfg) and needs_reference(self.cfg):
             batch.ref_logprobs = self.policy.start_logprobs(batch, "reference log-probs", adapters=False)()
-        ref, shared = self.ref, shares_policy_gpus(self.cfg, "ref")
-        reference = None if ref is None else ref.start_logprobs(batch, "reference log-probs")
-        if ref is not None and reference is not None and shared:  # one after the other, each with the memory to itself
-            batch.ref_logprobs = reference()
-            ref.offload()
-        if PolicyObjective(self.cfg.trainer.algorithm).needs_old_log_probs or self._kl_in_reward:
+        if self._takes_turns("ref"):
+            batch.ref_logprobs = self._start_scores("ref", batch)()
+            self._leave_to("policy")
+        if self.teachers.names:
+            with self.phases("teacher"):
+                self.teachers.score(batch, self.train_dataset.teachers_of(batch.metadata[PROMPT_UIDS]))
+        if PolicyObjective(self.cfg.trainer.algorithm).needs_old_log_probs or self._old_logprobs_in_reward:
             batch.old_logprobs = self.policy.compute_logprobs(batch, "policy log-probs")
             self.metrics |= logprob_diff_metrics(batch)
-        if reference is not None and not shared:
-            batch.ref_logprobs = reference()
+        if self._takes_turns("critic"):  # which trains next
+            self._leave_to("critic")
+            batch.values = self._start_scores("critic", batch)()
+        for name, scores in apart.items():
+            setattr(batch, SCORES[name], scores())
         return batch
+
+    def _start_scores(self, name: str, batch: TrainingBatch) -> Callable[[], Tensor | None]:
+        """Begin what a role besides the policy adds to a batch; None where the run does not have the role."""
+        role = self.roles.get(name)
+        if role is None:
+            return lambda: None
+        return role.start_values(batch) if name == "critic" else role.start_logprobs(batch, "reference log-probs")
 
     def apply_reward_kl_penalty(self, batch: TrainingBatch) -> TrainingBatch:
         """Subtract the KL to the reference from each token's reward, and steer its coefficient."""
@@ -341,20 +375,59 @@ class RayPPOTrainer:
         return metrics
 
     def train_critic_and_policy(self, batch: TrainingBatch) -> None:
-        """Pass over the mini-batches ``update_epochs_per_batch`` times, an optimizer step each."""
-        parts = mini_batches(batch, self.cfg.trainer.policy_mini_batch_size)
-        if not self.cfg.trainer.policy.megatron_config.moe_aux_loss_coeff:  # which counts every token that is routed
-            parts = [counted_rows(part) for part in parts]
-        with self.phases("policy_train"):
-            sharded = [self.policy.dispatch(part) for part in parts] * self.cfg.trainer.update_epochs_per_batch
-            left = range(len(sharded) - 1, -1, -1)
-            results = [
-                self.policy.train_mini_batch(part, more_follow=more > 0)
-                for part, more in zip(sharded, left, strict=True)
-            ]
-        self.finite = not any(result["skipped"] for result in results)
-        self.metrics |= policy_metrics(results)
+        """Train the critic, if there is one, and the policy; until ``critic_warmup_steps`` the critic alone."""
+        self.finite = True
+        if self.critic is not None:
+            self._leave_to("critic")
+            with self.phases("critic_train"):
+                results = self._train(self.critic, batch)
+            self.metrics |= optimizer_metrics("critic", results) | value_metrics(batch)
+            self._leave_to("policy")
+        if self.critic is None or self.global_step >= self.cfg.trainer.critic_warmup_steps:
+            with self.phases("policy_train"):
+                results = self._train(self.policy, batch)
+            self.metrics |= optimizer_metrics("policy", results)
         self.metrics["trainer/tokens"] = float(batch.lengths.sum())
+
+    def update_reference(self) -> None:
+        """Give the reference the policy's weights, when this step was the last of an epoch and
+        ``update_ref_every_epoch`` asks for it."""
+        finished = self.train_dataloader.finished_epochs
+        if finished > self.epochs and self.cfg.trainer.update_ref_every_epoch and self.ref is not None:
+            with self.phases("update_ref"):
+                if self._takes_turns("ref"):
+                    self.policy.offload("gradients", "optimizer")
+                self.ref.copy_weights(self.policy)
+                self._leave_to("policy")
+        self.epochs = finished
+
+    def _train(self, role: WorkerGroup, batch: TrainingBatch) -> list[dict[str, float]]:
+        """Pass over a role's mini-batches ``update_epochs_per_batch`` times, an optimizer step each."""
+        trainer = self.cfg.trainer
+        parts = mini_batches(batch, getattr(trainer, f"{role.name}_mini_batch_size"))
+        megatron: MegatronConfig = getattr(trainer, role.name).megatron_config
+        if not megatron.moe_aux_loss_coeff:  # which counts every token that is routed
+            parts = [counted_rows(part) for part in parts]
+        sharded = [role.dispatch(part) for part in parts] * trainer.update_epochs_per_batch
+        left = range(len(sharded) - 1, -1, -1)
+        results = [role.train_mini_batch(part, more_follow=more > 0) for part, more in zip(sharded, left, strict=True)]
+        self.finite = self.finite and not any(result["skipped"] for result in results)
+        return results
+
+    def _takes_turns(self, name: str) -> bool:
+        return name in self.roles and shares_policy_gpus(self.cfg, self.roles[name].name)
+
+    def _held(self) -> dict[str, int]:
+        """Return the bytes that each role's state holds on its devices, where all take turns on them."""
+        if not self.cfg.trainer.placement.colocate_all:
+            return {}
+        return {name.replace("/", "_"): role.device_bytes() for name, role in self.roles.items() if role.ranks}
+
+    def _leave_to(self, name: str) -> None:
+        """Take the other roles off the GPUs that they share with one that is about to work."""
+        for other, role in self.roles.items():
+            if other != name and (self.cfg.trainer.placement.colocate_all or self._takes_turns(other)):
+                role.offload()
 
     def begin_training(self) -> None:
         """Take the ranks for training: until the next sync, engines that are restarted get no weights."""
@@ -399,9 +472,12 @@ class RayPPOTrainer:
             notify(self.callbacks, "on_save", self, folder)
 
     def save_models(self) -> None:
-        """Export the policy as a Hugging Face folder, ``export_path/global_step_N/policy``."""
+        """Export policy and critic as Hugging Face folders, ``export_path/global_step_N/{policy,critic}``."""
         with self.phases("save_hf_model"):
-            self.policy.export_hf(str(prepare_export(self.cfg.trainer.export_path, self.global_step)))
+            for role in (self.policy, self.critic):
+                if role is not None:
+                    self._leave_to(role.name)
+                    role.export_hf(str(prepare_export(self.cfg.trainer.export_path, self.global_step, role.name)))
 
     def save_on_stop(self) -> None:
         """Save a checkpoint of the last complete step, unless there is one."""
@@ -454,16 +530,33 @@ class RayPPOTrainer:
         return self.roles.get("ref")
 
     @property
+    def critic(self) -> WorkerGroup | None:
+        """Ranks of the critic; None when the run has none."""
+        return self.roles.get("critic")
+
+    @property
     def updates(self) -> int:
         """Optimizer steps of the policy in the whole run, where a decaying learning rate ends."""
-        trainer = self.cfg.trainer
-        per_step = trainer.train_batch_size // trainer.policy_mini_batch_size * trainer.update_epochs_per_batch
-        return per_step * self.total_steps
+        return self._updates_of("policy") or 0
+
+    def _updates_of(self, name: str) -> int | None:
+        """Return the optimizer steps of a role in the whole run; None of one that is not trained."""
+        if is_frozen(name):
+            return None
+        trainer, steps = self.cfg.trainer, self.total_steps
+        if name == "policy" and "critic" in active_roles(self.cfg):
+            steps = max(steps - trainer.critic_warmup_steps, 0)
+        per_step: int = trainer.train_batch_size // getattr(trainer, f"{name}_mini_batch_size")
+        return per_step * trainer.update_epochs_per_batch * steps
 
     @property
     def is_last_step(self) -> bool:
         """Whether :attr:`global_step` is the last one."""
         return self.global_step >= self.total_steps
+
+    @property
+    def _old_logprobs_in_reward(self) -> bool:
+        return self._kl_in_reward or bool(self.cfg.trainer.algorithm.distillation.reward_coef)
 
     @property
     def _kl_in_reward(self) -> bool:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +60,7 @@ class MegatronWorker:
         import torch.distributed as dist
 
         from skyrl_megatron import device
+        from skyrl_megatron.runtime.critic import CriticEngine
         from skyrl_megatron.runtime.engine import MegatronEngine
         from skyrl_megatron.workers.dispatch import RankInfo
 
@@ -74,7 +74,11 @@ class MegatronWorker:
             device.collective_backend(), store=store, rank=self.rank, world_size=self.world_size, timeout=timeout
         )
         self.cfg, self.role = cfg, role
-        self.engine = MegatronEngine(cfg, role, total_steps=total_steps)
+        self.engine: MegatronEngine = (
+            CriticEngine(cfg, total_steps=total_steps)
+            if role == "critic"
+            else MegatronEngine(cfg, role, total_steps=total_steps)
+        )
         return RankInfo(
             self.engine.dp_rank,
             self.engine.dp_size,
@@ -99,6 +103,24 @@ class MegatronWorker:
         logprobs = self.engine.compute_logprobs(from_arrays(chunk), adapters=adapters)
         return logprobs.numpy() if self.engine.is_collection_rank else None
 
+    def compute_values(self, chunk: Arrays) -> np.ndarray | None:
+        """Return a critic's values, [rows, T] float32, of this replica's rows on the rank that collects."""
+        from skyrl_megatron.runtime.critic import CriticEngine
+        from skyrl_megatron.workers.dispatch import from_arrays
+
+        assert isinstance(self.engine, CriticEngine)
+        values = self.engine.compute_values(from_arrays(chunk))
+        return values.numpy() if self.engine.is_collection_rank else None
+
+    def compute_scores(self, k: int, chunk: Arrays) -> np.ndarray | None:
+        """Return what a teacher says of this replica's rows, [rows, T, 1 + 2k] float32 (``runtime/teacher.py``), on
+        the rank that collects."""
+        from skyrl_megatron.runtime.teacher import score_responses
+        from skyrl_megatron.workers.dispatch import from_arrays
+
+        scores = score_responses(self.engine, from_arrays(chunk), k)
+        return scores.numpy() if self.engine.is_collection_rank else None
+
     def train_mini_batch(
         self, registry: RegistryVersions, algorithm: Mapping[str, Any], more_follow: bool, chunk: Arrays
     ) -> dict[str, float]:
@@ -107,13 +129,11 @@ class MegatronWorker:
         ``algorithm``: fields of ``trainer.algorithm`` that the objective of this step has other values of.
         ``more_follow``: another mini-batch comes before anything else reads the weights.
         """
-        from skyrl_megatron.algorithms.objective import PolicyObjective
         from skyrl_megatron.algorithms.registry import ensure_registry_versions
         from skyrl_megatron.workers.dispatch import from_arrays
 
         ensure_registry_versions(registry)
-        config = self.cfg.trainer.algorithm
-        objective = PolicyObjective(dataclasses.replace(config, **algorithm) if algorithm else config)
+        objective = self.engine.objective(algorithm)
         return self.engine.forward_backward(from_arrays(chunk), objective=objective) | self.optim_step(more_follow)
 
     def optim_step(self, more_follow: bool = False) -> dict[str, float]:
@@ -174,6 +194,31 @@ class MegatronWorker:
 
         return score_tokens(self.engine, token_ids, perturbation=perturbation, adapter=adapter)
 
+    # ------------------------------------------------------------------ weights for another role
+    def next_weights(self, first: bool) -> list[Any] | None:
+        """Return a reference to this rank's part of the ``first``, or the next, round of its weights; None when there
+        are no more. The bytes stay with this process until somebody asks for them."""
+        from skyrl_megatron.runtime.weight_copy import rounds
+
+        if first:
+            self.engine.onload("weights")
+            self._rounds: Iterator[Any] = rounds(self.engine.model, self.engine.groups)
+        given = next(self._rounds, None)
+        return None if given is None else [ray.put(given)]
+
+    def take_weights(self, first: bool, given: Sequence[Any]) -> None:
+        """Take this rank's share of the ``first``, or a later, round that ``given`` refers to. An empty one is the
+        last: raises WeightSyncError when a weight never came."""
+        from skyrl_megatron.runtime.weight_copy import Taker
+
+        if first:
+            self.engine.onload("weights")
+            self._taker = Taker(self.engine.model, self.engine.groups)
+        for reference in given:
+            self._taker.take(ray.get(reference, timeout=self.cfg.trainer.phase_timeout_s))
+        if not given:
+            self._taker.finish()
+
     # ------------------------------------------------------------------ memory
     def offload(self, parts: Sequence[Part]) -> None:
         """Free the GPU memory of ``parts`` for others on the same GPU, until they are needed."""
@@ -182,6 +227,10 @@ class MegatronWorker:
     def onload(self, parts: Sequence[Part]) -> None:
         """Bring ``parts`` back ahead of their use."""
         self.engine.onload(*parts)
+
+    def device_bytes(self) -> int:
+        """Return what the role's state holds on this rank's device now."""
+        return self.engine.device_bytes()
 
     def away(self) -> tuple[Part, ...]:
         """Return the parts that are offloaded."""

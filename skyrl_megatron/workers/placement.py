@@ -15,7 +15,8 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from skyrl_megatron.config.rules.role_layout import active_roles, engine_ranks, role_world_size
+from skyrl_megatron.config.rules.role_layout import engine_ranks, role_world_size
+from skyrl_megatron.config.teachers import role_configs
 from skyrl_megatron.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ class BundleAllocation:
 
 @dataclass(slots=True)
 class Placement:
-    """Allocations of all roles (``policy``, ``ref``, ``critic``, ``engines``)."""
+    """Allocations of all roles (``policy``, ``ref``, ``critic``, ``teacher``, ``engines``)."""
 
     allocations: dict[str, BundleAllocation] = field(default_factory=dict)
 
@@ -136,8 +137,8 @@ def create_placement(cfg: SkyRLTrainConfig, timeout_s: float = READY_TIMEOUT_S) 
     ``colocate_all``: one group that all share; ``colocate_policy_ref``: policy and reference share. Raises LaunchError
     after ``timeout_s`` naming what is missing.
     """
-    settings, engine, roles = cfg.trainer.placement, cfg.generator.inference_engine, active_roles(cfg)
-    sizes = {role: role_world_size(settings, role) for role in roles}
+    settings, engine = cfg.trainer.placement, cfg.generator.inference_engine
+    sizes = {key: role_world_size(settings, role) for key, (role, _) in role_configs(cfg).items()}
     if engine.run_engines_locally:
         sizes["engines"] = engine.num_engines
     together = {"policy", "ref"} if settings.colocate_policy_ref else {"policy"}

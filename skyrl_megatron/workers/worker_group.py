@@ -9,7 +9,7 @@ import ray
 
 from skyrl_megatron.algorithms.registry import registry_versions
 from skyrl_megatron.config.adapters import adapter_names, role_part
-from skyrl_megatron.config.rules.role_layout import role_world_size
+from skyrl_megatron.config.rules.role_layout import active_roles, role_world_size, shares_policy_gpus
 from skyrl_megatron.runtime.offload import PARTS
 from skyrl_megatron.workers.actor_group import ActorGroup
 from skyrl_megatron.workers.dispatch import RankInfo, ShardedBatch, dispatch
@@ -89,6 +89,19 @@ class WorkerGroup:
         pending = self.group.start("compute_logprobs", adapters, phase=phase, each=each)
         return lambda: sharded.collect(self.ranks, pending.results())
 
+    def start_values(self, batch: TrainingBatch) -> Callable[[], Tensor]:
+        """Begin to compute a critic's values, [B, T] float32; call the result."""
+        sharded = self.dispatch(batch)
+        pending = self.group.start("compute_values", phase="values", each=sharded.arguments(self.ranks))
+        return lambda: sharded.collect(self.ranks, pending.results())
+
+    def start_scores(self, batch: TrainingBatch, k: int) -> Callable[[], Tensor]:
+        """Begin to ask a teacher for log-probs of the response tokens and of its ``k`` likeliest ones, [B, T, 1 + 2k]
+        float32; call the result."""
+        sharded = self.dispatch(batch)
+        pending = self.group.start("compute_scores", k, phase="teacher", each=sharded.arguments(self.ranks))
+        return lambda: sharded.collect(self.ranks, pending.results())
+
     def train_mini_batch(
         self, sharded: ShardedBatch, *, more_follow: bool = False, **algorithm: Any
     ) -> dict[str, float]:
@@ -126,6 +139,16 @@ class WorkerGroup:
                 merged[name] = max(result[name] for result in results)
         return merged
 
+    def copy_weights(self, source: WorkerGroup) -> None:
+        """Make this role's weights those of ``source``, bit for bit, whatever the two layouts. A few weights at a time
+        travel from its ranks to these. Raises WeightSyncError where the two are not of one model."""
+        first, given = True, [None]
+        while given:
+            results = source.group.call("next_weights", first, phase=f"weights of the {source.name}")
+            given = [reference for references in results for reference in references or ()]
+            self.group.call("take_weights", first, given, phase=f"weights for the {self.name}")
+            first = False
+
     # ------------------------------------------------------------------ memory
     def offload(self, *parts: Part) -> None:
         """Free the GPU memory of ``parts`` (all: without arguments) for other roles and engines on the same GPUs. They
@@ -140,7 +163,9 @@ class WorkerGroup:
     def checkpointed(self) -> dict[str, RoleRanks]:
         """Return what a checkpoint holds of the role, by its folder there: one part, or one for each named adapter."""
         names = adapter_names(self.cfg) if self.name == "policy" else ("",)
-        return {role_part(self.name, name): _CheckpointedPart(self.group, name) for name in names}
+        alone = "critic" not in active_roles(self.cfg) and not self.cfg.trainer.update_ref_every_epoch
+        leaves = not alone and shares_policy_gpus(self.cfg, self.name)
+        return {role_part(self.name, name): _CheckpointedPart(self.group, name, leaves=leaves) for name in names}
 
     def export_hf(self, folder: str) -> None:
         """Write the weights as a HF folder; named adapters as PEFT folders beside it."""
@@ -150,6 +175,10 @@ class WorkerGroup:
         """Return SHA-256 of weights, moments and random states, by rank."""
         hashes: list[dict[str, str]] = self.group.call("state_hashes")
         return hashes
+
+    def device_bytes(self) -> int:
+        """Return what weights, gradients and optimizer state hold now on the rank that holds most."""
+        return int(max(self.group.call("device_bytes")))
 
     def memory_bytes(self) -> int:
         """Return the largest peak of a rank so far."""
@@ -161,10 +190,11 @@ class WorkerGroup:
 
 
 class _CheckpointedPart:
-    """The ranks of a role as a checkpoint sees them, for all that is trained or for one adapter."""
+    """The ranks of a role as a checkpoint sees them, for all that is trained or for one adapter. ``leaves``: its GPUs
+    are needed for another role's part."""
 
-    def __init__(self, group: ActorGroup, adapter: str) -> None:
-        self._group, self._adapter = group, adapter
+    def __init__(self, group: ActorGroup, adapter: str, *, leaves: bool) -> None:
+        self._group, self._adapter, self._leaves = group, adapter, leaves
 
     @property
     def world_size(self) -> int:
@@ -172,9 +202,16 @@ class _CheckpointedPart:
 
     def save_checkpoint(self, folder: str, step: int, *, background: bool) -> None:
         self._group.call("save_checkpoint", self._adapter, folder, step, background, phase="save checkpoint")
+        self._leave()
 
     def wait_checkpoint(self) -> None:
         self._group.call("wait_checkpoint", self._adapter, self._group.timeout_s, phase="save checkpoint")
 
     def load_checkpoint(self, folder: str) -> int:
-        return int(self._group.call("load_checkpoint", self._adapter, folder, phase="load checkpoint")[0])
+        step = int(self._group.call("load_checkpoint", self._adapter, folder, phase="load checkpoint")[0])
+        self._leave()
+        return step
+
+    def _leave(self) -> None:
+        if self._leaves:
+            self._group.call("offload", PARTS)

@@ -82,6 +82,45 @@ def test_gae_equals_the_recurrence(gamma, lambd):
     torch.testing.assert_close(valid.var().item(), 1.0, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("critic_lambd, alpha", [(1.0, None), (None, 0.05), (0.8, 0.2)])
+def test_gae_with_lambdas_of_its_own(critic_lambd, alpha):
+    """Returns by the critic's λ, advantages by one that depends on the length of the response, each as a loop."""
+    import torch
+
+    from skyrl_megatron.algorithms.advantages.gae import gae
+    from skyrl_megatron.algorithms.masked import masked_whiten
+    from skyrl_megatron.config import AlgorithmConfig, GAEConfig
+
+    rewards, mask, values = random_case(7, 77)
+    lengths = mask.sum(1)
+    assert len(set(lengths.tolist())) > 3
+    of_policy = (
+        torch.full((7,), 0.9, dtype=torch.float64) if alpha is None else (1 - 1 / (alpha * lengths)).clamp(min=0)
+    )
+    of_critic = torch.full((7,), 0.9 if critic_lambd is None else critic_lambd, dtype=torch.float64)
+    found = []
+    for lambd in (of_policy.double(), of_critic):
+        running, expected = torch.zeros(7, dtype=torch.float64), torch.empty_like(values)
+        for t in reversed(range(77)):
+            following = values[:, t + 1] if t < 76 else 0.0
+            running = rewards[:, t] + 0.95 * following - values[:, t] + 0.95 * lambd * running
+            expected[:, t] = running
+        found.append(expected)
+    config = AlgorithmConfig(gae=GAEConfig(critic_lambd, alpha))
+    advantages, returns = gae(rewards, mask, values, 0.95, 0.9, config)
+    torch.testing.assert_close(returns, found[1] + values, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(advantages, masked_whiten(found[0], mask), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("lambd", [-0.1, 1.1])
+def test_a_lambda_outside_0_to_1_is_named(lambd):
+    from skyrl_megatron.algorithms.advantages.gae import gae
+
+    rewards, mask, values = random_case(3, 5)
+    with pytest.raises(ValueError, match=rf"trainer.algorithm.lambd={lambd}: must lie between 0 and 1"):
+        gae(rewards, mask, values, 1.0, lambd)
+
+
 @pytest.mark.parametrize("gamma", [1.0, 0.97, 0.0])
 def test_reinforce_plus_plus_stops_at_gaps(gamma):
     import torch
@@ -234,7 +273,10 @@ def test_log_probs_that_are_not_finite():
         ({"response_mask": 2.0}, "response_mask must hold 0 and 1 only, found 2 in row 0, token 0"),
         ({"token_level_rewards": "int64"}, "token_level_rewards has dtype torch.int64"),
         ({"index": ["a", "b"]}, "index names 2 sequences, token_level_rewards has 4 rows"),
-        ({"adv_estimator": "grpoo"}, "'grpoo' is not registered. Registered: gae, grpo, maxrl, reinforce\\+\\+, rloo"),
+        (
+            {"adv_estimator": "grpoo"},
+            r"'grpoo' is not registered. Registered: distillation, gae, grpo, maxrl, rein.*, rloo",
+        ),
         ({"adv_estimator": "gae"}, "the estimator gae needs values"),
     ],
 )

@@ -24,7 +24,9 @@ from tests.config.test_idle import IDLE_BY_DEFAULT
 KEYS = [key for key, _, _ in leaves(SkyRLTrainConfig)]
 OF_RANKS = [key for key, row in ROWS.items() if isinstance(row.shows, str) and row.shows != "warns"]
 DESCRIBED = [key for key, row in ROWS.items() if callable(row.shows)]
-FALSE_ANYWAY = {f"trainer.{role}.megatron_config.dist_ckpt_optim_fully_reshardable" for role in ("ref", "critic")}
+FALSE_ANYWAY = {
+    f"trainer.{role}.megatron_config.dist_ckpt_optim_fully_reshardable" for role in ("ref", "critic", "teacher")
+}
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ IDLE_BY_DEFAULT = {
     for key in keys_of(rule)
     if key not in _SWITCHES
 }
-for role in ("ref", "critic"):  # left alone they say false, which asks for nothing
+for role in ("ref", "critic", "teacher"):  # left alone they say false, which asks for nothing
     del IDLE_BY_DEFAULT[f"trainer.{role}.megatron_config.dist_ckpt_optim_fully_reshardable"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -224,15 +225,94 @@ MISTAKES: tuple[Mistake, ...] = (
         ("trainer.logger=wandb", "uv pip install --python", " wandb, or set trainer.logger=tensorboard"),
         environment={"WANDB_API_KEY": "x"},
     ),
+    # roles
+    Mistake(
+        "a λ above 1",
+        _keys("trainer.algorithm.gae.critic_lambd=1.5"),
+        ("trainer.algorithm.gae.critic_lambd=1.5", "at most 1"),
+    ),
+    Mistake("no critic", _keys("trainer.algorithm.advantage_estimator=gae"), ("gae needs a critic: name its model",)),
+    Mistake(
+        "a critic that nobody asks",
+        lambda folder: [f"trainer.critic.model.path={folder}/model"],
+        ("trainer.critic.model.path=", "advantage_estimator=grpo reads no values"),
+    ),
+    Mistake(
+        "a critic of another tokenizer",
+        lambda folder: [*_gae(folder), f"trainer.critic.model.path={_renumbered(folder)}"],
+        (
+            "trainer.critic.model.path=",
+            "its tokenizer is not the policy's",
+            "would read the policy's tokens as others",
+        ),
+    ),
+    Mistake(
+        "a critic of another vocabulary",
+        lambda folder: [*_gae(folder), f"trainer.critic.model.path={_without_tokenizer(folder)}"],
+        ("trainer.critic.model.path=", "its vocabulary has 77 entries"),
+    ),
+    Mistake(
+        "a reference of another model that follows",
+        lambda folder: ["trainer.update_ref_every_epoch=true", f"trainer.ref.model.path={_copied(folder, 'ref')}"],
+        ("trainer.update_ref_every_epoch=True", "the reference becomes the policy's copy"),
+    ),
+    Mistake(
+        "no teacher",
+        _keys("trainer.algorithm.advantage_estimator=distillation"),
+        ("trainer.teacher.model.path=None", "distillation needs a teacher"),
+    ),
+    Mistake(
+        "a teacher that teaches nothing",
+        lambda folder: [f"trainer.teacher.model.path={folder}/model"],
+        ("trainer.teacher.model.path=", "nothing is learned from it"),
+    ),
+    Mistake(
+        "a teacher behind an address at another temperature",
+        _keys(
+            "trainer.algorithm.advantage_estimator=distillation",
+            "trainer.teacher.models={main: 'http://teacher:8000'}",
+            "generator.sampling_params.temperature=0.7",
+        ),
+        ("generator.sampling_params.temperature=0.7", "gives log-probs at temperature 1"),
+    ),
     # features to come
-    Mistake("a critic", _keys("trainer.algorithm.value_head_prefix=v"), ("value_head_prefix=v", _LATER)),
     Mistake(
         "asynchronous training",
         _keys("trainer.fully_async.max_staleness_steps=3"),
         ("trainer.fully_async.max_staleness_steps=3", _LATER),
     ),
-    Mistake("a reference that follows", _keys("trainer.update_ref_every_epoch=true"), ("every_epoch", _LATER)),
 )
+
+
+def _gae(folder: Path) -> list[str]:
+    return ["trainer.algorithm.advantage_estimator=gae", "trainer.critic_mini_batch_size=4"]
+
+
+def _copied(folder: Path, name: str) -> Path:
+    return Path(shutil.copytree(folder / "model", folder / name, dirs_exist_ok=True))
+
+
+def _renumbered(folder: Path) -> Path:
+    """The model with two tokens that have changed places."""
+    copy = _copied(folder, "renumbered")
+    described = json.loads((copy / "tokenizer.json").read_text())
+    vocabulary = described["model"]["vocab"]
+    one, two = list(vocabulary)[:2]
+    vocabulary[one], vocabulary[two] = vocabulary[two], vocabulary[one]
+    (copy / "tokenizer.json").write_text(json.dumps(described))
+    return copy
+
+
+def _without_tokenizer(folder: Path) -> Path:
+    """A model without a tokenizer, and with fewer embeddings."""
+    from tests.bridges.tiny_models import tiny_config
+    from tests.support.whole_folder import write_whole_folder
+
+    sizes = dict(hidden_size=64, head_dim=32, num_hidden_layers=2, max_position_embeddings=4096, vocab_size=77)
+    write_whole_folder(folder / "small", tiny_config("qwen3_moe", **sizes))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / "small" / name).unlink(missing_ok=True)
+    return folder / "small"
 
 
 def _jsonl(folder: Path) -> list[str]:

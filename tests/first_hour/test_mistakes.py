@@ -70,11 +70,11 @@ def test_a_script_is_refused_what_a_command_is(folder):
     args = [argument.replace("model=", "trainer.policy.model.path=") for argument in usual(folder)[:1]]
     args += usual(folder)[1:]
     validate_cfg(SkyRLTrainConfig.from_cli_overrides(args))
-    later = [*args, "trainer.update_ref_every_epoch=true"]
-    with pytest.raises(ConfigError, match=r"(?s)update_ref_every_epoch.*trainer.resume_path"):
+    later = [*args, "trainer.fully_async.max_staleness_steps=3"]
+    with pytest.raises(ConfigError, match=r"(?s)max_staleness_steps.*trainer.resume_path"):
         wrong = ["trainer.resume_mode=from_path", "trainer.resume_path=/none"]
         validate_cfg(SkyRLTrainConfig.from_cli_overrides([*later, *wrong]))
-    with pytest.raises(ConfigError, match="update_ref_every_epoch"):
+    with pytest.raises(ConfigError, match="max_staleness_steps"):
         BasePPOExp(SkyRLTrainConfig.from_cli_overrides(later))
 
 

@@ -163,3 +163,23 @@ def test_no_server_is_one_clear_error(loop):
 
     with pytest.raises(EngineError, match=r"no vLLM server at http://127\.0\.0\.1"):
         loop(start())
+
+
+def test_a_server_teaches(tmp_path):
+    """Log-probs of prompts, and of the likeliest tokens, from a plain vLLM server, against transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from skyrl_megatron.inference.teacher import RemoteTeacher
+
+    model, k = write_tiny_model("qwen3_moe", tmp_path / "model", 0), 4
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(torch.tensor([TOKENS])).logits[0]
+    every = logits.log_softmax(-1)[:-1]
+    with server(model, tmp_path / "server.log", [f"--max-logprobs={k}"]) as url:
+        scores, tail = asyncio.run(RemoteTeacher(url).score([TOKENS, TOKENS], [1, 30], k))
+    assert scores.shape == (len(TOKENS) - 1, 1 + 2 * k) and abs(scores[29:] - tail).max() <= 1e-5
+    best = every.topk(k, -1)
+    assert largest_gap(scores[:, 0], every.gather(1, torch.tensor(TOKENS[1:])[:, None])[:, 0].tolist()) <= 1e-5
+    assert abs(scores[:, 1 : 1 + k] - best.values.numpy()).max() <= 1e-5
+    assert (scores[:, 1 + k :] == best.indices.numpy()).all()

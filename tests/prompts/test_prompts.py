@@ -125,7 +125,7 @@ def test_rows_name_the_adapter_that_answers_them(tmp_path):
         (both, ("code", "poetry"), "row 1: adapter 'math' is unknown; .*adapters has code, poetry"),
         (both, ("code",), "row 1: adapter 'math' is unknown"),
         (named("math", "code", None), ("math", "code"), "row 2: no adapter is named; .*adapters has math, code"),
-        (plain, ("math", "code"), "row 0: no column 'adapter' says which adapter answers"),
+        (plain, ("math", "code"), "row 0: no column 'adapter' says which adapter it is for"),
     ):
         with pytest.raises(DataError, match=message):
             dataset([path], adapters=adapters)

@@ -8,6 +8,7 @@
     grpo                   grpo.py (``grpo_norm_by_std=False``: Dr. GRPO)
     rloo, maxrl, gae       rloo.py, maxrl.py, gae.py
     reinforce++            reinforce.py
+    distillation           ../distillation.py
 
 ``groups.py`` holds the groups of responses to a prompt, ``normalize.py`` whitens a batch, ``compute.py`` checks input
 and output of an estimator.
@@ -28,6 +29,7 @@ from skyrl_megatron.algorithms.advantages.maxrl import maxrl, maxrl_scores
 from skyrl_megatron.algorithms.advantages.normalize import normalize_advantages
 from skyrl_megatron.algorithms.advantages.reinforce import reinforce_plus_plus
 from skyrl_megatron.algorithms.advantages.rloo import rloo, rloo_scores
+from skyrl_megatron.algorithms.distillation import distillation
 from skyrl_megatron.algorithms.registry import BaseFunctionRegistry
 from skyrl_megatron.config.names import AdvantageEstimator
 
@@ -58,6 +60,7 @@ BUILT_IN: dict[AdvantageEstimator, Estimator] = {
     AdvantageEstimator.RLOO: rloo,
     AdvantageEstimator.REINFORCE_PP: reinforce_plus_plus,
     AdvantageEstimator.MAXRL: maxrl,
+    AdvantageEstimator.DISTILLATION: distillation,
 }
 AdvantageEstimatorRegistry.add_builtins(AdvantageEstimator, BUILT_IN)
 

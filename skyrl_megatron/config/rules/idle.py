@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from skyrl_megatron.config.derive import derive
 from skyrl_megatron.config.fields import Section, default_of, get_path, leaves, owner_of
 from skyrl_megatron.config.names import AdvantageEstimator, PolicyLossType
-from skyrl_megatron.config.rules.role_layout import active_roles, needs_reference
+from skyrl_megatron.config.rules.role_layout import active_roles, has_teacher, needs_reference
 from skyrl_megatron.hub.names import is_hub_name
 from skyrl_megatron.plugins import TRANSPORTS
 
@@ -94,6 +94,10 @@ IDLE: tuple[Idle, ...] = (
     Idle("context_parallel_size of megatron_config splits sequences", f"{_T}sequence_parallel_backend"),
     Idle("policy.megatron_config.context_parallel_size splits sequences", f"{_P}sequence_parallel_size"),
     Idle("ref.megatron_config.context_parallel_size splits sequences", f"{_T}ref.sequence_parallel_size"),
+    *(
+        Idle(f"{role}.megatron_config.context_parallel_size splits sequences", f"{_T}{role}.sequence_parallel_size")
+        for role in ("critic", "teacher")
+    ),
     Idle("gradients are summed, and divided in the loss", f"{_M}ddp_config.average_in_collective"),
     Idle("Megatron recomputes in its own way", f"{_T}gradient_checkpointing_use_reentrant"),
     Idle("optimizer state always loads at any layout", f"{_M}dist_ckpt_optim_fully_reshardable"),
@@ -106,17 +110,36 @@ IDLE: tuple[Idle, ...] = (
     # ------------------------------------------------------------ roles
     *(
         Idle("the model is a folder", f"{_T}{role}.model.revision", _model_is_a_folder(role))
-        for role in ("policy", "ref")
+        for role in ("policy", "ref", "critic", "teacher")
     ),
     Idle(
         "there is no critic: trainer.critic.model.path names one",
-        f"{_T}critic. {_T}critic_mini_batch_size {_A}value_clip "
+        f"{_T}critic. {_A}value_head_prefix {_A}value_clip "
+        + _in_all(_T, "critic_mini_batch_size critic_warmup_steps ")
         + _in_all(f"{_T}placement.", "critic_num_nodes critic_num_gpus_per_node"),
         _no_role("critic"),
     ),
     Idle(
+        "there is no teacher on ranks: trainer.teacher.model.path or .models names one",
+        f"{_T}teacher.model. {_T}teacher.megatron_config. {_T}teacher.fsdp_config. {_T}teacher.model_config_kwargs "
+        f"{_T}teacher.sequence_parallel_size "
+        + _in_all(f"{_T}placement.", "teacher_num_nodes teacher_num_gpus_per_node"),
+        _no_role("teacher"),
+    ),
+    Idle(
+        "there is no teacher: trainer.teacher names one",
+        f"{_A}distillation.",
+        lambda cfg, hardware: not has_teacher(cfg),
+    ),
+    Idle(
+        "distillation.loss_coef is 0",
+        _in_all(f"{_A}distillation.", "top_k beta renormalize"),
+        _algorithm(lambda a: not a.distillation.loss_coef),
+    ),
+    Idle(
         "there is no reference of its own: algorithm.use_kl_loss or use_kl_in_reward needs one, but for adapters",
-        f"{_T}ref. " + _in_all(f"{_T}placement.", "ref_num_nodes ref_num_gpus_per_node colocate_policy_ref"),
+        f"{_T}ref. {_T}update_ref_every_epoch "
+        + _in_all(f"{_T}placement.", "ref_num_nodes ref_num_gpus_per_node colocate_policy_ref"),
         _no_role("ref"),
     ),
     Idle(
@@ -199,7 +222,12 @@ IDLE: tuple[Idle, ...] = (
     ),
     Idle("advantage_estimator is not grpo", f"{_A}grpo_norm_by_std", _estimator_is_not("grpo")),
     Idle("the estimator does not discount", f"{_A}gamma", _estimator_is_not("gae", "reinforce++")),
-    Idle("advantage_estimator is not gae", f"{_A}lambd", _estimator_is_not("gae")),
+    Idle("advantage_estimator is not gae", f"{_A}lambd {_A}gae.", _estimator_is_not("gae")),
+    Idle(
+        "gae.length_adaptive_alpha and gae.critic_lambd are set",
+        f"{_A}lambd",
+        _algorithm(lambda a: None not in (a.gae.length_adaptive_alpha, a.gae.critic_lambd)),
+    ),
     Idle(
         "dynamic_sampling.type is off",
         f"{_A}dynamic_sampling.max_sample_batches",
@@ -305,7 +333,10 @@ def asked_for(cfg: SkyRLTrainConfig, beginnings: tuple[str, ...]) -> Iterator[tu
             yield key, get_path(cfg, key)
 
 
-_SWITCHES = frozenset({"trainer.critic.model.path", "trainer.policy.model.lora.rank", "trainer.ref.model.lora.rank"})
+_SWITCHES = frozenset(
+    {"trainer.critic.model.path", "trainer.teacher.model.path", "trainer.policy.model.lora.rank"}
+    | {f"trainer.{role}.model.lora.rank" for role in ("ref", "teacher")}
+)
 """Settings inside idle sections that switch them on, or are refused."""
 
 
@@ -322,7 +353,9 @@ def _asked_for(cfg: SkyRLTrainConfig, key: str, fresh: SkyRLTrainConfig) -> bool
     value, filled = get_path(cfg, key), cfg.__dict__["_filled"]
     if (_is_there(fresh, key) and value == get_path(fresh, key)) or (key in filled and value == filled[key]):
         return False
-    _, role, name = key.split(".", 2) if key.startswith(("trainer.ref.", "trainer.critic.")) else ("", "", key)
+    _, role, name = (
+        key.split(".", 2) if key.startswith(("trainer.ref.", "trainer.critic.", "trainer.teacher.")) else ("", "", key)
+    )
     if role and name.startswith("megatron_config."):  # a copy of the policy's
         section, field = owner_of(cfg, key)
         if value in (get_path(cfg, f"trainer.policy.{name}"), default_of(type(section), field)):

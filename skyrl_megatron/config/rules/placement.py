@@ -9,7 +9,15 @@ from skyrl_megatron.config.fields import default_of
 from skyrl_megatron.config.hf_model import model_dimensions
 from skyrl_megatron.config.rules.layout import ParallelConfig, layout_problems
 from skyrl_megatron.config.rules.megatron import megatron_problems
-from skyrl_megatron.config.rules.role_layout import active_roles, engine_ranks, role_layout, role_world_size
+from skyrl_megatron.config.rules.role_layout import (
+    active_roles,
+    engine_ranks,
+    is_frozen,
+    role_layout,
+    role_world_size,
+    shares_policy_gpus,
+)
+from skyrl_megatron.config.teachers import role_configs
 from skyrl_megatron.errors import Problem
 
 if TYPE_CHECKING:
@@ -54,8 +62,11 @@ def _layout(parallel: ParallelConfig, hf: Mapping[str, Any], section: str) -> It
 
 def _no_adapter(cfg: SkyRLTrainConfig, role: str) -> Iterator[Problem]:
     rank = getattr(cfg.trainer, role).model.lora.rank
-    if role == "ref" and rank:
-        yield Problem("trainer.ref.model.lora.rank", rank, "the reference is never trained: leave it out")
+    if is_frozen(role) and rank:
+        named = {"ref": "the reference", "teacher": "a teacher"}[role]
+        yield Problem(f"trainer.{role}.model.lora.rank", rank, f"{named} is never trained: leave it out")
+    if role == "critic" and rank:
+        yield Problem("trainer.critic.model.lora.rank", rank, "a critic trains all of its weights: leave it out")
 
 
 def _fsdp(fsdp: FSDPConfig, section: str) -> Iterator[Problem]:
@@ -68,9 +79,8 @@ def _fsdp(fsdp: FSDPConfig, section: str) -> Iterator[Problem]:
 def _colocation(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     placement, engine, roles = cfg.trainer.placement, cfg.generator.inference_engine, active_roles(cfg)
     policy = role_world_size(placement, "policy")
-    shared = {"ref": placement.colocate_policy_ref or placement.colocate_all, "critic": placement.colocate_all}
-    for role, together in shared.items():
-        if role not in roles or not together:
+    for role in roles[1:]:
+        if not shares_policy_gpus(cfg, role):
             continue
         switch = "colocate_all" if placement.colocate_all else "colocate_policy_ref"
         for name in ("num_nodes", "num_gpus_per_node"):
@@ -108,8 +118,11 @@ def gpus_asked(cfg: SkyRLTrainConfig) -> dict[str, int]:
         return asked
     if "ref" in roles and not placement.colocate_policy_ref:
         asked["ref"] = role_world_size(placement, "ref")
-    if "critic" in roles:
-        asked["critic"] = role_world_size(placement, "critic")
+    for role in ("critic", "teacher"):
+        if role in roles:
+            asked[role] = role_world_size(placement, role) * sum(
+                name == role for name, _ in role_configs(cfg).values()
+            )
     engine = cfg.generator.inference_engine
     if engine.run_engines_locally:
         asked["engines"] = engine.num_engines * engine_ranks(cfg)

@@ -32,14 +32,23 @@ def parallel_config(megatron: MegatronConfig, world_size: int) -> ParallelConfig
 
 
 def active_roles(cfg: SkyRLTrainConfig) -> tuple[str, ...]:
-    """Return the roles that a run starts: ``policy``, ``ref`` if a KL term needs one of its own, ``critic`` if it has
-    a model."""
+    """Return the roles that a run starts: ``policy``, ``ref`` if a KL term needs one of its own, ``critic`` and
+    ``teacher`` if they have a model."""
     roles = ["policy"]
     if needs_reference(cfg) and not policy_is_reference(cfg):
         roles.append("ref")
-    if cfg.trainer.critic.model.path is not None:
-        roles.append("critic")
+    roles += [role for role in ("critic", "teacher") if getattr(cfg.trainer, role).model.path is not None]
     return tuple(roles)
+
+
+def is_frozen(role: str) -> bool:
+    """Return whether a role scores and is never trained."""
+    return role in ("ref", "teacher")
+
+
+def has_teacher(cfg: SkyRLTrainConfig) -> bool:
+    """Return whether somebody teaches the policy, on ranks or behind an address."""
+    return cfg.trainer.teacher.model.path is not None or bool(cfg.trainer.teacher.models)
 
 
 def needs_reference(cfg: SkyRLTrainConfig) -> bool:

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from skyrl_megatron.config.names import AdvantageEstimator, PolicyLossType
-from skyrl_megatron.config.rules.role_layout import active_roles, role_layout
+from skyrl_megatron.config.rules.role_layout import active_roles, is_frozen, needs_reference, role_layout
 from skyrl_megatron.config.schema.algorithm import correction_enabled
+from skyrl_megatron.config.teachers import teacher_problems
 from skyrl_megatron.errors import Problem
 
 if TYPE_CHECKING:
@@ -77,8 +78,9 @@ def _algorithm(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
         yield Problem(f"{_A}advantage_estimator", estimator, fix)
     if loss not in losses:
         yield Problem(f"{_A}policy_loss_type", loss, f"not registered; known: {', '.join(losses)}")
-    if estimator == "gae" and cfg.trainer.critic.model.path is None:
-        yield Problem("trainer.critic.model.path", None, "gae needs a critic: name its model")
+    yield from _critic(cfg)
+    yield from _reference(cfg)
+    yield from teacher_problems(cfg)
     if algorithm.use_kl_in_reward and algorithm.use_kl_loss:
         fix = "excludes use_kl_loss: the KL term counts once; set one of them to false"
         yield Problem(f"{_A}use_kl_in_reward", True, fix)
@@ -94,6 +96,37 @@ def _algorithm(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
         yield Problem("generator.sampling_params.temperature", 0.0, fix)
     elif algorithm.temperature is not None and algorithm.temperature <= 0:
         yield Problem(f"{_A}temperature", algorithm.temperature, "must be above 0")
+
+
+def _critic(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
+    """Check that values are computed where an estimator reads them, and nowhere else."""
+    trainer, path = cfg.trainer, cfg.trainer.critic.model.path
+    estimator = trainer.algorithm.advantage_estimator
+    if estimator == "gae" and path is None:
+        yield Problem("trainer.critic.model.path", None, "gae needs a critic: name its model")
+    if path is None:
+        return
+    if estimator != "gae" and estimator in set(AdvantageEstimator):
+        fix = f"advantage_estimator={estimator} reads no values: set it to gae, or leave the critic out"
+        yield Problem("trainer.critic.model.path", path, fix)
+    steps, last = trainer.critic_warmup_steps, trainer.max_training_steps
+    if last is not None and steps >= last:
+        yield Problem(
+            "trainer.critic_warmup_steps", steps, f"the policy would never be trained: max_training_steps={last}"
+        )
+
+
+def _reference(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
+    """Check that a reference which follows the policy can be the policy's copy."""
+    key, trainer = "trainer.update_ref_every_epoch", cfg.trainer
+    if not trainer.update_ref_every_epoch or not needs_reference(cfg):
+        return
+    if trainer.policy.model.lora.rank > 0:
+        fix = "with adapters the reference stays the model that they are added to: set it to false"
+        yield Problem(key, True, fix)
+    elif trainer.ref.model.path not in (None, trainer.policy.model.path):
+        fix = f"the reference becomes the policy's copy: leave trainer.ref.model.path={trainer.ref.model.path} out"
+        yield Problem(key, True, fix)
 
 
 def registered(module_name: str, registry: str, built_in: Iterable[str]) -> tuple[str, ...]:
@@ -144,7 +177,7 @@ def _limits(algorithm: AlgorithmConfig) -> Iterator[Problem]:
 
 def _optimizers(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     for role in active_roles(cfg):
-        if role == "ref":
+        if is_frozen(role):
             continue
         section = f"trainer.{role}.optimizer_config"
         optimizer = getattr(cfg.trainer, role).optimizer_config

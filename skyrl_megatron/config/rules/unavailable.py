@@ -10,13 +10,10 @@ from skyrl_megatron.config.hf_model import read_hf_config
 from skyrl_megatron.errors import ConfigError, Problem
 
 NOT_AVAILABLE: Mapping[str, str] = {
-    "trainer.critic.model.path": "critics",
-    "trainer.algorithm.value_head_prefix": "critics",
     "trainer.policy.megatron_config.moe_enable_routing_replay": "routing replay",
     "generator.inference_engine.enable_return_routed_experts": "routing replay",
     "trainer.fully_async.max_staleness_steps": "fully asynchronous training",
     "trainer.fully_async.num_parallel_generation_workers": "fully asynchronous training",
-    "trainer.update_ref_every_epoch": "a reference that follows the policy",
 }
 """Keys → the feature that they belong to. A run that sets one ends with an error instead of doing something else."""
 

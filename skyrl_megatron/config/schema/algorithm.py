@@ -143,12 +143,43 @@ def masks_enabled(correction: OffPolicyCorrectionConfig | None) -> bool:
 
 
 @dataclass
+class GAEConfig(BaseConfig):
+    """Estimator `gae`: where the λ of the policy's advantages and that of the critic's returns part."""
+
+    critic_lambd: Fraction | None = None
+    """λ of the returns that the critic learns; 1 regresses to the rewards that follow (arXiv:2503.01491).
+    None: `lambd`."""
+    length_adaptive_alpha: Positive | None = None
+    """λ of the policy is 1 − 1/(this · length of the response), at least 0 (arXiv:2504.05118; 0.05 there).
+    None: `lambd` for every length."""
+
+
+@dataclass
+class DistillationConfig(BaseConfig):
+    """On-policy distillation: what a teacher (`trainer.teacher`) says of the policy's own samples."""
+
+    reward_coef: NonNegative | None = None
+    """Each token's reward gets this times log p_teacher − log p_student of the token that was sampled. None: 1 with
+    the estimator `distillation`, which leaves the environment's rewards out, else 0."""
+    loss_coef: NonNegative = 0.0
+    """Weight in the loss of the divergence of both distributions at each token (arXiv:2306.13649)."""
+    top_k: Count = 16
+    """The divergence is over this many of the teacher's likeliest tokens, and all others as one more outcome."""
+    beta: Fraction = 0.0
+    """0: KL(teacher ‖ student); 1: KL(student ‖ teacher); between them their generalised Jensen-Shannon divergence."""
+    renormalize: bool = False
+    """Scale the probabilities of the `top_k` tokens to a sum of 1 in place of the outcome for all others."""
+    divergence_alone: bool = False
+    """The divergence is the whole policy loss: no policy gradient beside it."""
+
+
+@dataclass
 class AlgorithmConfig(BaseConfig):
     """The policy-gradient objective. Subclass it to give a custom loss or estimator its own keys."""
 
     advantage_estimator: str = "grpo"
-    """`grpo`, `rloo`, `reinforce++`, `gae` (needs a critic), `maxrl`, or a name registered with
-    `register_advantage_estimator`."""
+    """`grpo`, `rloo`, `reinforce++`, `gae` (needs a critic), `maxrl`, `distillation` (needs a teacher), or a name
+    registered with `register_advantage_estimator`."""
     kl_ctrl: KLCtrlConfig = field(default_factory=KLCtrlConfig)
     """Course of the coefficient while `use_kl_in_reward`."""
     kl_estimator_type: Annotated[str, OneOf("k1", "k2", "k3", "abs")] = "k3"
@@ -169,7 +200,8 @@ class AlgorithmConfig(BaseConfig):
     advantage_batch_normalize: bool = False
     """Shift and scale advantages to mean 0 and deviation 1 over the valid tokens of the batch."""
     value_head_prefix: str = "value_head"
-    """Name of the value head in the critic's Hugging Face checkpoint."""
+    """Name of the value head in the critic's Hugging Face folder: `<prefix>.weight`, else `score.weight`, [1, hidden
+    size]. A folder without either gets a head drawn from `trainer.seed`."""
     policy_loss_type: str = "regular"
     """`regular` (PPO clip), `dual_clip`, `gspo`, `cispo`, `sapo`, `clip_cov`, `kl_cov`, `cross_entropy`,
     `importance_sampling`, `rollout_is`, `dppo`, or a name registered with `register_policy_loss`."""
@@ -185,6 +217,10 @@ class AlgorithmConfig(BaseConfig):
     """Mask the responses of prompts whose rewards are all equal."""
     lambd: Fraction = 1.0
     """λ of generalised advantage estimation."""
+    gae: GAEConfig = field(default_factory=GAEConfig)
+    """Settings of the estimator `gae`."""
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
+    """Learning from a teacher."""
     gamma: Fraction = 1.0
     """Discount per token."""
     eps_clip_low: NonNegative = 0.2

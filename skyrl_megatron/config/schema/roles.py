@@ -32,6 +32,10 @@ class PlacementConfig(BaseConfig):
     """Nodes of the reference. Not given: the policy's."""
     ref_num_gpus_per_node: Count = 1
     """GPUs of each of them. Not given: the policy's."""
+    teacher_num_nodes: Count = 1
+    """Nodes of each teacher. Not given: the policy's."""
+    teacher_num_gpus_per_node: Count = 1
+    """GPUs of each of them. Not given: the policy's."""
 
 
 @dataclass
@@ -80,6 +84,27 @@ class RefConfig(BaseConfig):
 
     model: ModelConfig = field(default_factory=ModelConfig)
     """The model. Path None: the policy's."""
+    sequence_parallel_size: NonNegativeInt = 1
+    """Ulysses degree of FSDP backends. No effect here."""
+    fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)
+    """Keys of FSDP backends."""
+    megatron_config: MegatronConfig = field(default_factory=MegatronConfig)
+    """Its layout. Left untouched, it is the policy's."""
+    model_config_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Changes to the model's Hugging Face configuration."""
+
+
+@dataclass
+class TeacherConfig(BaseConfig):
+    """Frozen models that the policy learns from, token for token (`algorithm.distillation`)."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The teacher. Path None: the first folder or hub name of `models`; without either there is no teacher on
+    ranks."""
+    models: dict[str, str] = field(default_factory=dict)
+    """Several teachers, or one that is served elsewhere: name → folder, name on the Hugging Face hub, or the
+    `http(s)://` address of an OpenAI-compatible engine that returns log-probs of prompts. A data row's `teacher` says
+    which one judges it, default the first. Those on ranks share the settings of this section."""
     sequence_parallel_size: NonNegativeInt = 1
     """Ulysses degree of FSDP backends. No effect here."""
     fsdp_config: FSDPConfig = field(default_factory=FSDPConfig)

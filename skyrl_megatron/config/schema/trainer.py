@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from skyrl_megatron.config.fields import Bounds, Count, EverySteps, NonNegativeInt, OneOf, Positive
 from skyrl_megatron.config.schema.algorithm import AlgorithmConfig
 from skyrl_megatron.config.schema.base import BaseConfig
-from skyrl_megatron.config.schema.roles import CriticConfig, PlacementConfig, PolicyConfig, RefConfig
+from skyrl_megatron.config.schema.roles import CriticConfig, PlacementConfig, PolicyConfig, RefConfig, TeacherConfig
 
 
 @dataclass
@@ -43,6 +43,8 @@ class TrainerConfig(BaseConfig):
     """The reference."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     """The critic."""
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    """Teachers."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     """The objective."""
     fully_async: FullyAsyncConfig = field(default_factory=FullyAsyncConfig)
@@ -82,12 +84,14 @@ class TrainerConfig(BaseConfig):
     """Prompts per optimizer step of the policy; divides `train_batch_size`."""
     critic_mini_batch_size: Count = 256
     """Prompts per optimizer step of the critic; divides `train_batch_size`."""
+    critic_warmup_steps: NonNegativeInt = 0
+    """Steps at the start of the run in which the critic learns and the policy stays as it is."""
     micro_train_batch_size_per_gpu: Count = 1
     """Sequences per forward-backward pass on one data-parallel rank, unless `max_tokens_per_microbatch` is set."""
     micro_forward_batch_size_per_gpu: Count = 1
     """Sequences per forward-only pass on one data-parallel rank, unless `max_tokens_per_microbatch` is set."""
     update_ref_every_epoch: bool = False
-    """Replace the reference by the policy after each epoch."""
+    """Give the reference the policy's weights after each epoch. Checkpoints then hold them too."""
     use_sample_packing: bool = True
     """Lay sequences end to end instead of padding them. `remove_microbatch_padding` is another name for it."""
     eval_batch_size: Count = 1024

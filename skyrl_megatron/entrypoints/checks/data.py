@@ -79,11 +79,15 @@ def _rows(
     run: PlannedRun, key: str, name: str, rows: Dataset, named: set[str | None]
 ) -> Iterator[Problem | NotChecked]:
     """Check the columns, and the first and the last row; add the environments that rows name to ``named``."""
-    from skyrl_megatron.data.prompts import require_adapters, require_prompts
+    from skyrl_megatron.config.adapters import ADAPTER_KEY
+    from skyrl_megatron.config.adapters import KEY as ADAPTERS
+    from skyrl_megatron.data.prompts import TEACHER_KEY, TEACHERS, require_known, require_prompts
 
+    adapters = tuple(run.cfg.trainer.policy.model.lora.adapters)
     try:
         require_prompts(rows, name)
-        require_adapters(rows, name, tuple(run.cfg.trainer.policy.model.lora.adapters))
+        require_known(rows, name, ADAPTER_KEY, adapters, ADAPTERS, needed=len(adapters) > 1)
+        require_known(rows, name, TEACHER_KEY, tuple(run.cfg.trainer.teacher.models), TEACHERS)
     except DataError as error:
         yield Problem(key, name, _about(name, error))
         return

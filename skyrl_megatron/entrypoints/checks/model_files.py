@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.runtime.hf.model import HfModel
     from skyrl_megatron.runtime.lora.targets import Selection
+    from skyrl_megatron.runtime.model.build import Head
 
 _CPU_BACKEND = {False: "vllm.v1.attention.backends.cpu_attn", True: "vllm.v1.attention.backends.mla.cpu_mla"}
 """Whether attention is multi-latent → vLLM's module that computes it on CPU."""
@@ -41,7 +42,9 @@ def model_files(run: PlannedRun) -> Iterator[Problem | NotChecked]:
             continue  # a name or a folder that is wrong is reported with the hub's names and by the rules
         model, why = _read(run, role, folder)
         if why is None and whole is not None:
-            why = _weights(model, whole)
+            why = _weights(
+                model, whole, "value" if role == "critic" else "lm", run.cfg.trainer.algorithm.value_head_prefix
+            )
         if why is not None:
             yield Problem(key, path, why)
         if model is not None and role == "policy":
@@ -107,17 +110,16 @@ def _adapter_folder(
         yield Problem(key, path, problem)
 
 
-def _weights(model: HfModel | None, folder: Path) -> str | None:
+def _weights(model: HfModel | None, folder: Path, head: Head, prefix: str) -> str | None:
     """Say what is wrong with index, headers, names or shapes of the weights; no weight is read."""
     from bridges.errors import BridgeError
     from bridges.source import open_hf
+    from skyrl_megatron.runtime.hf.value_head import check_tensors
 
     try:
         source = open_hf(folder)
         if model is not None:
-            shapes = source.shapes()
-            shapes.pop("score.weight", None)  # a value head, which a policy does without
-            model.plan.check(shapes, str(folder))
+            check_tensors(model.plan, source, head, prefix)
     except (BridgeError, OSError) as error:
         return str(error)
     return None

@@ -6,7 +6,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 
-from skyrl_megatron.config.rules.role_layout import active_roles
+from skyrl_megatron.config.rules.role_layout import active_roles, is_frozen
 from skyrl_megatron.entrypoints.checks.planned_run import NotChecked, PlannedRun
 from skyrl_megatron.errors import Problem, install_command
 
@@ -36,6 +36,6 @@ def _needed(run: PlannedRun) -> Iterator[tuple[str, object, str, str]]:
         yield "trainer.ckpt_path", trainer.ckpt_path, store, "name a folder"
     for role in active_roles(run.cfg) if run.training else ():
         megatron, key = getattr(trainer, role).megatron_config, f"trainer.{role}.megatron_config."
-        if megatron.optimizer_config_kwargs.get("use_precision_aware_optimizer") and role != "ref":
+        if megatron.optimizer_config_kwargs.get("use_precision_aware_optimizer") and not is_frozen(role):
             name = f"{key}optimizer_config_kwargs.use_precision_aware_optimizer"
             yield name, True, "transformer_engine", "leave it out"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from skyrl_megatron.config.rules.role_layout import rank_position, role_world_size, shares_policy_gpus
+from skyrl_megatron.config.rules.role_layout import is_frozen, rank_position, role_world_size, shares_policy_gpus
 from skyrl_megatron.entrypoints.memory.engines import EngineBytes, engine_bytes
 from skyrl_megatron.entrypoints.memory.roles import RoleModel
 from skyrl_megatron.weight_sync import DEFAULT_BUCKET_BYTES
@@ -60,10 +60,10 @@ def resident(cfg: SkyRLTrainConfig, role: str, phase: str, worker: str | None = 
     """Return what of ``weights``, ``gradients``, ``optimizer`` a role's rank has on its GPU in a phase.
 
     ``worker``: the role that trains or scores. With ``colocate_all`` everything leaves before engines generate and
-    comes back where it is needed (``runtime/offload.py``); a reference on the policy's GPUs leaves once it has scored.
-    The optimizer's state stays without ``offload_after_step``.
+    comes back where it is needed (``runtime/offload.py``); a reference or teacher on the policy's GPUs leaves once it
+    has scored. The optimizer's state stays without ``offload_after_step``.
     """
-    if role == "ref":
+    if is_frozen(role):
         alone = not shares_policy_gpus(cfg, role)
         return frozenset({"weights"}) if alone or worker == role else frozenset()
     everything = frozenset({"weights", "gradients", "optimizer"})

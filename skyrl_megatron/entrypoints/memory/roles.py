@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridges.scaled import BAND
 from skyrl_megatron.config.rules.layout import ParallelConfig
-from skyrl_megatron.config.rules.role_layout import active_roles, role_layout
+from skyrl_megatron.config.rules.role_layout import active_roles, is_frozen, role_layout
 from skyrl_megatron.config.rules.training import longest_sequence
 from skyrl_megatron.entrypoints.memory.activations import (
     Head,
@@ -51,7 +51,7 @@ class RoleModel:
     @property
     def trained(self) -> bool:
         """Whether it has gradients and an optimizer."""
-        return self.role != "ref"
+        return not is_frozen(self.role)
 
     @property
     def settings(self) -> Any:

@@ -24,13 +24,11 @@ from bridges.source import Source, open_hf
 from bridges.staging import byte_blocks, staged, write_all, write_file
 from skyrl_megatron.errors import CheckpointError
 from skyrl_megatron.runtime.agreement import from_rank_0, raise_on_all_ranks
+from skyrl_megatron.runtime.hf.value_head import EXPORTED
 from skyrl_megatron.runtime.model.build import ModelChunks
 from skyrl_megatron.runtime.model.local_weights import LocalWeight, local_weights
 from skyrl_megatron.runtime.model.scaled_weights import weight_data
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
-
-VALUE_HEAD = "score.weight"
-"""HF's name of a critic's value head [1, H], as in ``…ForTokenClassification``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +52,17 @@ def stream_hf(
     for weight in local_weights(model, groups, of):
         if weight.is_copy:
             continue
-        whole = _gathered(weight, groups)
+        whole = gathered(weight, groups)
         if whole is None:
             continue
         for piece, tensor in zip(weight.entry.hf, weight.entry.to_hf(whole), strict=True):
             yield HfPiece(piece.name, tensor, piece.index)
     last = model.chunks[-1]
     if model.head == "value" and last.post_process and groups.tp.rank() == 0 and groups.dp_cp.rank() == 0:
-        yield HfPiece(VALUE_HEAD, of(last.output_layer.weight))
+        yield HfPiece(EXPORTED, of(last.output_layer.weight))
 
 
-def _gathered(weight: LocalWeight, groups: ProcessGroups) -> Tensor | None:
+def gathered(weight: LocalWeight, groups: ProcessGroups) -> Tensor | None:
     """Return the whole tensor on the first rank of the first replica's tp (experts: etp) group, None elsewhere."""
     expert = weight.entry.is_expert
     over, replicas = (groups.etp, groups.edp) if expert else (groups.tp, groups.dp_cp)
@@ -168,7 +166,7 @@ def _declared(
     }
     if model.head == "value":
         tensors.pop("lm_head.weight", None)
-        tensors[VALUE_HEAD] = ((1, model.config.hidden_size), dtype)
+        tensors[EXPORTED] = ((1, model.config.hidden_size), dtype)
     return tensors | {name: (source.shapes()[name], source.dtype(name)) for name, source in passthrough.items()}
 
 

@@ -18,6 +18,7 @@ from bridges.shard import check_divisible, shard
 from bridges.source import Source, open_hf
 from skyrl_megatron.errors import ModelLoadError
 from skyrl_megatron.runtime.agreement import raise_on_all_ranks
+from skyrl_megatron.runtime.hf.value_head import check_tensors
 from skyrl_megatron.runtime.model.build import ModelChunks
 from skyrl_megatron.runtime.model.local_weights import local_weights, weight_places
 from skyrl_megatron.runtime.model.scaled_weights import give_memory, keep_scaled
@@ -25,38 +26,40 @@ from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
 
 @torch.no_grad()
-def load_hf(model: ModelChunks, folder: str | Path, groups: ProcessGroups, *, frozen: bool = False) -> None:
+def load_hf(
+    model: ModelChunks,
+    folder: str | Path,
+    groups: ProcessGroups,
+    *,
+    frozen: bool = False,
+    value_head: str = "value_head",
+) -> None:
     """Set every weight of ``model`` from a HF folder, cast to the parameters' dtype; every rank calls it.
 
     Files are mapped, and a rank reads the pages of its own shards only. Quantised folders are dequantised; of a model
     that was built ``frozen``, linear maps that have 8 bits on disk keep them (``model/scaled_weights.py``).
-    A critic's value head is loaded where the folder has a ``score.weight`` [1, H], else left as it is.
+    A critic's value head is loaded where the folder has one (``value_head.py``; ``value_head`` is its prefix there),
+    else left as it is.
     Raises ModelLoadError on every rank, naming rank, file, tensor and remedy, when any rank fails.
     """
     problem = None
     try:
-        _load(model, open_hf(Path(folder).expanduser()), groups, frozen)
+        _load(model, open_hf(Path(folder).expanduser()), groups, frozen, value_head)
     except (BridgeError, OSError) as error:
         problem = f"{folder}: {error}" if str(folder) not in str(error) else str(error)
     raise_on_all_ranks(ModelLoadError(problem) if problem else None)
 
 
-def _load(model: ModelChunks, source: Source, groups: ProcessGroups, frozen: bool) -> None:
-    plan = model.hf.plan
-    shapes = source.shapes()
-    score = shapes.pop("score.weight", None)
-    if model.head == "value":
-        absent_head = {name: shape for name, shape in plan.hf.items() if name == "lm_head.weight"}
-        shapes = absent_head | shapes  # a saved critic has no LM head
-    plan.check(shapes, str(source.path))
+def _load(model: ModelChunks, source: Source, groups: ProcessGroups, frozen: bool, value_head: str) -> None:
+    head = check_tensors(model.hf.plan, source, model.head, value_head)
     kept = _keep_scaled(model, source, groups) if frozen else set()
     for weight in local_weights(model, groups):
         if weight.name in kept:
             continue
         over = groups.etp if weight.entry.is_expert else groups.tp
         weight.tensor.copy_(read_shard(source, weight.entry, over.size(), over.rank(), weight.tensor.shape[0]))
-    if score is not None and model.head == "value" and groups.is_last_stage:
-        model.chunks[-1].output_layer.weight.data.copy_(source.read("score.weight"))
+    if head is not None and groups.is_last_stage:
+        model.chunks[-1].output_layer.weight.data.copy_(source.read(head))
 
 
 def _keep_scaled(model: ModelChunks, source: Source, groups: ProcessGroups) -> set[str]:

@@ -74,6 +74,7 @@ def build_model(
     *,
     dtype: torch.dtype | None = None,
     head: Head = "lm",
+    seed: int = 0,
     transformer_config_kwargs: Mapping[str, Any] | None = None,
     model_config_kwargs: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
@@ -83,7 +84,8 @@ def build_model(
 ) -> ModelChunks:
     """Build this rank's chunks of the model in a HF folder (or of a config), with weights unset (see ``load_hf``).
 
-    ``dtype``: of the parameters, default ``device.default_dtype()``. ``head``: logits, or a critic's values.
+    ``dtype``: of the parameters, default ``device.default_dtype()``. ``head``: logits, or a critic's values from a
+    head that starts from ``seed``.
     ``transformer_config_kwargs``: fields of Megatron's ``TransformerConfig``, applied last. ``model_config_kwargs``:
     changes to ``config.json``. ``device``: of the parameters; ``torch.device("meta")`` allocates nothing. ``frozen``:
     the weights will not learn, so that those of a quantised folder get their memory when they are loaded.
@@ -116,7 +118,7 @@ def build_model(
     place = torch.device("meta") if on_meta else contextlib.nullcontext()
     memory = built_without_memory() if frozen and model.is_quantised else contextlib.nullcontext()
     with place, memory, _quiet_deprecation(), _attention_environment():
-        chunks = [_chunk(model, config, groups, stage, head, use_te) for stage in range(parallel.vpp)]
+        chunks = [_chunk(model, config, groups, stage, head, use_te, seed) for stage in range(parallel.vpp)]
     if not on_meta:
         target = device or devices.device()
         chunks = [chunk.to(target) for chunk in chunks]
@@ -124,7 +126,13 @@ def build_model(
 
 
 def _chunk(
-    model: HfModel, config: TransformerConfig, groups: ProcessGroups, vpp_stage: int, head: Head, use_te: bool
+    model: HfModel,
+    config: TransformerConfig,
+    groups: ProcessGroups,
+    vpp_stage: int,
+    head: Head,
+    use_te: bool,
+    seed: int,
 ) -> GPTModel:
     parallel = groups.parallel
     first = groups.is_first_stage and vpp_stage == 0
@@ -149,7 +157,7 @@ def _chunk(
     if not use_te and hasattr(chunk, "rotary_pos_emb"):
         chunk.rotary_pos_emb = PackedRotary(chunk.rotary_pos_emb)
     if last and head == "value":
-        chunk.output_layer = ValueHead(config, groups)
+        chunk.output_layer = ValueHead(config, groups, seed=seed)
     return chunk
 
 

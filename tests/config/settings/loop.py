@@ -95,9 +95,15 @@ def plan(cfg):
 
     trainer = trainer_of(cfg, Noting)
     trainer.roles["policy"] = SimpleNamespace(
+        name="policy",
+        ranks=[],
         dispatch=lambda part: part,
         train_mini_batch=lambda part, more_follow: notes.append(("update", part.uids)) or {"skipped": 0.0},
         export_hf=lambda folder: notes.append(("export", folder)),
+        offload=lambda *parts: None,
+    )
+    trainer.roles["ref"] = SimpleNamespace(
+        name="ref", ranks=[], offload=lambda: None, copy_weights=lambda source: notes.append(("ref", source.name))
     )
     trainer.before_training()
     trainer.train_steps()

@@ -61,6 +61,13 @@ def advantages(cfg):
     return batch.advantages.tolist(), batch.loss_mask.tolist()
 
 
+def returns(cfg):
+    """What a critic learns of two prompts."""
+    from tests.config.settings.loop import trainer_of
+
+    return trainer_of(cfg).compute_advantages_and_returns(_batch(values=True)).returns.tolist()
+
+
 def penalty(cfg):
     """Rewards after the KL penalty, and its coefficient afterwards."""
     from tests.config.settings.loop import trainer_of

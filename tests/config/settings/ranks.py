@@ -126,7 +126,7 @@ PARTS = {
     "transformer": lambda engine: _fields(engine.model.config),
     "model": lambda engine: {name: str(value) for name, value in engine.model.hf.config.items()},
     "path": lambda engine: str(engine.settings.model.path),
-    "head": lambda engine: str(engine._head().settings),
+    "head": lambda engine: str(engine.head().settings),
     "fused": lambda engine: engine._head_weight is not None,
     "trainable": lambda engine: sum(each.requires_grad for chunk in engine.chunks for each in chunk.parameters()),
     "optimizer": lambda engine: _fields(engine.optimizer.config),

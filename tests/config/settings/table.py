@@ -97,6 +97,8 @@ OBJECTIVE = {
     f"{A}zero_variance_filter": Row(True, objective.advantages),
     f"{A}gamma": Row(0.5, objective.advantages, {f"{A}advantage_estimator": "reinforce++"}),
     f"{A}lambd": Row(0.5, objective.advantages, {f"{A}advantage_estimator": "gae"}),
+    f"{A}gae.critic_lambd": Row(0.5, objective.returns, {f"{A}advantage_estimator": "gae"}),
+    f"{A}gae.length_adaptive_alpha": Row(0.5, objective.advantages, {f"{A}advantage_estimator": "gae"}),
     f"{A}use_kl_in_reward": Row(True, objective.penalty, {f"{A}use_kl_loss": False}),
     f"{A}kl_ctrl.type": Row("adaptive", objective.penalty, IN_REWARD),
     f"{A}kl_ctrl.kl_target": Row(99.0, objective.penalty, ADAPTIVE),
@@ -109,6 +111,7 @@ OBJECTIVE = {
 }
 
 LOOP = {
+    f"{T}update_ref_every_epoch": Row(True, loop.plan),
     f"{T}epochs": Row(2, loop.plan),
     f"{T}max_training_steps": Row(1, loop.plan),
     f"{T}train_batch_size": Row(6, loop.plan),
@@ -227,6 +230,7 @@ ENGINES = {
     f"{T}placement.colocate_policy_ref": Row(False, engines.devices, APART),
     f"{T}placement.policy_num_nodes": Row(2, engines.layout),
     f"{T}placement.policy_num_gpus_per_node": Row(2, engines.layout),
+    f"{T}critic.model.path": Row("other", engines.layout, {f"{A}advantage_estimator": "gae"}),
     f"{T}placement.ref_num_nodes": Row(2, engines.layout),
     f"{T}placement.ref_num_gpus_per_node": Row(2, engines.layout),
     f"{T}log_path": Row("/elsewhere", engines.folder),
@@ -342,7 +346,8 @@ REFUSED_BY_RANKS = {
 REFUSED = {
     f"{P}model.lora.adapter_path": "/no/such",
     f"{T}ref.model.lora.rank": 8,
-    f"{T}critic.model.path": "/model",
+    f"{T}teacher.model.path": "/model",
+    f"{T}teacher.models": {"a": "/model"},
     f"{M}moe_enable_routing_replay": True,
     f"{M}moe_token_dispatcher_type": "allgather",
     f"{T}ref.megatron_config.moe_token_dispatcher_type": "allgather",
@@ -350,8 +355,6 @@ REFUSED = {
     f"{E}enable_return_routed_experts": True,
     f"{T}fully_async.max_staleness_steps": 2,
     f"{T}fully_async.num_parallel_generation_workers": 2,
-    f"{T}update_ref_every_epoch": True,
-    f"{A}value_head_prefix": "v",
     **{f"{T}{role}.fsdp_config.{name}": value for role in ("policy", "ref") for name, value in _FSDP.items()},
     **{
         f"{T}{role}.fsdp_config.mixed_precision.{name}": value
@@ -364,6 +367,12 @@ REFUSED = {
 NO_EFFECT = (
     f"{T}critic.",
     f"{T}critic_mini_batch_size",
+    f"{T}critic_warmup_steps",
+    f"{T}teacher.",
+    f"{T}placement.teacher_num_nodes",
+    f"{T}placement.teacher_num_gpus_per_node",
+    f"{A}distillation.",
+    f"{A}value_head_prefix",
     f"{T}placement.critic_num_nodes",
     f"{T}placement.critic_num_gpus_per_node",
     f"{A}value_clip",

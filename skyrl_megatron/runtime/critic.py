@@ -1,0 +1,74 @@
+"""The training engine of a critic's rank: values of response tokens, and the step of the value loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from skyrl_megatron.algorithms.critic_objective import CriticObjective
+from skyrl_megatron.algorithms.metrics import ReducibleMetrics
+from skyrl_megatron.runtime.engine import MegatronEngine
+from skyrl_megatron.runtime.forward_step import ForwardStep, MicroBatch, TrainingStep
+from skyrl_megatron.runtime.loss_scale import loss_for_schedule
+from skyrl_megatron.runtime.packed_inputs import PackedInputs
+
+if TYPE_CHECKING:
+    from skyrl_megatron.algorithms.objective import Objective
+    from skyrl_megatron.algorithms.reduction import StepTotals
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.types import TrainingBatch
+
+
+class CriticEngine(MegatronEngine):
+    """One rank's part of a critic, as :class:`MegatronEngine` is of a policy: :meth:`compute_values` in place of
+    log-probs, and :meth:`forward_backward` reads ``values`` (before the update) and ``returns`` of a batch.
+
+    The model's output layer is a :class:`ValueHead`; parameters, layout and optimizer are those of ``trainer.critic``.
+    """
+
+    def __init__(self, cfg: SkyRLTrainConfig, *, total_steps: int | None = None) -> None:
+        super().__init__(cfg, "critic", total_steps=total_steps)
+
+    @torch.no_grad()
+    def compute_values(self, batch: TrainingBatch) -> Tensor:
+        """Return the value of the state in which each response token is chosen, before the token itself: [B, T]
+        float32, 0 elsewhere. ``batch``: the rows of this replica; every rank gets the result of its replica."""
+        self.onload("weights")
+        return self.forward_only(ValueStep(), batch)
+
+    def objective(self, changes: Mapping[str, Any] | None = None) -> CriticObjective:
+        """Return the value loss that ``trainer.algorithm`` describes, with ``changes`` of its fields."""
+        return CriticObjective(self._algorithm(changes))
+
+    def _training_step(self, objective: Objective, totals: StepTotals) -> TrainingStep:
+        assert isinstance(objective, CriticObjective)
+        return CriticStep(objective, totals)
+
+
+def response_values(output: Tensor, packed: PackedInputs) -> Tensor:
+    """Map the value head's output, [1, p, 1] (padded: [b, S, 1]) → values [b, T], equal on all tp and cp ranks."""
+    return packed.to_responses(output.flatten())
+
+
+class ValueStep(ForwardStep):
+    """Forward only: the schedule's results are values [b, T] of each micro-batch."""
+
+    def on_last_stage(self, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        values = response_values(output, micro_batch.packed)
+        return loss_for_schedule(values.new_zeros(()), values)
+
+
+class CriticStep(TrainingStep):
+    """Forward and backward of the value loss."""
+
+    def __init__(self, objective: CriticObjective, totals: StepTotals) -> None:
+        self.objective, self.totals = objective, totals
+
+    def on_last_stage(self, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, ReducibleMetrics]:
+        batch, values = micro_batch.batch, response_values(output, micro_batch.packed)
+        assert batch.values is not None and batch.returns is not None
+        loss, metrics = self.objective(self.totals, values, batch.values, batch.returns, batch.loss_mask)
+        return loss_for_schedule(loss, metrics)

@@ -1,0 +1,89 @@
+"""What teachers say of a batch, each of its own rows, and what the policy learns from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from skyrl_megatron.algorithms.distillation import teacher_rewards
+from skyrl_megatron.algorithms.metrics import metric_values
+from skyrl_megatron.config.teachers import role_key, teacher_addresses, teacher_names, teachers_on_ranks
+from skyrl_megatron.errors import DataError
+from skyrl_megatron.inference.teacher import RemoteTeacher
+from skyrl_megatron.types import TrainingBatch
+
+if TYPE_CHECKING:
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.trainer.loop_thread import LoopThread
+    from skyrl_megatron.workers.worker_group import WorkerGroup
+
+
+class Teachers:
+    """The teachers of a run. ``roles``: ranks of those that have some, by their keys among the run's roles."""
+
+    def __init__(self, cfg: SkyRLTrainConfig, roles: Mapping[str, WorkerGroup], loop: LoopThread) -> None:
+        self.cfg, self.roles, self.loop, self.names = cfg, roles, loop, teacher_names(cfg)
+        self.remote = {name: RemoteTeacher(address) for name, address in teacher_addresses(cfg).items()}
+        self.on_ranks = tuple(teachers_on_ranks(cfg))
+        settings = cfg.trainer.algorithm.distillation
+        self.k = settings.top_k if settings.loss_coef else 0
+
+    def score(self, batch: TrainingBatch, names: list[str]) -> None:
+        """Add log-probs of the teachers, and of their likeliest tokens where the loss reads them. ``names``: of the
+        teacher of each row; []: all are the first's."""
+        out = torch.zeros(*batch.response_mask.shape, 1 + 2 * self.k)
+        whose = np.asarray([name or self.names[0] for name in names or [""] * len(batch)])
+        if unknown := set(whose.tolist()) - set(self.names):
+            raise DataError(
+                f"a row's teacher {min(unknown)!r} is unknown; trainer.teacher.models has {', '.join(self.names)}"
+            )
+        for name in self.names:
+            rows = np.flatnonzero(whose == name)
+            if len(rows):
+                part = batch.select(rows)
+                out[torch.from_numpy(rows)] = (
+                    self._remote(name, part) if name in self.remote else self._ranks(name, part)
+                )
+        batch.teacher_logprobs = out[..., 0].contiguous()
+        if self.k:
+            batch.teacher_top_logprobs = out[..., 1 : 1 + self.k].contiguous()
+            batch.teacher_top_ids = out[..., 1 + self.k :].long()
+
+    def _ranks(self, name: str, batch: TrainingBatch) -> Tensor:
+        role = self.roles[role_key(name)]
+        scores = role.start_scores(batch, self.k)()
+        if self.cfg.trainer.placement.colocate_all:
+            role.offload()
+        return scores
+
+    def _remote(self, name: str, batch: TrainingBatch) -> Tensor:
+        rows, starts = [], []
+        for ids, valid, response in zip(batch.sequences, batch.attention_mask, batch.response_mask, strict=True):
+            tokens = ids[valid].tolist()
+            rows.append(tokens)
+            starts.append(len(tokens) - int(response.any()) * (len(response) - int(response.argmax())))
+        scored = self.loop.run(
+            self.remote[name].score(rows, starts, self.k), "teacher", timeout_s=self.cfg.trainer.phase_timeout_s
+        )
+        out = torch.zeros(*batch.response_mask.shape, 1 + 2 * self.k)
+        for row, scores in enumerate(scored):
+            if len(scores):
+                out[row, -len(scores) :] = torch.from_numpy(scores)
+        return out * batch.response_mask[..., None]
+
+
+def with_teacher_rewards(batch: TrainingBatch, algorithm: Any) -> dict[str, float]:
+    """Put ``reward_coef · (log p_teacher − log p_student)`` of each token into its reward, and return what was
+    measured.
+
+    With the estimator ``distillation`` the environment's rewards leave for it.
+    """
+    assert batch.teacher_logprobs is not None and batch.old_logprobs is not None and batch.rewards is not None
+    gap, measured = teacher_rewards(batch.teacher_logprobs, batch.old_logprobs, batch.loss_mask)
+    rewards = algorithm.distillation.reward_coef * gap
+    batch.rewards = rewards if algorithm.advantage_estimator == "distillation" else batch.rewards + rewards
+    return {f"distillation/{name}": value for name, value in metric_values(measured).items()}

@@ -1,0 +1,115 @@
+"""Runs with more roles than the policy: PPO with a critic, a reference that follows the policy."""
+
+import json
+
+import pytest
+
+from tests.job import runs
+from tests.job.test_run import AGREE, GAP
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return runs.prepare(tmp_path)
+
+
+def critic(folder, **more):
+    """PPO with a critic on one rank, beside a policy whose experts lie on two; both λ differ."""
+    keys = {
+        "trainer__algorithm__advantage_estimator": "gae",
+        "trainer__algorithm__lambd": 0.9,
+        "trainer__algorithm__gae__critic_lambd": 1.0,
+        "trainer__critic__model__path": folder / "model",
+        "trainer__critic_mini_batch_size": 2,
+        "trainer__placement__critic_num_gpus_per_node": 1,
+        "trainer__critic__megatron_config__expert_model_parallel_size": 1,
+        "trainer__critic__optimizer_config__lr": 1e-3,
+    }
+    return keys | more
+
+
+REFERENCE = {
+    "trainer__algorithm__use_kl_loss": "true",
+    "trainer__update_ref_every_epoch": "true",
+    "trainer__placement__ref_num_gpus_per_node": 1,
+    "trainer__ref__megatron_config__expert_model_parallel_size": 1,
+}
+
+TAKE_TURNS = """
+def train_steps(self):
+    self.cfg.trainer.placement.colocate_all = True  # from here on they take turns, as if they shared GPUs
+    RayPPOTrainer.train_steps(self)
+    print("away at the end:", {name: role.group.call("away")[0] for name, role in self.roles.items()})
+Trainer.train_steps = train_steps
+def begin_training(self):
+    for role in self.roles.values():
+        role.offload()
+    RayPPOTrainer.begin_training(self)
+Trainer.begin_training = begin_training
+"""
+
+
+def test_ppo_with_a_critic(folder):
+    """A step in which the critic learns alone, and one of both; the two take turns, and are saved and exported."""
+    done = runs.run(
+        folder, TAKE_TURNS, **critic(folder, trainer__critic_warmup_steps=1, trainer__hf_save_interval=2)
+    ).check()
+    one, two = done.lines
+    for line in (one, two):
+        assert line[GAP] <= AGREE and line["critic/critic_loss"] > 0 and line["critic/grad_norm"] > 0
+        assert {
+            "critic/values_mean",
+            "critic/values_clipfrac",
+            "critic/returns_mean",
+            "critic/explained_variance",
+            "critic/critic_lr",
+            "timing/critic_train",
+        } <= line.keys()
+    assert "policy/grad_norm" not in one and two["policy/grad_norm"] > 0
+    assert "away at the end: {'policy': (), 'critic': ('weights', 'gradients', 'optimizer')}" in done.out
+    assert {path.name for path in (folder / "ckpts/global_step_2").iterdir()} >= {"policy", "critic"}
+    exported = json.loads((folder / "exports/global_step_2/critic/config.json").read_text())
+    assert exported["architectures"] == ["Qwen3MoeForTokenClassification"]
+
+
+HASHES = """
+import json, hashlib
+from pathlib import Path
+sampled = hashlib.sha256()
+def convert_to_training_input(self, generator_output, uids):
+    batch = RayPPOTrainer.convert_to_training_input(self, generator_output, uids)
+    if self.global_step >= 2:
+        sampled.update(batch.sequences.numpy().tobytes())
+    return batch
+def finish(self):
+    state = {name: role.state_hashes() for name, role in self.roles.items()}
+    Path(self.cfg.trainer.export_path).mkdir(exist_ok=True)
+    (Path(self.cfg.trainer.export_path) / "hashes.json").write_text(json.dumps([state, sampled.hexdigest()]))
+    RayPPOTrainer.finish(self)
+Trainer.convert_to_training_input = convert_to_training_input
+Trainer.finish = finish
+"""
+
+
+@pytest.mark.full_matrix
+def test_a_resumed_run_of_all_roles_is_the_uninterrupted_one(tmp_path):
+    """Policy, critic and a reference that became the policy after the first epoch: weights, moments, random states.
+    An epoch is of two steps, the checkpoint after three. The uninterrupted run takes turns in memory, too: that
+    changes nothing."""
+    found = []
+    for name, stops in {"whole": [4], "resumed": [3, 4]}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        runs.prepare(folder)
+        keys = critic(folder, **REFERENCE, trainer__train_batch_size=20, trainer__policy_mini_batch_size=20)
+        keys |= {"generator__n_samples_per_prompt": 1, "trainer__critic_mini_batch_size": 20}
+        for stop in stops:
+            body = HASHES + (TAKE_TURNS if name == "whole" else "")
+            done = runs.run(folder, body, **keys, trainer__max_training_steps=stop, trainer__ckpt_interval=1).check()
+        found.append(json.loads((folder / "exports/hashes.json").read_text()))
+        assert "timing/update_ref" in done.lines[1] and "timing/update_ref" not in done.lines[2]
+        assert done.lines[2]["policy/policy_kl"] < 1e-6 < done.lines[3]["policy/policy_kl"]
+        assert done.lines[1]["policy/policy_kl"] > 1e-6
+    assert found[0] == found[1]
