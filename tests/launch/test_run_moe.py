@@ -151,6 +151,25 @@ def test_adapters_of_the_embedded_run(folder, capsys, home):
     assert value(full, "trainer.policy.model.path") == str(seed / "model"), "a full run warms up itself"
 
 
+def test_critic_and_teacher_of_the_embedded_run(folder, capsys, home):
+    """In folders of their own; the critic begins where the policy does, the teacher is what the embedded run left."""
+    seed = home / "embedded" / "seed_8"
+    code, config, _, err = run(capsys, "--check", "--recipe", "embedded-ppo", "trainer.seed=8")
+    assert code == 0, err
+    for role in ("policy", "critic"):
+        assert value(config, f"trainer.{role}.model.path") == str(seed / "model")
+    assert value(config, "trainer.ckpt_path") == str(seed / "critic" / "ckpts")
+    assert value(config, "trainer.algorithm.advantage_estimator") == "gae"
+    code, _, _, err = run(capsys, "--check", "--recipe", "embedded-distill", "trainer.seed=8")
+    left = seed / "exports" / "global_step_64" / "policy"
+    assert code == 2 and f"trainer.teacher.model.path={left}: " in err
+    shutil.copytree(seed / "model", left)
+    code, config, _, err = run(capsys, "--check", "--recipe", "embedded-distill", "trainer.seed=8")
+    assert code == 0, err
+    assert value(config, "trainer.teacher.model.path") == str(left)
+    assert value(config, "trainer.ckpt_path") == str(seed / "teacher" / "ckpts")
+
+
 def test_a_model_alone_takes_no_recipe(folder, capsys):
     _, config, _, _ = run(capsys, "--check", "model=models/moe", *DATA, *SMALL)
     assert value(config, "environment.env_class") == "gsm8k"
@@ -172,6 +191,7 @@ def test_files_are_recipes_too(folder, capsys):
 FORMS = {
     "embedded": [],
     "adapters": ["--recipe=embedded-lora"],
+    "critic": ["--recipe=embedded-ppo"],
     "recipe": ["--recipe", "embedded"],
     "file": ["--recipe", "./mine.yaml", *DATA, *SMALL],
     "model": ["model=models/moe", *DATA, *SMALL],

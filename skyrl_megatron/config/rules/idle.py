@@ -115,7 +115,7 @@ IDLE: tuple[Idle, ...] = (
     Idle(
         "there is no critic: trainer.critic.model.path names one",
         f"{_T}critic. {_A}value_head_prefix {_A}value_clip "
-        + _in_all(_T, "critic_mini_batch_size critic_warmup_steps ")
+        + f"{_T}critic_mini_batch_size {_T}critic_warmup_steps "
         + _in_all(f"{_T}placement.", "critic_num_nodes critic_num_gpus_per_node"),
         _no_role("critic"),
     ),
