@@ -8,7 +8,8 @@ optimizer, whose parameter groups are views of the model's, then updates memory 
 Where it goes: weights and optimizer state to host memory (``host_memory.py``), pinned where there is a GPU, taken when
 a part first leaves, grown when it has grown, and kept; its size is that of the part, rounded up to 256 MiB. Gradients
 are zero between steps and are not kept. What lies on the host anyway (a CPU-offloaded optimizer's moments) stays.
-Without a GPU the same code empties storages of host memory.
+Without a GPU the same code empties storages of host memory, but for those that NumPy has looked into, for a checkpoint
+or an export: they cannot be emptied, and stay.
 """
 
 from __future__ import annotations
@@ -135,7 +136,8 @@ class Offload:
             storage = tensor.untyped_storage()
             if storage._cdata not in seen and storage.device == device.device() and storage.nbytes():
                 seen.add(storage._cdata)
-                yield storage
+                if storage.resizable():
+                    yield storage
 
 
 def optimizer_tensors(optimizer: Any | None) -> Iterator[Tensor]:

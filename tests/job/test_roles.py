@@ -107,7 +107,7 @@ def test_a_resumed_run_of_all_roles_is_the_uninterrupted_one(tmp_path):
         keys |= {"generator__n_samples_per_prompt": 1, "trainer__critic_mini_batch_size": 20}
         for stop in stops:
             body = HASHES + (TAKE_TURNS if name == "whole" else "")
-            done = runs.run(folder, body, **keys, trainer__max_training_steps=stop, trainer__ckpt_interval=1).check()
+            done = runs.run(folder, body, **keys, trainer__max_training_steps=stop, trainer__ckpt_interval=3).check()
         found.append(json.loads((folder / "exports/hashes.json").read_text()))
         assert "timing/update_ref" in done.lines[1] and "timing/update_ref" not in done.lines[2]
         assert done.lines[2]["policy/policy_kl"] < 1e-6 < done.lines[3]["policy/policy_kl"]
