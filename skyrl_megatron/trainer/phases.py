@@ -16,9 +16,9 @@ _process = psutil.Process()
 
 class Phases:
     """``with phases("generate"): …`` adds to ``timings["generate"]`` (seconds) and notes this process's memory, and
-    what ``held`` says: bytes by whose they are, at the end of the phase."""
+    what ``held`` says at the end of the phase, which it is given: bytes by whose they are."""
 
-    def __init__(self, held: Callable[[], dict[str, int]] = dict) -> None:
+    def __init__(self, held: Callable[[str], dict[str, int]] = lambda phase: {}) -> None:
         self.timings: dict[str, float] = {}
         self.memory: dict[str, float] = {}
         self._held = held
@@ -29,7 +29,7 @@ class Phases:
         try:
             with under_way(name):
                 yield
-                self.memory |= {f"{name}_{whose}": nbytes / 1e9 for whose, nbytes in self._held().items()}
+                self.memory |= {f"{name}_{whose}": nbytes / 1e9 for whose, nbytes in self._held(name).items()}
         finally:
             self.timings[name] = self.timings.get(name, 0.0) + time.perf_counter() - began
             self.memory[f"{name}_trainer"] = _process.memory_info().rss / 1e9

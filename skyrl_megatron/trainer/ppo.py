@@ -77,6 +77,16 @@ if TYPE_CHECKING:
 
 SCORES = {"ref": "ref_logprobs", "critic": "values"}
 """Roles besides the policy → what each adds to a batch."""
+TURNS = (
+    "generate",
+    "teacher",
+    "fwd_logprobs_values_reward",
+    "critic_train",
+    "policy_train",
+    "update_ref",
+    "sync_weights",
+)
+"""Phases at whose end the memory of roles that take turns is looked at."""
 
 
 class RayPPOTrainer:
@@ -417,9 +427,9 @@ class RayPPOTrainer:
     def _takes_turns(self, name: str) -> bool:
         return name in self.roles and shares_policy_gpus(self.cfg, self.roles[name].name)
 
-    def _held(self) -> dict[str, int]:
+    def _held(self, phase: str) -> dict[str, int]:
         """Return the bytes that each role's state holds on its devices, where all take turns on them."""
-        if not self.cfg.trainer.placement.colocate_all:
+        if not self.cfg.trainer.placement.colocate_all or phase not in TURNS:
             return {}
         return {name.replace("/", "_"): role.device_bytes() for name, role in self.roles.items() if role.ranks}
 

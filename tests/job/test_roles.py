@@ -37,11 +37,11 @@ REFERENCE = {
     "trainer__ref__megatron_config__expert_model_parallel_size": 1,
 }
 
+TURNS = ("generate", "fwd_logprobs_values_reward", "critic_train", "policy_train")
 TAKE_TURNS = """
 def train_steps(self):
     self.cfg.trainer.placement.colocate_all = True  # from here on they take turns, as if they shared GPUs
     RayPPOTrainer.train_steps(self)
-    print("away at the end:", {name: role.group.call("away")[0] for name, role in self.roles.items()})
 Trainer.train_steps = train_steps
 def begin_training(self):
     for role in self.roles.values():
@@ -68,7 +68,9 @@ def test_ppo_with_a_critic(folder):
             "timing/critic_train",
         } <= line.keys()
     assert "policy/grad_norm" not in one and two["policy/grad_norm"] > 0
-    assert "away at the end: {'policy': (), 'critic': ('weights', 'gradients', 'optimizer')}" in done.out
+    held = {role: [two[f"memory/{phase}_{role}_gb"] for phase in TURNS] for role in ("policy", "critic")}
+    assert [size > 0 for size in held["critic"]] == [False, True, True, False], "it leaves before the policy trains"
+    assert held["policy"][1:3] == [0, 0] and held["policy"][3] > 0, "it leaves before the critic scores and trains"
     assert {path.name for path in (folder / "ckpts/global_step_2").iterdir()} >= {"policy", "critic"}
     exported = json.loads((folder / "exports/global_step_2/critic/config.json").read_text())
     assert exported["architectures"] == ["Qwen3MoeForTokenClassification"]
