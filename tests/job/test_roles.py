@@ -115,3 +115,33 @@ def test_a_resumed_run_of_all_roles_is_the_uninterrupted_one(tmp_path):
         assert done.lines[2]["policy/policy_kl"] < 1e-6 < done.lines[3]["policy/policy_kl"]
         assert done.lines[1]["policy/policy_kl"] > 1e-6
     assert found[0] == found[1]
+
+
+@pytest.mark.full_matrix
+def test_two_teachers(folder):
+    """Rows choose between the policy's own first weights and another model; both signals, on one rank each."""
+    from skyrl_megatron.entrypoints.embedded_model import write_embedded_model
+
+    write_embedded_model(folder / "other", 2)
+    rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+
+    def step_of(*teachers):
+        text = [json.dumps(row | {"teacher": teachers[number % len(teachers)]}) for number, row in enumerate(rows)]
+        (folder / "prompts.jsonl").write_text("\n".join(text) + "\n")
+        done = runs.run(
+            folder,
+            trainer__algorithm__advantage_estimator="distillation",
+            trainer__algorithm__distillation__loss_coef=0.5,
+            trainer__algorithm__distillation__top_k=8,
+            trainer__teacher__models=f"{{same: {folder}/model, other: {folder}/other}}",
+            trainer__placement__teacher_num_gpus_per_node=1,
+            trainer__teacher__megatron_config__expert_model_parallel_size=1,
+            trainer__max_training_steps=1,
+            trainer__ckpt_path=folder / f"ckpts_{len(teachers)}_{teachers[0]}",
+        ).check()
+        return done.lines[-1]
+
+    alike, mixed = step_of("same"), step_of("same", "other")
+    assert abs(alike["distillation/reverse_kl"]) < 1e-5 and alike["policy/distillation_loss"] < 1e-5
+    assert mixed["distillation/reverse_kl"] > 0.1 and mixed["policy/distillation_loss"] > 0.1
+    assert 0 < mixed["policy/teacher_omitted"] < 1 and alike[GAP] <= AGREE

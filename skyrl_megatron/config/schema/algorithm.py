@@ -217,10 +217,6 @@ class AlgorithmConfig(BaseConfig):
     """Mask the responses of prompts whose rewards are all equal."""
     lambd: Fraction = 1.0
     """λ of generalised advantage estimation."""
-    gae: GAEConfig = field(default_factory=GAEConfig)
-    """Settings of the estimator `gae`."""
-    distillation: DistillationConfig = field(default_factory=DistillationConfig)
-    """Learning from a teacher."""
     gamma: Fraction = 1.0
     """Discount per token."""
     eps_clip_low: NonNegative = 0.2
@@ -254,3 +250,7 @@ class AlgorithmConfig(BaseConfig):
     """Settings of the loss `dppo`."""
     nonfinite: Annotated[str, OneOf("error", "skip")] = "error"
     """NaN or infinite rewards and log-probabilities stop the run, or their sample is masked and counted."""
+    gae: GAEConfig = field(default_factory=GAEConfig)
+    """Settings of the estimator `gae`."""
+    distillation: DistillationConfig = field(default_factory=DistillationConfig)
+    """Learning from a teacher."""

@@ -43,8 +43,6 @@ class TrainerConfig(BaseConfig):
     """The reference."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     """The critic."""
-    teacher: TeacherConfig = field(default_factory=TeacherConfig)
-    """Teachers."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     """The objective."""
     fully_async: FullyAsyncConfig = field(default_factory=FullyAsyncConfig)
@@ -84,8 +82,6 @@ class TrainerConfig(BaseConfig):
     """Prompts per optimizer step of the policy; divides `train_batch_size`."""
     critic_mini_batch_size: Count = 256
     """Prompts per optimizer step of the critic; divides `train_batch_size`."""
-    critic_warmup_steps: NonNegativeInt = 0
-    """Steps at the start of the run in which the critic learns and the policy stays as it is."""
     micro_train_batch_size_per_gpu: Count = 1
     """Sequences per forward-backward pass on one data-parallel rank, unless `max_tokens_per_microbatch` is set."""
     micro_forward_batch_size_per_gpu: Count = 1
@@ -141,3 +137,7 @@ class TrainerConfig(BaseConfig):
     hub_commits: dict[str, str] = field(default_factory=dict)
     """Commit of each repository of the Hugging Face hub that the run uses: `org/name@revision`, for data sets
     `datasets/org/name@revision`. Filled in when a run starts; one that is resumed keeps those of its checkpoint."""
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    """Teachers."""
+    critic_warmup_steps: NonNegativeInt = 0
+    """Steps at the start of the run in which the critic learns and the policy stays as it is."""
