@@ -234,7 +234,7 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake("no critic", _keys("trainer.algorithm.advantage_estimator=gae"), ("gae needs a critic: name its model",)),
     Mistake(
         "a critic that nobody asks",
-        lambda folder: [f"trainer.critic.model.path={folder}/model"],
+        lambda folder: ["trainer.critic_mini_batch_size=4", f"trainer.critic.model.path={folder}/model"],
         ("trainer.critic.model.path=", "advantage_estimator=grpo reads no values"),
     ),
     Mistake(
@@ -297,7 +297,7 @@ def _renumbered(folder: Path) -> Path:
     copy = _copied(folder, "renumbered")
     described = json.loads((copy / "tokenizer.json").read_text())
     vocabulary = described["model"]["vocab"]
-    one, two = list(vocabulary)[:2]
+    one, two = list(vocabulary)[-2:]
     vocabulary[one], vocabulary[two] = vocabulary[two], vocabulary[one]
     (copy / "tokenizer.json").write_text(json.dumps(described))
     return copy
