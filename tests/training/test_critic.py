@@ -259,6 +259,47 @@ def test_leaving_the_device_changes_nothing(ranks, folder, critic, rewarded, nam
     assert stayed == left
 
 
+def resumed_body(folder, critic, batch, root):
+    """Digests of a critic after four steps, and of another that loaded the checkpoint of the second and went on."""
+    from megatron.core import parallel_state
+
+    from skyrl_megatron.runtime.checkpoint.rank_writer import RankState
+    from skyrl_megatron.runtime.critic import CriticEngine
+    from tests.checkpoint.ranks import RankCheckpointer
+    from tests.checkpoint.training import held_by_name
+
+    cfg = config(folder, critic)
+
+    def state(engine):
+        return RankState(list(engine.chunks), engine.groups, engine.optimizer, engine.lr_schedule)
+
+    def train(engine, steps):
+        for _ in range(steps):
+            part = batch.select(range(len(batch)))
+            part.values = engine.compute_values(part)
+            engine.forward_backward(with_advantages(part, cfg))
+            engine.optim_step()
+
+    first = CriticEngine(cfg, total_steps=10)
+    train(first, 2)
+    saver = RankCheckpointer(root, state(first), seed=0)
+    saver.save(2)
+    saver.close()
+    train(first, 2)
+    found = held_by_name(first)
+    parallel_state.destroy_model_parallel()
+    second = CriticEngine(cfg, total_steps=10)
+    train(second, 1)  # something else is to be replaced
+    RankCheckpointer(root, state(second)).load()
+    train(second, 2)
+    return found, held_by_name(second)
+
+
+def test_a_resumed_critic_is_the_uninterrupted_one(ranks, folder, critic, rewarded, tmp_path):
+    whole, resumed = ranks(1, resumed_body, folder, critic, rewarded, str(tmp_path))[0]
+    assert resumed == whole and any("output_layer" in name and "exp_avg" in name for name in whole)
+
+
 def head_body(folder, critic, seed, prefix):
     from skyrl_megatron.runtime.critic import CriticEngine
 
