@@ -334,8 +334,8 @@ def asked_for(cfg: SkyRLTrainConfig, beginnings: tuple[str, ...]) -> Iterator[tu
 
 
 _SWITCHES = frozenset(
-    {"trainer.critic.model.path", "trainer.teacher.model.path", "trainer.policy.model.lora.rank"}
-    | {f"trainer.{role}.model.lora.rank" for role in ("ref", "teacher")}
+    f"trainer.{key}"
+    for key in "critic.model.path teacher.model.path policy.model.lora.rank ref.model.lora.rank".split()
 )
 """Settings inside idle sections that switch them on, or are refused."""
 
