@@ -22,6 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+OWN_LOGPROBS = "own_logprobs"
+"""In a batch's metadata: one optimizer step is taken on it, so that the log-probs before the update are those of the
+training pass itself."""
+
 
 @dataclass(frozen=True, slots=True)
 class TokenSupport:

@@ -51,6 +51,14 @@ def moments(name: str, values: Tensor, mask: Tensor) -> ReducibleMetrics:
     }
 
 
+GAP = "rollout_train_logprobs_abs_diff"
+
+
+def gap_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> ReducibleMetrics:
+    """Return moments of |log-prob of the trainer − of the engine|, nats, over the entries where ``mask`` is 1."""
+    return moments(GAP, (logprobs.detach() - rollout_logprobs).abs(), mask)
+
+
 def merge_metrics(*parts: Mapping[str, Mean | Tensor]) -> ReducibleMetrics:
     """Merge the metrics of several parts (micro-batches): add the pairs, take ``_min`` and ``_max``."""
     merged: ReducibleMetrics = {}

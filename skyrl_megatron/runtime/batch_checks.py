@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from skyrl_megatron.algorithms.objective import PolicyObjective
+from skyrl_megatron.types import OWN_LOGPROBS
 
 if TYPE_CHECKING:
     from skyrl_megatron.algorithms.objective import Objective
@@ -31,7 +32,7 @@ def find_problem(batch: TrainingBatch, objective: Objective) -> Exception | None
         read = POLICY_READS
         if batch.advantages is None:
             return ValueError("the batch has no advantages: compute them before the training step")
-        if objective.needs_old_log_probs and batch.old_logprobs is None:
+        if objective.needs_old_log_probs and batch.old_logprobs is None and not batch.metadata.get(OWN_LOGPROBS):
             return ValueError(f"the policy loss {objective.name!r} reads old log-probs: the batch has none")
     elif batch.values is None or batch.returns is None:
         missing = "values" if batch.values is None else "returns"

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from skyrl_megatron.algorithms.losses import seed_random_picks
-from skyrl_megatron.algorithms.metrics import ReducibleMetrics
+from skyrl_megatron.algorithms.metrics import ReducibleMetrics, gap_metrics
 from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.algorithms.reduction import StepTotals
 from skyrl_megatron.runtime.loss_scale import loss_for_schedule
 from skyrl_megatron.runtime.packed_inputs import PackedInputs
 from skyrl_megatron.runtime.top_k import logprobs_of
 from skyrl_megatron.runtime.vocab_parallel import SoftmaxSettings, fused_logprobs_and_entropy, logprobs_and_entropy
+from skyrl_megatron.types import OWN_LOGPROBS
 
 if TYPE_CHECKING:
     from skyrl_megatron.types import TrainingBatch
@@ -124,6 +125,9 @@ class PolicyStep(TrainingStep):
         batch = micro_batch.batch
         logprobs, entropy = self.head(output, micro_batch.packed, with_entropy=self.entropy)
         assert batch.advantages is not None
+        old = batch.old_logprobs
+        if old is None and batch.metadata.get(OWN_LOGPROBS):
+            old = logprobs.detach()
         seed_random_picks(*self.seed, self.finished)
         self.finished += 1
         try:
@@ -132,7 +136,7 @@ class PolicyStep(TrainingStep):
                 logprobs,
                 batch.advantages,
                 batch.loss_mask,
-                old_log_probs=batch.old_logprobs,
+                old_log_probs=old,
                 rollout_log_probs=batch.rollout_logprobs,
                 ref_log_probs=batch.ref_logprobs,
                 entropy=entropy,
@@ -142,6 +146,8 @@ class PolicyStep(TrainingStep):
         except Exception as error:
             self.failure = self.failure or error
             loss, metrics = logprobs.sum() * 0.0, {}
+        if batch.old_logprobs is None and batch.rollout_logprobs is not None:
+            metrics = metrics | gap_metrics(logprobs, batch.rollout_logprobs, batch.loss_mask)
         return loss_for_schedule(loss, metrics)
 
     def top_log_probs(self, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor] | None:

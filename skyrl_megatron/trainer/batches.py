@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from skyrl_megatron.algorithms.advantages.groups import varied_rows
-from skyrl_megatron.data.splitting import rows_by_adapter
+from skyrl_megatron.algorithms.objective import PolicyObjective
+from skyrl_megatron.config import SkyRLTrainConfig
+from skyrl_megatron.config.schema.algorithm import correction_enabled
+from skyrl_megatron.data.splitting import mini_batches, rows_by_adapter
 from skyrl_megatron.rollout.interface import GeneratorOutput
 from skyrl_megatron.trainer.metrics import advantage_metrics
 from skyrl_megatron.types import TokenSupport, TrainingBatch
@@ -59,6 +62,28 @@ def for_each_adapter(
         for metric, value in advantage_metrics(part).items():
             found[metric.replace("loss/", f"adapter/{name}/")] = value
     return found
+
+
+def training_pass_is_enough(cfg: SkyRLTrainConfig, batch: TrainingBatch) -> bool:
+    """Return whether the log-probs before the update are, exactly, those of the training pass.
+
+    One optimizer step is taken on the whole batch, nothing but a built-in loss reads them, and nothing in the training
+    pass is random. An off-policy correction, the KL or a teacher in the rewards read them before it.
+    """
+    trainer, algorithm = cfg.trainer, cfg.trainer.algorithm
+    objective = PolicyObjective(algorithm)
+    kwargs, lora = trainer.policy.megatron_config.transformer_config_kwargs, trainer.policy.model.lora
+    random = any(kwargs.get(name) for name in ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps"))
+    return (
+        objective.builtin is not None
+        and not correction_enabled(objective.correction)
+        and not algorithm.use_kl_in_reward
+        and not algorithm.distillation.reward_coef
+        and not random
+        and not (lora.rank and lora.dropout)
+        and trainer.update_epochs_per_batch == 1
+        and len(mini_batches(batch, trainer.policy_mini_batch_size)) == 1
+    )
 
 
 def dump_batch(batch: TrainingBatch, folder: Path, step: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from skyrl_megatron.algorithms.metrics import metric_values, moments
+from skyrl_megatron.algorithms.metrics import GAP, gap_metrics, metric_values
 from skyrl_megatron.rollout.interface import GeneratorOutput
 from skyrl_megatron.rollout.outputs import select_rows
 from skyrl_megatron.rollout.rewards import get_metrics_from_generator_output
@@ -39,8 +39,8 @@ def logprob_diff_metrics(batch: TrainingBatch) -> dict[str, float]:
     engine's."""
     if batch.rollout_logprobs is None or batch.old_logprobs is None:
         return {}
-    name = "policy/rollout_train_logprobs_abs_diff"
-    return metric_values(moments(name, (batch.old_logprobs - batch.rollout_logprobs).abs(), batch.loss_mask))
+    found = metric_values(gap_metrics(batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask))
+    return {f"policy/{name}": value for name, value in found.items()}
 
 
 def advantage_metrics(batch: TrainingBatch) -> dict[str, float]:
@@ -68,11 +68,14 @@ def value_metrics(batch: TrainingBatch) -> dict[str, float]:
 
 def optimizer_metrics(role: str, results: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return ``policy/…`` or ``critic/…`` of a step, and ``adapter/<name>/…`` of named adapters: means over its
-    optimizer steps; of extremes the extreme, of the rate the last."""
+    optimizer steps; of extremes the extreme, of the rate the last, of the gap to the engine the first: later ones are
+    of other weights."""
     metrics: dict[str, float] = {}
     for name in dict.fromkeys(name for result in results for name in result):
         values = [result[name] for result in results if name in result]
-        if name.endswith("_min"):
+        if GAP in name:
+            value = values[0]
+        elif name.endswith("_min"):
             value = min(values)
         elif name.endswith("_max") or name.startswith("peak_"):
             value = max(values)

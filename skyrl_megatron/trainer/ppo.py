@@ -44,6 +44,7 @@ from skyrl_megatron.trainer.batches import (
     dump_batch,
     for_each_adapter,
     mask_groups_without_variety,
+    training_pass_is_enough,
     with_token_rewards,
 )
 from skyrl_megatron.trainer.callbacks import TrainerCallback, notify
@@ -62,7 +63,7 @@ from skyrl_megatron.trainer.phases import Phases, StartUp
 from skyrl_megatron.trainer.report import last_lines, write_report
 from skyrl_megatron.trainer.stop import StopRequested, StopSignal
 from skyrl_megatron.trainer.teachers import Teachers, with_teacher_rewards
-from skyrl_megatron.types import TrainingBatch
+from skyrl_megatron.types import OWN_LOGPROBS, TrainingBatch
 from skyrl_megatron.workers.policy_rank import weight_synchronizer
 from skyrl_megatron.workers.worker_group import WorkerGroup
 
@@ -309,8 +310,9 @@ class RayPPOTrainer:
         return batch
 
     def fwd_logprobs_values_reward(self, batch: TrainingBatch) -> TrainingBatch:
-        """Add log-probs of the reference, those of the policy before the update (where the loss reads them) and the
-        critic's values. Roles with GPUs of their own score at the same time; others one after the other."""
+        """Add log-probs of the reference, those of the policy before the update (where they are read, and the training
+        pass does not give them itself) and the critic's values. Roles with GPUs of their own score at the same time;
+        others one after the other."""
         apart = {name: self._start_scores(name, batch) for name in SCORES if not self._takes_turns(name)}
         if policy_is_reference(self.cfg) and needs_reference(self.cfg):
             batch.ref_logprobs = self.policy.start_logprobs(batch, "reference log-probs", adapters=False)()
@@ -320,7 +322,10 @@ class RayPPOTrainer:
         if self.teachers.names:
             with self.phases("teacher"):
                 self.teachers.score(batch, self.train_dataset.teachers_of(batch.metadata[PROMPT_UIDS]))
-        if PolicyObjective(self.cfg.trainer.algorithm).needs_old_log_probs or self._old_logprobs_in_reward:
+        read = self._old_logprobs_in_reward or PolicyObjective(self.cfg.trainer.algorithm).needs_old_log_probs
+        if read and training_pass_is_enough(self.cfg, batch):
+            batch.metadata[OWN_LOGPROBS] = True
+        elif read:
             batch.old_logprobs = self.policy.compute_logprobs(batch, "policy log-probs")
             self.metrics |= logprob_diff_metrics(batch)
         if self._takes_turns("critic"):  # which trains next

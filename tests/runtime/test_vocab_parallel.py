@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -13,7 +17,17 @@ PADDED = {"whole": 1003, "padded": 1008, "a rank of padding alone": 2008}
 
 
 def compute(
-    dtype, temperature, entropy_weight, width, *, hidden=0, overwrite=False, group=None, vocab=VOCAB, part=False
+    dtype,
+    temperature,
+    entropy_weight,
+    width,
+    *,
+    hidden=0,
+    overwrite=False,
+    group=None,
+    vocab=VOCAB,
+    part=False,
+    tokens=40,
 ):
     """Return how far this rank's results are from fp64, over what is allowed."""
     import torch
@@ -31,7 +45,7 @@ def compute(
             super().__init__(0, 1)
 
     group = group or Alone()
-    made = softmax_reference.inputs(dtype, hidden=hidden)
+    made = softmax_reference.inputs(dtype, hidden=hidden, tokens=tokens)
     kept = softmax_reference.kept(made["targets"]) if part else None
     support = None
     if part:
@@ -148,3 +162,29 @@ def test_the_reference_notices_a_wrong_temperature_and_padding_that_counts():
     assert softmax_reference.excess(warmer, exact)["logprobs"] > 1
     with pytest.raises(AssertionError):  # padding got a gradient
         compute("float32", 1.0, 0.0, PADDED["padded"], vocab=PADDED["padded"])
+
+
+@pytest.mark.process
+def test_the_triton_kernel(tmp_path):
+    """The GPU's kernel, interpreted on CPU, over two ranks, one of which may have padding alone."""
+    command = [sys.executable, "-m", "tests.runtime.scripts.triton_softmax", str(tmp_path)]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout.splitlines()[-1])
+    for name, ranks in found.items():
+        assert [len(cases) for cases in ranks] == [4, 4]
+        worst = max((max(errors.values()), case) for cases in ranks for case, errors in enumerate(cases))
+        assert worst[0] <= 1, (name, worst)
+
+
+def test_kernels_are_chosen_by_device():
+    """Triton's on a GPU; torch's here."""
+    from types import SimpleNamespace
+
+    import torch
+
+    from skyrl_megatron.runtime.softmax import kernel_for, torch_kernel
+
+    assert kernel_for(torch.zeros(1, 1)) is torch_kernel
+    assert kernel_for(SimpleNamespace(is_cuda=True)).__name__.endswith("triton_kernel")

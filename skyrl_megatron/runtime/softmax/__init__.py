@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from typing import Protocol
 
 from torch import Tensor
@@ -41,5 +43,14 @@ class Kernel(Protocol):
 
 
 def kernel_for(logits: Tensor) -> Kernel:
-    """Return the kernel that computes on the device of ``logits``."""
-    return torch_kernel
+    """Return the kernel for the device of ``logits``: Triton's on a GPU, where it is installed, else torch's."""
+    return (_triton() if logits.is_cuda else None) or torch_kernel
+
+
+@functools.cache
+def _triton() -> Kernel | None:
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from skyrl_megatron.runtime.softmax import triton_kernel
+
+    return triton_kernel

@@ -208,6 +208,7 @@ ENGINES = {
     f"{E}enforce_eager": Row(False, engines.arguments),
     f"{E}enable_ray_prometheus_stats": Row(True, engines.arguments),
     f"{E}max_num_seqs": Row(8, engines.arguments),
+    f"{E}return_sampling_support": Row(False, engines.arguments, {f"{G}sampling_params.top_p": 0.5}),
     f"{E}distributed_executor_backend": Row("mp", engines.arguments),
     f"{E}engine_init_kwargs": Row({"max_model_len": 64}, engines.arguments),
     f"{E}gpu_memory_utilization": Row(0.5, engines.arguments_on_gpus),
