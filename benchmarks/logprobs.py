@@ -8,8 +8,8 @@ Two comparisons, forward and backward of Σ (w · log-prob + 0.01 · entropy):
     fused LM head     hidden states and weight in fp32, 1024 tokens at a time, against the same head with all logits
 
 Rounds alternate; figures are of the fastest, as noise of other programs only ever adds, on the clock and in seconds of
-the processor, which it adds less to. Memory is the growth of the process's peak (``VmHWM``) over its inputs (and, of the
-heads, the gradients of these), in a process of each way's own. Errors are against fp64 on every eighth token.
+the processor, which it adds less to. Memory is the growth of the process's peak (``VmHWM``) over its inputs (and, of
+the heads, the gradients of these), in a process of each way's own. Errors are against fp64 on every eighth token.
 """
 
 from __future__ import annotations

@@ -92,6 +92,40 @@ def test_tokens_come_with_what_they_were_sampled_from(engine, logits_of, rule):
     assert largest_gap(sample.logprobs, expected) <= 1e-5
 
 
+def trainer_logprobs(folder, batch):
+    """Log-probs of this rank's Megatron, tp2."""
+    from tests.training.bodies import config
+
+    layout = {"world": 2, "tp": 2, "overrides": {"trainer.algorithm.temperature": TEMPERATURE}}
+    from skyrl_megatron.runtime.engine import MegatronEngine
+
+    return MegatronEngine(config(folder, **layout)).compute_logprobs(batch)
+
+
+@pytest.mark.vllm
+def test_the_trainer_agrees_over_it(engine, ranks, model):
+    """Sampled by vLLM, scored by Megatron over two ranks: equal over the support, log S apart without it."""
+    from skyrl_megatron.data.batch import collate
+    from skyrl_megatron.inference.protocol import SampleRequest
+
+    sampling = {"max_tokens": 16, "temperature": TEMPERATURE, "top_p": 0.7, "ignore_eos": True}
+    requests = [SampleRequest(f"agree {i}", [*PROMPT, 7 + i], sampling | {"seed": i}) for i in range(6)]
+    samples = engine(lambda e: e.generate_batch(requests))
+    batch = collate(
+        [request.prompt_token_ids for request in requests],
+        [sample.token_ids for sample in samples],
+        uids=[request.request_id for request in requests],
+        rewards=[0.0] * 6,
+        rollout_logprobs=[sample.logprobs for sample in samples],
+        rollout_support=[sample.support for sample in samples],
+    )
+    for logprobs in ranks(2, trainer_logprobs, model, batch):
+        assert (logprobs - batch.rollout_logprobs).abs().max() <= 1e-4
+    batch.rollout_support = []
+    for logprobs in ranks(2, trainer_logprobs, model, batch):
+        assert (batch.rollout_logprobs - logprobs).max() > 0.2
+
+
 @pytest.mark.vllm
 def test_requests_that_leave_nothing_out(engine, logits_of):
     """A greedy request is served, though vLLM refuses them; one without a rule has no support."""

@@ -1,5 +1,7 @@
 """The policy-gradient step on real Megatron equals transformers and autograd, in every layout and for every cut."""
 
+import contextlib
+
 import pytest
 
 from tests.training import bodies, reference
@@ -180,3 +182,40 @@ def test_router_metrics(ranks, folder, batch, name):
             for metric, values in expected.items():
                 assert [metrics[f"{metric}/layer_{n}"] for n in range(4)] == pytest.approx(values, rel=1e-5)
                 assert metrics[metric] == pytest.approx(sum(values) / 4, rel=1e-5)
+
+
+def without_a_pass(folder, batch, loss):
+    """(metrics, gradient norm) of a step with the trainer's own log-probs from before it, and without them."""
+    import copy
+
+    from skyrl_megatron.runtime.engine import MegatronEngine
+    from skyrl_megatron.types import OWN_LOGPROBS
+
+    engine = MegatronEngine(bodies.config(folder, overrides={"trainer.algorithm.policy_loss_type": loss}))
+    given, bare = copy.copy(batch), copy.copy(batch)
+    given.old_logprobs, bare.old_logprobs = engine.compute_logprobs(batch), None
+    with pytest.raises(ValueError, match="reads old log-probs") if loss == "regular" else contextlib.nullcontext():
+        engine.forward_backward(bare)
+    engine.clear_gradients()
+    bare.metadata = {OWN_LOGPROBS: True}
+    found = []
+    for each in (given, bare):
+        metrics = engine.forward_backward(each)
+        engine.reduce_gradients()
+        found.append((metrics, [buffer.grad_data.clone() for chunk in engine.chunks for buffer in chunk.buffers]))
+        engine.clear_gradients()
+    difference = max(float((a - b).abs().max()) for a, b in zip(found[0][1], found[1][1], strict=True))
+    largest = max(float(a.abs().max()) for a in found[0][1])
+    gap = (given.old_logprobs - batch.rollout_logprobs).abs()[batch.loss_mask > 0]
+    return found[0][0], found[1][0], difference / largest, float(gap.max()), float(gap.mean())
+
+
+@pytest.mark.parametrize("loss", ["regular", "importance_sampling"])
+def test_the_training_pass_gives_the_log_probs_before_a_single_update(ranks, folder, batch, loss):
+    """Same loss, same gradient; and how far they are from the engine's, which no other pass measured."""
+    [(given, bare, difference, largest, mean)] = ranks(1, without_a_pass, folder, batch, loss)
+    assert difference <= 1e-6
+    assert bare["final_loss"] == pytest.approx(given["final_loss"], abs=1e-6)
+    assert bare["rollout_train_logprobs_abs_diff_max"] == pytest.approx(largest, abs=1e-5)
+    assert bare["rollout_train_logprobs_abs_diff_mean"] == pytest.approx(mean, abs=1e-5)
+    assert not any("abs_diff" in name for name in given)

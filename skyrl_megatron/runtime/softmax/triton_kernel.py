@@ -62,7 +62,7 @@ def _mask(kept: Tensor | None) -> tuple[Any, int]:
 
 def _block(logits: Tensor) -> int:
     assert logits.stride(1) == 1
-    return min(BLOCK, triton.next_power_of_2(logits.shape[1]))
+    return min(BLOCK, int(triton.next_power_of_2(logits.shape[1])))
 
 
 @triton.jit
