@@ -210,7 +210,7 @@ def without_a_pass(folder, batch, loss):
     return found[0][0], found[1][0], difference / largest, float(gap.max()), float(gap.mean())
 
 
-@pytest.mark.parametrize("loss", ["regular", "importance_sampling"])
+@pytest.mark.parametrize("loss", ["regular", "cross_entropy"])
 def test_the_training_pass_gives_the_log_probs_before_a_single_update(ranks, folder, batch, loss):
     """Same loss, same gradient; and how far they are from the engine's, which no other pass measured."""
     [(given, bare, difference, largest, mean)] = ranks(1, without_a_pass, folder, batch, loss)
