@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import queue
+import re
 import sys
 import time
 from contextlib import redirect_stdout
@@ -114,8 +115,7 @@ def run_in_cluster(cfg: SkyRLTrainConfig, experiment: Any) -> None:
             stopped = ray.get(ended)
         except ray.exceptions.RayActorError as error:
             raise DistributedError(
-                f"the process of the run died ({str(error).strip().splitlines()[0]}); the same command continues from "
-                "the last checkpoint"
+                f"the process of the run died ({_told(error)}); the same command continues from the last checkpoint"
             ) from error
         except ray.exceptions.GetTimeoutError as error:
             raise DistributedError(
@@ -128,3 +128,10 @@ def run_in_cluster(cfg: SkyRLTrainConfig, experiment: Any) -> None:
             raise
     if stopped:
         raise StopRequested
+
+
+def _told(error: ray.exceptions.RayActorError) -> str:
+    """Return the first line of Ray's account, and the node that it names further down."""
+    text = str(error).strip()
+    node = re.search(r"\bip(?: address)?: ([\d.]*\d)", text, re.IGNORECASE)
+    return text.splitlines()[0] + (f" Node {node[1]}" if node else "")

@@ -1,7 +1,8 @@
 """Hosts on one machine: network and host-name namespaces on a bridge, with a real SLURM or real sshd on them.
 
 Needs root, iproute2, and the packages that ``launch/setup.sh ci`` installs. The hosts share file system and process
-table; addresses, ports and host names are their own.
+table; addresses, ports and host names are their own. As they share /tmp, Ray may take a process of n1 that joins for
+one of n2: what it loses with n2 it would not lose elsewhere.
 """
 
 from __future__ import annotations
