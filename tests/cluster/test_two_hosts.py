@@ -118,7 +118,7 @@ def test_nodes_that_differ_and_a_folder_that_is_not_shared(hosts, cluster):
     (own,) = [
         path for path in Path(metadata.distribution("transformers")._path.parent).glob("transformers-*.dist-info")
     ]
-    other = hosts.folder / own.name
+    other = hosts.folder / "other" / own.name  # not in the folder where Ray runs: Python looks there first
     shutil.copytree(own, other)
     text = (other / "METADATA").read_text()
     (other / "METADATA").write_text(re.sub(r"(?m)^Version: .*", "Version: 4.0.0", text, count=1))
