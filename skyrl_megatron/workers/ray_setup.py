@@ -147,7 +147,7 @@ def join(address: str, environment: dict[str, Any] | None = None, *, show_output
         ray.init(address=address, runtime_env=environment, log_to_driver=show_output, logging_level=logging.ERROR)
     except Exception as error:
         ray.shutdown()
-        if "token" in str(error).lower():
+        if any(word in repr(error).lower() for word in ("token", "authenticat")):
             raise LaunchError(
                 f"{told}: the cluster does not accept this token ({_first_line(error)}); set RAY_AUTH_MODE=token, and "
                 "RAY_AUTH_TOKEN_PATH or RAY_AUTH_TOKEN to its own"
