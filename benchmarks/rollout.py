@@ -71,13 +71,13 @@ def ours(pipe: Any, model: Path) -> None:
 
 
 def offline(pipe: Any, model: Path) -> None:
-    from skyrl_megatron.inference.vllm import compat
+    from skyrl_megatron.inference.vllm import platform
     from skyrl_megatron.inference.vllm.model_folder import hf_config
 
-    os.environ.update(compat.worker_environment())
+    os.environ.update(platform.worker_environment())
     from vllm import LLM, SamplingParams
 
-    arguments = settings_of(model).arguments() | compat.platform_arguments(hf_config(model))
+    arguments = settings_of(model).arguments() | platform.platform_arguments(hf_config(model))
     llm = LLM(**{name: value for name, value in arguments.items() if not name.startswith("disable_log")})
     pipe.send("up")
     while (job := pipe.recv()) is not None:

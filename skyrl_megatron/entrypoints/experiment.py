@@ -83,7 +83,9 @@ class BasePPOExp:
         """Make the engines; ``start()`` them before they are used."""
         assert self.colocate_pg is not None
         local = self.cfg.generator.inference_engine.run_engines_locally
-        return InferenceEngineClient(self.cfg, self.colocate_pg["engines"] if local else None)
+        client = InferenceEngineClient(self.cfg, self.colocate_pg["engines"] if local else None)
+        client.say = _say(self.cfg)
+        return client
 
     def get_generator(self, cfg: SkyRLTrainConfig, tokenizer: Any, inference_engine_client: Any) -> Any:
         """Make what turns prompts into trajectories. Raises DataError for environments that are not registered."""

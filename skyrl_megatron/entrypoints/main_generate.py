@@ -45,7 +45,7 @@ def _evaluate(args: Sequence[str]) -> int:
 
                 async def ask() -> dict[str, float]:
                     await client.start()
-                    self.start_up.done(f"engines: {self.cfg.generator.inference_engine.num_engines} ready")
+                    self.start_up.done(f"engines: {len(client.pool.alive())} ready")
                     return await evaluate(self.cfg, self.eval_dataset, generator, self.tokenizer, 0)
 
                 metrics = asyncio.run(ask())

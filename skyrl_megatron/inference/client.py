@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import uuid
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ class InferenceClient:
     ) -> None:
         """``max_in_flight``: requests per engine."""
         self.pool, self.retries, self.deterministic = pool, retries, deterministic
-        self._room = asyncio.Semaphore(max_in_flight * len(pool.slots))
+        self._room = _Room(pool, max_in_flight)
         self._prefix, self._numbers = uuid.uuid4().hex[:8], itertools.count()
 
     async def generate(
@@ -157,6 +158,42 @@ class InferenceClient:
         """Send nothing more to an engine that lost a request, until it was probed."""
         self.pool.pause(slot)
         slot.why = slot.why or "lost a request"
+
+
+class _Room:
+    """Room for ``per_engine`` requests for each engine of a pool, however many there are at the time."""
+
+    def __init__(self, pool: EnginePool, per_engine: int) -> None:
+        self.pool, self.per_engine = pool, per_engine
+        self._used = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def __aenter__(self) -> None:
+        while self._free() <= 0:
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                self._call()  # the turn may have been this one's
+                raise
+        self._used += 1
+
+    async def __aexit__(self, *_: object) -> None:
+        self._used -= 1
+        self._call()
+
+    def _free(self) -> int:
+        return self.per_engine * max(len(self.pool.slots), 1) - self._used
+
+    def _call(self) -> None:
+        """Let as many go on as there is room for."""
+        called = 0
+        while self._waiting and called < self._free():
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                called += 1
 
 
 async def _all_or_none(work: Sequence[Any]) -> list[Any]:

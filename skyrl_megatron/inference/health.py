@@ -62,7 +62,8 @@ class HealthMonitor:
         async with self.pool.changing:
             if self.pool.asleep:
                 return
-            watched = [slot for slot in self.pool.slots if slot.state is not EngineState.DROPPED]
+            going = (EngineState.DROPPED, EngineState.LEAVING)
+            watched = [slot for slot in self.pool.slots if slot.state not in going]
             await asyncio.gather(*(self._probe(slot) for slot in watched))
             dead = [slot for slot in watched if slot.state is EngineState.DEAD]
             await asyncio.gather(*(self._restart(slot) for slot in dead))

@@ -7,8 +7,7 @@ other request is, and its answer streamed back. Token requests go through the cl
 from __future__ import annotations
 
 import json
-import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, cast
 
 from fastapi import FastAPI, Request, Response
@@ -16,8 +15,8 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from skyrl_megatron.errors import EngineError, RequestError
 from skyrl_megatron.inference.client import InferenceClient
+from skyrl_megatron.inference.http_guard import MAX_BODY_BYTES, Guard, refusal
 
-MAX_BODY_BYTES = 16 << 20
 VERSION_HEADER = "x-policy-version"
 SESSION_HEADER = "x-session-id"
 _OPENAI = ("/v1/completions", "/v1/chat/completions")
@@ -39,7 +38,7 @@ def build_app(
     are several; it must then name one.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(_Guard, token=token, max_body_bytes=max_body_bytes)
+    app.add_middleware(Guard, token=token, max_body_bytes=max_body_bytes)
 
     @app.get("/health")
     async def health() -> Response:
@@ -67,9 +66,9 @@ async def _answer(client: InferenceClient, work: Any) -> Response:
     try:
         response: Response = await work
     except RequestError as error:
-        response = _refusal(400, str(error))
+        response = refusal(400, str(error))
     except EngineError as error:
-        response = _refusal(503, str(error))
+        response = refusal(503, str(error))
     response.headers[VERSION_HEADER] = client.pool.published
     return response
 
@@ -107,48 +106,3 @@ async def _tokens(client: InferenceClient, model: str, adapters: Sequence[str], 
         "weight_versions": spans,
     }
     return JSONResponse({"model": adapter or model, "choices": [choice]})
-
-
-def _refusal(status: int, message: str) -> JSONResponse:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status)
-
-
-class _Guard:
-    """Token and size of a request, before anything reads it."""
-
-    def __init__(self, app: Callable[..., Awaitable[None]], token: str, max_body_bytes: int) -> None:
-        self.app, self.expected, self.max_body_bytes = app, f"Bearer {token}".encode(), max_body_bytes
-
-    async def __call__(self, scope: dict[str, Any], receive: Callable[..., Any], send: Callable[..., Any]) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        headers = dict(scope["headers"])
-        if scope["path"] != "/health" and not secrets.compare_digest(
-            headers.get(b"authorization", b""), self.expected
-        ):
-            return await _refusal(401, "wrong or missing bearer token")(scope, receive, send)
-        too_large = f"the body is larger than {self.max_body_bytes} bytes"
-        try:
-            if int(headers.get(b"content-length", 0)) > self.max_body_bytes:
-                return await _refusal(413, too_large)(scope, receive, send)
-        except ValueError:
-            return await _refusal(400, "content-length is not a number")(scope, receive, send)
-        body = bytearray()  # a chunked body does not say how long it is
-        more = True
-        while more:
-            message = await receive()
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
-            if len(body) > self.max_body_bytes:
-                return await _refusal(413, too_large)(scope, receive, send)
-        await self.app(scope, _replayed(bytes(body), receive), send)
-
-
-def _replayed(body: bytes, receive: Callable[..., Any]) -> Callable[..., Any]:
-    pending: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def again() -> Any:
-        return pending.pop() if pending else await receive()
-
-    return again

@@ -15,15 +15,18 @@ import uvicorn
 
 from skyrl_megatron.errors import LaunchError
 
+ENDPOINT_PORT = "generator.inference_engine.http_endpoint_port"
+
 
 class HttpServer:
     """An application served on the running event loop, beside whatever else runs there.
 
-    ``port`` 0 takes a free one. Raises LaunchError when the address cannot be had.
+    ``port`` 0 takes a free one; ``key`` is the setting that names it. Raises LaunchError when the address cannot be
+    had.
     """
 
-    def __init__(self, app: Any, host: str, port: int) -> None:
-        self._socket = _bound(host, port)
+    def __init__(self, app: Any, host: str, port: int, key: str = ENDPOINT_PORT) -> None:
+        self._socket = bound(host, port, key)
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
         config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
         self._server = _Server(config)
@@ -52,20 +55,20 @@ class _Server(uvicorn.Server):
         yield  # signals are the run's, not the endpoint's
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def bound(host: str, port: int, key: str) -> socket.socket:
+    """Return a listening socket. Raises LaunchError naming ``key``, the setting or option of the port."""
     try:
         return socket.create_server((host, port), backlog=2048)
     except OSError as error:
         raise LaunchError(
-            f"generator.inference_engine.http_endpoint_port={port}: cannot listen on {host}: {error.strerror}; "
-            "set another port, or 0 for a free one"
+            f"{key}={port}: cannot listen on {host}: {error.strerror}; set another port, or 0 for a free one"
         ) from error
 
 
-def endpoint_token(path: Path) -> str:
+def endpoint_token(path: Path, key: str = "http_token_path") -> str:
     """Return the token in a file that only its owner can read (mode 0600), made there if there is none.
 
-    Raises LaunchError when the file is readable by others, empty, or cannot be made.
+    Raises LaunchError naming ``key`` when the file is readable by others, empty, or cannot be made.
     """
     try:
         with contextlib.suppress(FileExistsError):
@@ -74,10 +77,10 @@ def endpoint_token(path: Path) -> str:
             with os.fdopen(descriptor, "w") as file:
                 file.write(secrets.token_urlsafe(32) + "\n")
         if path.stat().st_mode & 0o077:
-            raise LaunchError(f"http_token_path={path}: others can read it: chmod 600 {path}")
+            raise LaunchError(f"{key}={path}: others can read it: chmod 600 {path}")
         token = path.read_text().strip()
     except OSError as error:
-        raise LaunchError(f"http_token_path={path}: {error.strerror}") from error
+        raise LaunchError(f"{key}={path}: {error.strerror}") from error
     if not token:
-        raise LaunchError(f"http_token_path={path}: the file is empty: delete it, or write a token into it")
+        raise LaunchError(f"{key}={path}: the file is empty: delete it, or write a token into it")
     return token

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import itertools
 import re
 import zlib
 from collections import OrderedDict
@@ -32,6 +33,8 @@ class EngineState(enum.Enum):
     """Dead or hung; waits for a restart."""
     DROPPED = "dropped"
     """Left out for the rest of the run."""
+    LEAVING = "leaving"
+    """Gets no more requests; those in flight may finish."""
 
 
 @dataclass(eq=False)
@@ -47,6 +50,12 @@ class EngineSlot:
     restarts: int = 0
     why: str = ""
     """Reason why an engine is dead or dropped."""
+    joined: bool = False
+    """Started elsewhere and joined: nobody here can restart it. One that is lost is dropped, and may join again."""
+    verified: bool = False
+    """Whether its log-probs were compared with the trainer's since it was started."""
+    answered: int = 0
+    """Requests that it answered."""
     in_flight: set[asyncio.Task[Any]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -73,7 +82,9 @@ class EngineSlot:
         task = asyncio.ensure_future(work)
         self.in_flight.add(task)
         try:
-            return await task
+            result = await task
+            self.answered += 1
+            return result
         except asyncio.CancelledError:
             caller = asyncio.current_task()
             if task.cancelled() and not (caller and caller.cancelling()):
@@ -92,11 +103,14 @@ class EnginePool:
     """
 
     def __init__(self, make: Sequence[Callable[[], InferenceEngine]], *, wait_s: float = 600.0) -> None:
-        self.slots = [EngineSlot(f"engine {number}", each) for number, each in enumerate(make)]
+        self._numbers = itertools.count()
+        self.slots = [EngineSlot(f"engine {next(self._numbers)}", each) for each in make]
         self.wait_s = wait_s
         self.published = INITIAL_VERSION
         self.published_before: set[str] = {INITIAL_VERSION}
         """Every version that was ever published; a frozen request may carry older ones."""
+        self.newcomers = False
+        """Engines may join at any time, so that a pool without any is one to wait for."""
         self.asleep = False
         """The engines' GPUs are the trainer's until the next version is published."""
         self.changing = asyncio.Lock()
@@ -128,12 +142,15 @@ class EnginePool:
         slot.restarts += 1
         slot.engine = slot.make()
         await slot.engine.start()
-        slot.version = INITIAL_VERSION
+        slot.verified = False
         self.serve(slot, INITIAL_VERSION)
 
     async def mark_dead(self, slot: EngineSlot, why: str, state: EngineState = EngineState.DEAD) -> None:
-        """Kill an engine; its requests fail with EngineGoneError, and their callers go to another."""
-        slot.why, slot.state = why, state
+        """Kill an engine; its requests fail with EngineGoneError, and their callers go to another. One that joined is
+        taken out of the pool."""
+        slot.why, slot.state = why, EngineState.DROPPED if slot.joined else state
+        if slot.joined and slot in self.slots:
+            self.slots.remove(slot)
         for task in list(slot.in_flight):
             task.cancel()
         with contextlib.suppress(Exception):
@@ -142,8 +159,12 @@ class EnginePool:
 
     def serve(self, slot: EngineSlot, version: str) -> None:
         """Let an engine whose weights were verified serve if they are the published ones, else pause it."""
-        slot.version, slot.why = version, ""
-        slot.state = EngineState.SERVING if version == self.published else EngineState.PAUSED
+        slot.version = version
+        if slot.state in (EngineState.LEAVING, EngineState.DROPPED):
+            return  # it left meanwhile
+        slot.why = ""
+        serves = version == self.published and (slot.verified or not slot.joined)
+        slot.state = EngineState.SERVING if serves else EngineState.PAUSED
         self._notify()
 
     def pause(self, slot: EngineSlot) -> None:
@@ -192,6 +213,50 @@ class EnginePool:
         """Return whether every token was sampled from published weights."""
         return all(version in self.published_before for version, _, _ in generation.versions)
 
+    # ------------------------------------------------------------------ engines that join and leave
+    def join(self, engine: InferenceEngine) -> EngineSlot:
+        """Take in an engine that was started elsewhere. It serves nothing until its weights were verified."""
+        slot = EngineSlot(f"engine {next(self._numbers)}", lambda: engine, joined=True)
+        slot.state = EngineState.PAUSED
+        self.slots.append(slot)
+        self._notify()
+        return slot
+
+    async def leave(self, slot: EngineSlot, drain_s: float, why: str) -> int:
+        """Let an engine that joined go; return how many of its requests are made again on others.
+
+        It gets no more requests at once, and those in flight may finish for ``drain_s``, unless they are frozen. A
+        sync that it takes part in ends first: its workers are in the trainer's group until then.
+        """
+        frozen = slot.state is not EngineState.SERVING
+        slot.state, slot.why = EngineState.LEAVING, why
+        if slot.in_flight and not frozen:
+            await asyncio.wait(set(slot.in_flight), timeout=drain_s)
+        moved = len(slot.in_flight)
+        for task in list(slot.in_flight):
+            task.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(drain_s), self.changing:
+                pass
+        await self.mark_dead(slot, why)
+        return moved
+
+    async def until_some_are_there(self, wait_s: float) -> bool:
+        """Wait for an engine that answers, or waits for a restart, where engines may join; return whether there is."""
+        deadline = asyncio.get_running_loop().time() + wait_s
+        while self.newcomers and not (self.alive() or self.dead()):
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._changed.wait()
+            except TimeoutError:
+                return False
+        return True
+
+    async def until_joined(self, count: int) -> None:
+        """Wait until so many engines have joined."""
+        while sum(slot.joined for slot in self.slots) < count:
+            await self._changed.wait()
+
     # ------------------------------------------------------------------ routing
     async def serving(self, session: str | None = None) -> EngineSlot:
         """Choose the engine for a request: the one of its session, else the one with the fewest requests.
@@ -200,7 +265,7 @@ class EnginePool:
         """
         deadline = asyncio.get_running_loop().time() + self.wait_s
         while not (candidates := [slot for slot in self.slots if slot.state is EngineState.SERVING]):
-            if all(slot.state is EngineState.DROPPED for slot in self.slots):
+            if not self.newcomers and all(slot.state is EngineState.DROPPED for slot in self.slots):
                 raise EngineError(f"no engine is left: {self.describe()}")
             try:
                 async with asyncio.timeout_at(deadline):
@@ -231,10 +296,11 @@ class EnginePool:
 
     def describe(self) -> str:
         """Describe the state of every engine in a line."""
-        return "; ".join(
+        described = (
             f"{slot.name} {slot.state.value} at version {slot.version}" + (f" ({slot.why})" if slot.why else "")
             for slot in self.slots
         )
+        return "; ".join(described) or "there is none"
 
     def _notify(self) -> None:
         self._changed.set()

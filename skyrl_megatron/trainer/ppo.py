@@ -239,7 +239,7 @@ class RayPPOTrainer:
         """Wait until the engines answer. Raises EngineError, LaunchError."""
         starting = self.inference_engine_client.start()
         self.loop.run(starting, "start engines", timeout_s=self.cfg.trainer.phase_timeout_s)
-        self.start_up.done(f"engines: {self.cfg.generator.inference_engine.num_engines} ready")
+        self.start_up.done(f"engines: {len(self.inference_engine_client.pool.alive())} ready")
 
     def load_checkpoints(self) -> None:
         """Continue where ``trainer.resume_mode`` says, or start at step 0, and say which."""

@@ -10,9 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import ray
+
 from skyrl_megatron.config.run_folder import run_folder
+from skyrl_megatron.errors import LaunchError
 from skyrl_megatron.inference.client import InferenceClient
+from skyrl_megatron.inference.fleet import Fleet
 from skyrl_megatron.inference.health import HealthMonitor
+from skyrl_megatron.inference.offer import wanted
 from skyrl_megatron.inference.pool import EnginePool, EngineSlot
 from skyrl_megatron.inference.protocol import InferenceEngine
 from skyrl_megatron.inference.vllm.engine import VLLMEngine
@@ -44,6 +49,11 @@ class InferenceEngineClient(InferenceClient):
         pool = EnginePool(made, wait_s=cfg.trainer.phase_timeout_s)
         super().__init__(pool, deterministic=bool(cfg.trainer.deterministic))
         self._endpoint: HttpServer | None = None
+        self._registry: HttpServer | None = None
+        self.fleet: Fleet | None = None
+        """Engines that join while the run goes; None where none may."""
+        self.say: Callable[[str], None] = log.warning
+        """Prints a line about engines that come and go."""
 
     @property
     def dtype(self) -> str:
@@ -55,18 +65,29 @@ class InferenceEngineClient(InferenceClient):
         """``http://host:port`` of the HTTP endpoint; None when there is none."""
         return None if self._endpoint is None else self._endpoint.url
 
-    async def start(self) -> None:
-        """Start all engines, and the HTTP endpoint if one is configured.
+    @property
+    def registry_url(self) -> str | None:
+        """``http://host:port`` where engines join; None when none may."""
+        return None if self._registry is None else self._registry.url
 
-        Raises EngineError that quotes the engine that failed, LaunchError when the endpoint's port is taken.
+    async def start(self) -> None:
+        """Start all engines, the HTTP endpoint and the registry if they are configured, and wait for the engines that
+        must have joined.
+
+        Raises EngineError that quotes the engine that failed, LaunchError when a port is taken or engines are missing.
         """
         await self.pool.start()
         if self.cfg.generator.inference_engine.enable_http_endpoint:
             await self._serve()
+        if self.cfg.generator.inference_engine.enable_registry:
+            await self._open_registry()
 
     async def watch(self, sync_engine: Callable[[EngineSlot], Awaitable[None]]) -> None:
-        """Restart engines that die or hang from now on; see :class:`HealthMonitor`."""
+        """Restart engines that die or hang, and bring those that join up to date, from now on; see
+        :class:`HealthMonitor` and :class:`Fleet`."""
         HealthMonitor(self.pool, sync_engine=sync_engine).start()
+        if self.fleet is not None:
+            self.fleet.sync_engine = sync_engine
 
     def stop(self) -> None:
         """End the engines' processes and actors."""
@@ -94,6 +115,38 @@ class InferenceEngineClient(InferenceClient):
         self._endpoint = HttpServer(app, engine.http_endpoint_host, engine.http_endpoint_port)
         await self._endpoint.start()
         log.warning("OpenAI-compatible endpoint at %s/v1, bearer token in %s", self._endpoint.url, path)
+
+    async def _open_registry(self) -> None:
+        from skyrl_megatron.inference.http_server import HttpServer, endpoint_token
+        from skyrl_megatron.inference.registry import build_registry
+
+        engine, settings = self.cfg.generator.inference_engine, self.settings
+        path = Path(engine.registry_token_path or run_folder(self.cfg) / "registry_token").expanduser()
+        self.fleet = Fleet(
+            self.pool,
+            wanted(settings),
+            silence_s=engine.registry_silence_s,
+            drain_s=engine.registry_drain_s,
+            timeout_s=self.cfg.trainer.phase_timeout_s,
+            weights_from=ray.util.get_node_ip_address() if ray.is_initialized() else None,
+            say=lambda line: self.say(line),
+        )
+        app = build_registry(self.fleet, endpoint_token(path, "registry_token_path"))
+        key = "generator.inference_engine.registry_port"
+        self._registry = HttpServer(app, engine.registry_host, engine.registry_port, key)
+        await self._registry.start()
+        self.fleet.start()
+        self.say(f"registry: {self._registry.url}, token in {path}")
+        try:
+            async with asyncio.timeout(self.cfg.trainer.phase_timeout_s):
+                await self.pool.until_joined(engine.registry_min_engines)
+        except TimeoutError:
+            joined = sum(slot.joined for slot in self.pool.slots)
+            raise LaunchError(
+                f"generator.inference_engine.registry_min_engines={engine.registry_min_engines}: {joined} joined at "
+                f"{self._registry.url} within {self.cfg.trainer.phase_timeout_s:g} s (trainer.phase_timeout_s): start "
+                "them (python -m skyrl_megatron.entrypoints.serve_engine), or lower it"
+            ) from None
 
 
 def _started(cfg: SkyRLTrainConfig, allocation: BundleAllocation) -> list[Callable[[], InferenceEngine]]:

@@ -57,6 +57,10 @@ class EnginesLost(Exception):
         self.causes = dict(causes)
 
 
+class EnginesDisagree(EnginesLost):
+    """Engines whose log-probs are not the trainer's, although every byte arrived."""
+
+
 class AttemptFailed(Exception):
     """The sync went wrong although every engine answers, as when bytes arrived that were not sent."""
 

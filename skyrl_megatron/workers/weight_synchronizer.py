@@ -4,8 +4,8 @@
     → finish → trainer and engines score the same tokens → publish the version → resume
 
 Ranks and engines are called concurrently (``sync_calls.py``). An engine that fails is restarted and the sync is made
-anew for all, or it is dropped while others are left. Until the version is published nothing is delivered from the new
-weights, and a failed sync leaves engines paused.
+anew for all, or it is dropped while others are left, as is one that had joined from elsewhere. Until the version is
+published nothing is delivered from the new weights, and a failed sync leaves engines paused.
 
 Where engines hold the base and get adapters, each lies beside the one that serves until all engines were verified with
 all of them, and after a failed sync they serve on with the old ones. Those that have not changed stay where they are.
@@ -38,7 +38,7 @@ from skyrl_megatron.weight_sync.probe import (
     probe_tokens,
 )
 from skyrl_megatron.weight_sync.transport import default_transport
-from skyrl_megatron.workers.sync_calls import AttemptFailed, EnginesLost, SyncCalls, TrainerRank
+from skyrl_megatron.workers.sync_calls import AttemptFailed, EnginesDisagree, EnginesLost, SyncCalls, TrainerRank
 
 if TYPE_CHECKING:
     from skyrl_megatron.runtime.offload import Part
@@ -49,6 +49,10 @@ RESTARTS = 2
 ENGINE_FRACTION = 0.8
 """The longest wait of a rank for engines, as a fraction of a phase. Ranks wait for one another longer, so that those
 which are not to blame do not give up first."""
+
+
+class NoEngineLeft(WeightSyncError):
+    """Every engine is gone, so that nobody could be given the weights."""
 
 
 @dataclass(slots=True)
@@ -130,21 +134,29 @@ class WeightSynchronizer:
         Raises WeightSyncError when no engine could be verified: none generates then, the version is not published, and
         the trainer's state is untouched. Errors of trainer ranks come through as they are.
         """
-        async with self.pool.changing:
-            self.calls.ends = time.monotonic() + self.deadline_s
-            self._changed |= set(self.adapters or () if changed is None else changed)
-            self.versions |= dict.fromkeys(self._changed, version)
-            report = await self._until_verified(version)
-            slots = self.pool.alive()
-            self._changed, self._whole = set(), [slot.engine for slot in slots]
-            for slot in slots:
-                slot.version = version
-            self.pool.publish(version)
-            with _timed(report, "resume"):
-                await self.calls.on_engines(slots, "resume", lambda engine: engine.resume())
-            self.syncs += 1
-            self.training = False
-            return report
+        ends = time.monotonic() + self.deadline_s
+        while True:
+            await self.pool.until_some_are_there(ends - time.monotonic())
+            async with self.pool.changing:
+                self.calls.ends = ends
+                self._changed |= set(self.adapters or () if changed is None else changed)
+                self.versions |= dict.fromkeys(self._changed, version)
+                try:
+                    report = await self._until_verified(version)
+                except NoEngineLeft:
+                    if self.pool.newcomers and time.monotonic() < ends:
+                        continue
+                    raise
+                slots = self.pool.alive()
+                self._changed, self._whole = set(), [slot.engine for slot in slots]
+                for slot in slots:
+                    slot.version = version
+                self.pool.publish(version)
+                with _timed(report, "resume"):
+                    await self.calls.on_engines(slots, "resume", lambda engine: engine.resume())
+                self.syncs += 1
+                self.training = False
+                return report
 
     async def begin_training(self) -> None:
         """Wait until no sync is under way and engines on the same GPUs sleep.
@@ -157,8 +169,8 @@ class WeightSynchronizer:
                 await self.pool.sleep(self.phase_s)
 
     async def sync_engine(self, slot: EngineSlot) -> None:
-        """Give a restarted engine the published version, while the trainer still has just these weights: until
-        :meth:`begin_training`. Called with the pool's lock taken. Raises WeightSyncError."""
+        """Give an engine that was restarted or joined the published version, while the trainer still has just these
+        weights: until :meth:`begin_training`. Called with the pool's lock taken. Raises WeightSyncError."""
         if self.training:
             raise WeightSyncError(f"the trainer is past version {self.pool.published}; the next version is for it too")
         self.calls.ends = time.monotonic() + self.deadline_s
@@ -167,7 +179,8 @@ class WeightSynchronizer:
             await self._update([slot], version, SyncReport(version, 0, 1))
             await self.calls.on_engines([slot], "resume", lambda engine: engine.resume())
         except (EnginesLost, AttemptFailed) as error:
-            await self.pool.mark_dead(slot, str(error))
+            causes = error.causes if isinstance(error, EnginesLost) else {}
+            await self.pool.mark_dead(slot, causes.get(slot, str(error)))
             raise WeightSyncError(str(error)) from error
         self._whole.append(slot.engine)
         self.pool.serve(slot, version)
@@ -183,11 +196,19 @@ class WeightSynchronizer:
             await self._restart_dead(restarts, failures)
             slots = self.pool.alive()
             if not slots:
-                raise WeightSyncError(self._none_left(version, failures))
+                raise NoEngineLeft(self._none_left(version, failures))
             report = SyncReport(version, 0, len(slots), failures=failures)
             try:
                 await self._update(slots, version, report)
                 return report
+            except EnginesDisagree as error:
+                why, lost = str(error), error.causes
+                if len(lost) == len(slots) and not all(slot.joined and not slot.verified for slot in slots):
+                    await self._leave_update(slots)
+                    raise WeightSyncError(
+                        f"{self._unpublished(version)}: {next(iter(lost.values()))}. The bytes arrived as they were "
+                        "sent: trainer and engine disagree about what they mean"
+                    ) from error
             except EnginesLost as error:
                 why, lost = str(error), error.causes
             except AttemptFailed as error:
@@ -284,7 +305,7 @@ class WeightSynchronizer:
         never.
         """
         tokens = probe_tokens(int(self.hf_config["vocab_size"]), report.version)
-        due = is_due(self.syncs, self.probe_interval)
+        due = is_due(self.syncs, self.probe_interval) or not all(slot.verified for slot in slots)
         names = (("",) if report.adapters is None else report.adapters) if due else ()
         expected = {name: await self._expected(tokens, name) for name in names}
         await self._offload("weights")
@@ -307,13 +328,10 @@ class WeightSynchronizer:
                         f"trainer's by up to {found.largest:.2e}, on average {found.mean:.2e}; the limit on average "
                         f"is {limit:.2g} in {self.dtype}"
                     )
-        if len(wrong) == len(slots):
-            raise WeightSyncError(
-                f"{self._unpublished(report.version)}: {wrong[slots[0]]}. The bytes arrived as they were sent: "
-                "trainer and engine disagree about what they mean"
-            )
+        for slot in slots:
+            slot.verified = slot.verified or slot not in wrong
         if wrong:
-            raise EnginesLost("probe", wrong)
+            raise EnginesDisagree("probe", wrong)
 
     async def _expected(self, tokens: list[int], adapter: str) -> tuple[list[float], float]:
         """Return the trainer's scores, and how far an engine's may be from them on average."""

@@ -190,6 +190,31 @@ RULES = {
         f"{E}run_engines_locally",
         "remote_urls",
     ),
+    "nobody has to join": (
+        [f"{E}run_engines_locally=false", "trainer.placement.colocate_all=false", f"{E}enable_registry=true"],
+        f"{E}run_engines_locally",
+        "registry_min_engines=1",
+    ),
+    "joining and colocated": ([f"{E}enable_registry=true"], f"{E}enable_registry", "colocate_all=false"),
+    "joining and truncated sampling": (
+        [
+            f"{E}enable_registry=true",
+            "trainer.placement.colocate_all=false",
+            "generator.sampling_params.top_p=0.9",
+        ],
+        f"{E}enable_registry",
+        "log-probs after top_p=0.9",
+    ),
+    "joining and adapters alone": (
+        [
+            "trainer.policy.model.lora.rank=8",
+            "trainer.policy.model.lora.sync_mode=memory",
+            "trainer.placement.colocate_all=false",
+            f"{E}enable_registry=true",
+        ],
+        "trainer.policy.model.lora.sync_mode",
+        "vLLM engines that the run starts",
+    ),
     "external and colocated": (
         [f"{E}external_server_urls=['http://a:1']"],
         "trainer.placement.colocate_all",
@@ -456,6 +481,12 @@ VALID = {
     ],
     "engines by URL": [
         f"{E}remote_urls=['h:1']",
+        f"{E}run_engines_locally=false",
+        "trainer.placement.colocate_all=false",
+    ],
+    "engines that join": [
+        f"{E}enable_registry=true",
+        f"{E}registry_min_engines=2",
         f"{E}run_engines_locally=false",
         "trainer.placement.colocate_all=false",
     ],

@@ -220,6 +220,12 @@ MISTAKES: tuple[Mistake, ...] = (
         holds=_busy_port,
     ),
     Mistake(
+        "a registry's port in use",
+        _keys(f"{E}enable_registry=true", f"{E}registry_port={PORT}", "trainer.placement.colocate_all=false"),
+        (f"registry_port={PORT}", "set another port, or 0 for a free one"),
+        holds=_busy_port,
+    ),
+    Mistake(
         "a tracker that is not installed",
         _keys("trainer.logger=wandb"),
         ("trainer.logger=wandb", "uv pip install --python", " wandb, or set trainer.logger=tensorboard"),

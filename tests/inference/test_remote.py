@@ -35,13 +35,13 @@ NEEDED = [
 @contextlib.contextmanager
 def server(model: Path, log: Path, flags: list[str], **environment: str):
     """URL of a vLLM server on a port of its own."""
-    from skyrl_megatron.inference.vllm import compat
+    from skyrl_megatron.inference.vllm.platform import worker_environment
 
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={model}", f"--port={port}"]
     command += ["--host=127.0.0.1", "--dtype=float32", "--max-model-len=256", "--max-num-seqs=16", "--enforce-eager"]
     command += [f"--kv-cache-memory-bytes={64 << 20}", "--distributed-executor-backend=mp", *flags]
-    env = {**os.environ, **compat.worker_environment(), "PYTHONPATH": str(ROOT), **environment}
+    env = {**os.environ, **worker_environment(), "PYTHONPATH": str(ROOT), **environment}
     with log.open("wb") as output:
         process = subprocess.Popen(command, env=env, stdout=output, stderr=output, start_new_session=True)
     try:

@@ -274,6 +274,14 @@ IDLE: tuple[Idle, ...] = (
         lambda cfg, hardware: not cfg.generator.inference_engine.enable_http_endpoint,
     ),
     Idle(
+        "enable_registry=false",
+        _in_all(
+            _E,
+            "registry_host registry_port registry_token_path registry_min_engines registry_silence_s registry_drain_s",
+        ),
+        lambda cfg, hardware: not cfg.generator.inference_engine.enable_registry,
+    ),
+    Idle(
         "engines are started here: run_engines_locally=true",
         _in_all(_E, "remote_urls external_server_urls external_proxy_url"),
         lambda cfg, hardware: cfg.generator.inference_engine.run_engines_locally,

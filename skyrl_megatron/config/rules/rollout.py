@@ -9,7 +9,7 @@ from skyrl_megatron.config.adapters import KEY as ADAPTERS
 from skyrl_megatron.config.adapters import adapter_problems
 from skyrl_megatron.config.hf_model import model_dimensions
 from skyrl_megatron.config.rules.layout import ModelDimensions
-from skyrl_megatron.config.rules.sampling import support_problems
+from skyrl_megatron.config.rules.sampling import support_problems, truncations
 from skyrl_megatron.config.rules.training import longest_sequence
 from skyrl_megatron.errors import Problem
 from skyrl_megatron.plugins import ENGINES, GENERATORS, TRANSPORTS
@@ -102,9 +102,16 @@ def _lengths(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> Iterator[Problem]:
 def _external(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     engine = cfg.generator.inference_engine
     urls = engine.remote_urls or engine.external_server_urls or engine.external_proxy_url
-    if not engine.run_engines_locally and not urls:
-        fix = f"name the engines in {_E}remote_urls or external_server_urls, or set it to true"
+    if not engine.run_engines_locally and not urls and not (engine.enable_registry and engine.registry_min_engines):
+        fix = f"name the engines in {_E}remote_urls or external_server_urls, let them join (enable_registry=true and "
+        fix += "registry_min_engines=1), or set it to true"
         yield Problem(f"{_E}run_engines_locally", False, fix)
+    if engine.enable_registry and (changed := truncations(cfg.generator.sampling_params)):
+        fix = f"engines that join take log-probs after {', '.join(changed)}, the run's own before: sample without"
+        yield Problem(f"{_E}enable_registry", True, fix)
+    if engine.enable_registry and cfg.trainer.placement.colocate_all:
+        fix = "engines that join do not take turns with the trainer's GPUs: set trainer.placement.colocate_all=false"
+        yield Problem(f"{_E}enable_registry", True, fix)
     if cfg.trainer.placement.colocate_all and (urls or not engine.run_engines_locally):
         fix = "engines started elsewhere do not share the trainer's GPUs: set it to false"
         yield Problem("trainer.placement.colocate_all", True, fix)
@@ -125,7 +132,7 @@ def _lora(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
         yield Problem("trainer.policy.model.lora.sync_mode", "merged", fix)
     elif lora.rank and lora.sync_mode == "memory":
         engine = cfg.generator.inference_engine
-        if not engine.run_engines_locally or engine.backend != "vllm":
+        if not engine.run_engines_locally or engine.enable_registry or engine.backend != "vllm":
             fix = (
                 "an adapter travels alone to vLLM engines that the run starts: set merged, and "
                 "trainer.policy.megatron_config.lora_config.merge_lora=true"

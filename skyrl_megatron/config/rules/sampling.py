@@ -49,6 +49,8 @@ def _obstacles(cfg: SkyRLTrainConfig) -> Iterator[str]:
     engine, params = cfg.generator.inference_engine, cfg.generator.sampling_params
     if not engine.run_engines_locally or engine.backend != "vllm":
         yield "comes from vLLM engines that this run starts alone (run_engines_locally, backend)"
+    if engine.enable_registry:
+        yield "comes from engines that this run starts alone, and with enable_registry others join"
     if engine.enable_http_endpoint:
         yield "engines that return it take no request without top_k, which clients of enable_http_endpoint send"
     if params.logprobs is None:

@@ -86,6 +86,20 @@ class InferenceEngineConfig(BaseConfig):
     distribution (penalties), and the engines are this run's own, without an HTTP endpoint."""
     http_token_path: str | None = None
     """File that holds the endpoint's bearer token (mode 0600). None: a new one in the run's log folder."""
+    enable_registry: bool = False
+    """Engines started elsewhere may join and leave while the run goes (docs/guides/cluster.md)."""
+    registry_host: str = "127.0.0.1"
+    """Address that the registry binds to, where engines join."""
+    registry_port: Annotated[int, Bounds(0, 65535)] = 8001
+    """Port of the registry; 0 takes a free one."""
+    registry_token_path: str | None = None
+    """File that holds the registry's bearer token (mode 0600). None: a new one in the run's log folder."""
+    registry_min_engines: NonNegativeInt = 0
+    """Engines that must have joined before the run starts, besides its own."""
+    registry_silence_s: Positive = 60.0
+    """An engine that gives no sign of life for so long is lost; it gives five or more in that time."""
+    registry_drain_s: Positive = 60.0
+    """How long the requests of an engine that leaves may take; what is left starts over elsewhere."""
     weight_sync_probe_interval: NonNegativeInt | None = None
     """Every so many weight syncs trainer and engines score the same tokens and must agree; 0: after the first sync
     only. None: 1 on CPU, 20 on CUDA."""

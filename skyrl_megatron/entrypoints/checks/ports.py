@@ -11,15 +11,23 @@ from skyrl_megatron.errors import Problem
 
 
 def ports(run: PlannedRun) -> Iterator[Problem | NotChecked]:
-    """Yield the endpoint's port if it cannot be listened on."""
+    """Yield the ports of the endpoint and the registry that cannot be listened on."""
     engine, cluster = run.cfg.generator.inference_engine, os.environ.get("RAY_ADDRESS", "")
-    host, port = engine.http_endpoint_host, engine.http_endpoint_port
-    if engine.enable_http_endpoint and port:
-        key = "generator.inference_engine.http_endpoint_port"
+    listeners = (
+        (engine.enable_http_endpoint, "http_endpoint_port", engine.http_endpoint_host, engine.http_endpoint_port),
+        (engine.enable_registry, "registry_port", engine.registry_host, engine.registry_port),
+    )
+    for enabled, name, host, port in listeners:
+        if not (enabled and port):
+            continue
+        key = f"generator.inference_engine.{name}"
         if cluster:
             yield NotChecked(f"{key}={port}", "the run's process may be on another node of the cluster")
         elif why := _cannot_listen(host, port):
             yield Problem(key, port, f"cannot listen on {host} ({why}): set another port, or 0 for a free one")
+    if engine.enable_registry and not run.training:
+        fix = "engines that join wait for a trainer's weights, and there is none: set it to false"
+        yield Problem("generator.inference_engine.enable_registry", True, fix)
     if cluster:
         yield NotChecked("the cluster", "whether this environment is on its nodes shows when it is joined")
 

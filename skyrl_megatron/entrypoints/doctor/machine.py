@@ -114,10 +114,10 @@ def ports(http_port: int = 0) -> Finding:
     except LaunchError as error:
         return Finding("ports", "FAIL", str(error), "see above")
     if http_port:
-        from skyrl_megatron.inference.http_server import _bound
+        from skyrl_megatron.inference.http_server import ENDPOINT_PORT, bound
 
         try:
-            _bound(LOOPBACK, http_port).close()
+            bound(LOOPBACK, http_port, ENDPOINT_PORT).close()
         except LaunchError as error:
             return Finding("ports", "FAIL", *str(error).rsplit("; ", 1))
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())

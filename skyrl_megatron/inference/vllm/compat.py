@@ -7,7 +7,7 @@ registers our weight-transfer backend, before the model is built.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache, partialmethod
 from typing import Any
 
@@ -47,33 +47,12 @@ __all__ = [
     "SamplingParams",
     "VLLMClientError",
     "tokens_input",
-    "worker_environment",
 ]
 
 WORKER_EXTENSION = "skyrl_megatron.inference.vllm.compat.WorkerExtension"
 
 
 # ------------------------------------------------------------------ starting an engine
-def worker_environment() -> dict[str, str]:
-    """Return the environment that engine processes need, to be set before an engine is started."""
-    shared = {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
-    if current_platform.is_cpu():
-        # The default binding pins every engine to the first core and asserts as many NUMA nodes as tp ranks.
-        shared |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": processes.omp_threads()}
-    return shared
-
-
-def platform_arguments(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the engine arguments that the platform needs for a model."""
-    if not current_platform.is_cpu():
-        return {}
-    arguments: dict[str, Any] = {"distributed_executor_backend": "mp"}
-    if "kv_lora_rank" in hf_config:
-        # vLLM's CPU rotary kernel is wrong for the 3-D queries of multi-head latent attention: use the torch one
-        arguments["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
-    return arguments
-
-
 @cache
 def sampling_keys() -> frozenset[str]:
     """Return the keys that a request may set; one request is one continuation, delivered whole."""

@@ -29,6 +29,7 @@ from skyrl_megatron.inference.vllm.adapters import Held, HeldAdapters
 from skyrl_megatron.inference.vllm.asgi import call_app
 from skyrl_megatron.inference.vllm.log import child_output, last_errors
 from skyrl_megatron.inference.vllm.model_folder import hf_config
+from skyrl_megatron.inference.vllm.platform import platform_arguments, worker_environment
 from skyrl_megatron.inference.vllm.requests import generation_of, model_of, refusals, sampling_parameters
 from skyrl_megatron.inference.vllm.settings import EngineSettings
 from skyrl_megatron.weight_sync.metadata import plain_metadata
@@ -72,8 +73,8 @@ class VLLMEngine(InferenceEngine):
         from skyrl_megatron.inference.vllm import compat
         from skyrl_megatron.weight_sync import vllm_backend
 
-        os.environ.update(compat.worker_environment())
-        platform = compat.platform_arguments(hf)
+        os.environ.update(worker_environment())
+        platform = platform_arguments(hf)
         arguments = {
             "worker_extension_cls": compat.WORKER_EXTENSION,
             "weight_transfer_config": {"backend": vllm_backend.BACKEND},

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 
 from skyrl_megatron.errors import EngineError, EngineGoneError, RequestError, WeightSyncError
+from skyrl_megatron.inference.http_guard import ENGINE_KEY
 from skyrl_megatron.inference.protocol import (
     INITIAL_VERSION,
     Generation,
@@ -25,6 +26,8 @@ from skyrl_megatron.inference.vllm.answers import answers_of
 from skyrl_megatron.weight_sync.metadata import plain_metadata
 
 TOKENS = "/inference/v1/generate"
+FIRST_ANSWER_S = 300.0
+"""The first tokens of a server take longest: what is compiled then, is."""
 _EXTENSION = "--worker-extension-cls skyrl_megatron.inference.vllm.compat.WorkerExtension"
 NEEDED = {
     "VLLM_SERVER_DEV_MODE=1": "the RL endpoints (pause, weight updates, versions)",
@@ -40,30 +43,35 @@ class RemoteEngine(InferenceEngine):
     """An ``InferenceEngine`` that is a server, which somebody else starts and ends.
 
     ``url``: of the server, for control. ``proxy_url``: where requests for samples go instead, as to a router in front
-    of several servers. The environment's ``VLLM_API_KEY`` is sent as bearer token.
+    of several servers. ``key``: sent as bearer token; None: the environment's ``VLLM_API_KEY``.
     """
 
-    def __init__(self, url: str, *, proxy_url: str | None = None, timeout_s: float = 3600.0) -> None:
+    def __init__(
+        self, url: str, *, proxy_url: str | None = None, timeout_s: float = 3600.0, key: str | None = None
+    ) -> None:
         self.url, self.proxy_url = _base(url), _base(proxy_url or url)
-        key = os.environ.get("VLLM_API_KEY")
+        key = key or os.environ.get(ENGINE_KEY)
         self._http = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(timeout_s, connect=10),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
         )
         self._metadata: list[list[list[Any]]] | None = None
-        self._model = ""
+        self.max_model_len = 0
+        """Tokens of the longest sequence that the server takes, once it was asked."""
 
     # ------------------------------------------------------------------ start and end
     async def start(self) -> None:
         """Check that the server is there and was started with what is needed. Raises EngineError naming the flag."""
         try:
             models = (await self._http.get(f"{self.proxy_url}/v1/models", timeout=10)).json()
-            self._model = models["data"][0]["id"]
-        except (httpx.HTTPError, ValueError, LookupError) as error:
+            self.max_model_len = int(models["data"][0]["max_model_len"])
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             raise EngineError(f"no vLLM server at {self.proxy_url} ({error!r}): start it, or fix the URL") from error
         await self._require("VLLM_SERVER_DEV_MODE=1", "GET", f"{self.url}/weight_info")
-        await self._require(_EXTENSION, "POST", f"{self.url}/collective_rpc", {"method": "skyrl_ping"})
+        # the first call of an extension's method; a run that was ended may have left an update and a pause
+        await self._require(_EXTENSION, "POST", f"{self.url}/collective_rpc", {"method": "skyrl_abort_update"})
+        await self.resume()
         greedy = {"token_ids": [1], "sampling_params": {"max_tokens": 1, "temperature": 0.5, "logprobs": 0, "seed": 0}}
         sampled = await self._require("--enable-scale-out", "POST", f"{self.proxy_url}{TOKENS}", greedy)
         entry = sampled["choices"][0]["logprobs"]["content"][0]
@@ -77,7 +85,8 @@ class RemoteEngine(InferenceEngine):
         await self._http.aclose()
 
     async def kill(self) -> None:
-        """Do nothing: the server is somebody else's."""
+        """Close the connections: the server is somebody else's."""
+        await self._http.aclose()
 
     async def health(self) -> None:
         await self._control("/collective_rpc", {"method": "skyrl_ping"})
@@ -185,7 +194,8 @@ class RemoteEngine(InferenceEngine):
     async def _tokens(self, request_id: str, token_ids: Sequence[int], parameters: Mapping[str, Any]) -> Any:
         body = {"request_id": request_id, "token_ids": list(token_ids), "sampling_params": dict(parameters)}
         response = await self._send(self.proxy_url + TOKENS, body)
-        if response.status_code >= 500:  # what vLLM answers once its engine is dead, and a proxy once vLLM is
+        # 5xx is what vLLM answers once its engine is dead, and a proxy once vLLM is; 401 and 404 are another server's
+        if response.status_code >= 300 and response.status_code != 400:
             raise EngineGoneError(_refusal(response))
         return _content(response)
 
@@ -221,7 +231,7 @@ class RemoteEngine(InferenceEngine):
 
     async def _require(self, flag: str, method: str, url: str, body: Mapping[str, Any] | None = None) -> Any:
         with self._reachable():
-            response = await self._http.request(method, url, json=body, timeout=60)
+            response = await self._http.request(method, url, json=body, timeout=FIRST_ANSWER_S)
         if response.status_code >= 300:
             raise EngineError(f"{self._missing(flag)}: {response.status_code} {_message(response)}")
         return _content(response)

@@ -75,6 +75,29 @@ def endpoint(cfg):
     return asyncio.run(serve())
 
 
+def registry(cfg):
+    """The registry of a client without engines, and what it does with those that join; None without one."""
+    from skyrl_megatron.errors import LaunchError
+    from skyrl_megatron.workers.inference_engine_client import InferenceEngineClient
+
+    cfg.generator.inference_engine.remote_urls = []
+    cfg.trainer.phase_timeout_s = 0.1  # nobody joins
+
+    async def serve():
+        client, said = InferenceEngineClient(cfg, None), []
+        client.say = said.append
+        try:
+            await client.start()
+        except LaunchError as error:
+            said.append(str(error))
+        if client.fleet is None:
+            return None
+        await client._registry.stop()
+        return said, client.fleet.silence_s, client.fleet.drain_s
+
+    return asyncio.run(serve())
+
+
 def layout(cfg):
     """Ranks of each role and how they are laid out."""
     from skyrl_megatron.config.rules.role_layout import active_roles, role_layout

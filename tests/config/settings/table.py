@@ -41,6 +41,7 @@ TWO_TURNS = {f"{G}max_turns": 2, f"{G}max_input_length": 300, "generator.samplin
 APART = {f"{T}placement.colocate_all": False}
 ELSEWHERE = APART | {f"{E}run_engines_locally": False, f"{E}remote_urls": ["a:1"]}
 SERVED = ELSEWHERE | {f"{E}enable_http_endpoint": True, f"{E}http_endpoint_port": PORTS[0]}
+JOINED = ELSEWHERE | {f"{E}enable_registry": True, f"{E}registry_port": PORTS[0]}
 FEW = {f"{T}max_training_steps": 2}
 DECAYS = {f"{OPT}scheduler": "linear", f"{OPT}num_warmup_steps": 2}
 AUX = {f"{M}moe_router_load_balancing_type": "aux_loss"}
@@ -227,6 +228,13 @@ ENGINES = {
     f"{E}http_endpoint_port": Row(PORTS[1], engines.endpoint, SERVED),
     f"{E}http_token_path": Row("token", engines.endpoint, SERVED),
     f"{E}served_model_name": Row("mine", engines.endpoint, SERVED),
+    f"{E}enable_registry": Row(True, engines.registry, ELSEWHERE | {f"{E}registry_port": PORTS[0]}),
+    f"{E}registry_host": Row("127.0.0.2", engines.registry, JOINED),
+    f"{E}registry_port": Row(PORTS[1], engines.registry, JOINED),
+    f"{E}registry_token_path": Row("token", engines.registry, JOINED),
+    f"{E}registry_min_engines": Row(2, engines.registry, JOINED),
+    f"{E}registry_silence_s": Row(7.0, engines.registry, JOINED),
+    f"{E}registry_drain_s": Row(7.0, engines.registry, JOINED),
     f"{T}placement.colocate_all": Row(False, engines.devices),
     f"{T}placement.colocate_policy_ref": Row(False, engines.devices, APART),
     f"{T}placement.policy_num_nodes": Row(2, engines.layout),

@@ -1,0 +1,229 @@
+"""An engine for a run elsewhere: starts a vLLM server here, joins the run's registry, and leaves at SIGTERM or Ctrl-C.
+
+    python -m skyrl_megatron.entrypoints.serve_engine --model FOLDER --registry http://HOST:PORT --token-file FILE
+        [options] [-- options of vLLM]
+
+The run (``generator.inference_engine.enable_registry=true``) says where its registry is and which file holds the
+token. The engine gets the run's weights, proves them, and then serves. It leaves with its requests finished or moved
+to other engines; when the run forgets it, as after a restart, it joins again. Exit code 0: left, or the run is over;
+1: refused, or vLLM failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from skyrl_megatron import hub
+from skyrl_megatron.entrypoints.command import run_command
+from skyrl_megatron.errors import EngineError, LaunchError
+from skyrl_megatron.inference.fleet_client import FleetClient
+from skyrl_megatron.inference.http_guard import ENGINE_KEY
+from skyrl_megatron.inference.http_server import bound
+from skyrl_megatron.inference.offer import package_versions
+from skyrl_megatron.inference.vllm.model_folder import hf_config
+from skyrl_megatron.inference.vllm.server import EngineServer
+from skyrl_megatron.inference.vllm.settings import EngineSettings
+
+LOOK_S = 1.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    args, more = _split(list(sys.argv[1:] if argv is None else argv))
+    options = _parser().parse_args(args)
+
+    def work() -> int:
+        with _end_requests() as asked:
+            return _serve(options, more, asked)
+
+    return run_command(work)
+
+
+def _parser() -> argparse.ArgumentParser:
+    about, usage, rest = (__doc__ or "").split("\n\n", 2)
+    parser = argparse.ArgumentParser(
+        usage=" ".join(usage.split()),
+        description=about,
+        epilog=rest,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", required=True, help="the run's model: HF folder, or org/name of the Hugging Face hub")
+    add("--registry", required=True, metavar="URL", help="of the run's registry")
+    add("--token-file", required=True, metavar="FILE", help="holds the registry's token")
+    add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    add("--port", type=int, default=0, help="port to listen on; 0 takes a free one (0)")
+    add("--url", help="of this server as the run reaches it (http://HOST:PORT)")
+    add("--tensor-parallel-size", "--tp", type=int, default=1, metavar="N", help="GPUs a layer is split over (1)")
+    add("--pipeline-parallel-size", "--pp", type=int, default=1, metavar="N", help="stages (1)")
+    add("--max-num-seqs", type=int, default=256, metavar="N", help="sequences decoded at the same time (256)")
+    add("--max-model-len", type=int, metavar="N", help="tokens of the longest sequence (the run's)")
+    add("--gpu-memory-utilization", type=float, default=0.9, metavar="X", help="share of GPU memory (0.9)")
+    add("--patience", type=float, default=60.0, metavar="S", help="how long the registry may not answer (60)")
+    add("--start-timeout", type=float, default=1800.0, metavar="S", help="for vLLM to be ready (1800)")
+    add("--log-file", type=Path, metavar="FILE", help="for vLLM's output (a file in the temporary folder)")
+    return parser
+
+
+def _split(args: list[str]) -> tuple[list[str], list[str]]:
+    """Return (our arguments, those behind ``--``)."""
+    if "--" not in args:
+        return args, []
+    at = args.index("--")
+    return args[:at], args[at + 1 :]
+
+
+def _serve(options: argparse.Namespace, more: Sequence[str], asked: threading.Event) -> int:
+    folder = _model_folder(options.model)
+    source = f"--token-file={options.token_file}"
+    registry = FleetClient(options.registry, _token(options.token_file), source, options.patience)
+    with bound(options.host, options.port, "--port") as listener:
+        port = int(listener.getsockname()[1])
+    said = {"model": hf_config(folder), "versions": package_versions()}
+    wanted = registry.check(**said, stop=asked.is_set)
+    _say(f"run: {options.registry} takes engines of this model, in {wanted['dtype']}")
+    settings = EngineSettings(
+        model=str(folder),
+        tensor_parallel_size=options.tensor_parallel_size,
+        pipeline_parallel_size=options.pipeline_parallel_size,
+        dtype=wanted["dtype"],
+        max_model_len=options.max_model_len or wanted["max_model_len"],
+        max_num_seqs=options.max_num_seqs,
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        distributed_executor_backend="mp",
+        served_model_name=wanted["served_model_name"],
+        log_file=options.log_file or Path(tempfile.gettempdir()) / f"skyrl-megatron-engine-{port}.log",
+    ).on_this_node()
+    key = os.environ.get(ENGINE_KEY) or secrets.token_urlsafe(32)
+    server = EngineServer(settings, options.host, port, key, more)
+    offer = said | {"url": options.url or server.url, "key": key}
+    offer |= {"dtype": settings.dtype, "workers": settings.workers}
+    began = time.monotonic()
+    server.start()
+    try:
+        if not server.wait_until_ready(options.start_timeout, asked.is_set):
+            return 0
+        _say(f"server: {server.url} is ready after {time.monotonic() - began:.0f} s, output in {server.log_file}")
+        return _Membership(registry, server, offer, asked).keep()
+    finally:
+        server.stop()
+
+
+class _Membership:
+    """An engine's life in a run, and in the next one that the registry stands for."""
+
+    def __init__(
+        self, registry: FleetClient, server: EngineServer, offer: dict[str, Any], asked: threading.Event
+    ) -> None:
+        self.registry, self.server, self.offer, self.asked = registry, server, offer, asked
+        self._told = ""
+
+    def keep(self) -> int:
+        """Join, and again where the run has forgotten the engine, until it is asked to end or the run is over."""
+        while True:
+            member = self.registry.join(self.offer, self.asked.is_set)
+            self._tell(member)
+            try:
+                member_again = self._stay(member)
+            except EngineError:
+                self._leave(member["engine"])
+                raise
+            if not member_again:
+                return 0
+
+    def _stay(self, member: dict[str, Any]) -> bool:
+        """Give signs of life; returns whether to join again. Raises EngineError when vLLM ended, LaunchError when the
+        run refuses the engine."""
+        name, heard = member["engine"], time.monotonic()
+        next_beat = heard + member["heartbeat_s"]
+        while not self.asked.wait(LOOK_S):
+            self.server.require_alive()
+            if time.monotonic() < next_beat:
+                continue
+            next_beat = time.monotonic() + member["heartbeat_s"]
+            try:
+                state = self.registry.heartbeat(name)
+            except ConnectionError as error:
+                if time.monotonic() - heard > self.registry.patience_s:
+                    gone = f"no answer for {self.registry.patience_s:g} s ({error})"
+                    _say(f"the run at {self.registry.url} is over: {gone}")
+                    return False
+                continue
+            heard = time.monotonic()
+            if state is None or state["state"] in ("lost", "left"):
+                _say(f"{name}: {'unknown' if state is None else state['why']} to the run: joins again")
+                return True
+            if state["state"] == "refused":
+                raise LaunchError(f"{name} is refused: {state['why']}")
+            self._tell(state)
+        self._leave(name)
+        return False
+
+    def _leave(self, name: str) -> None:
+        try:
+            state = self.registry.leave(name)
+        except (ConnectionError, LaunchError) as error:
+            _say(f"{name}: could not say that it leaves: {error}")
+            return
+        if state is not None:
+            _say(f"{name}: left after {state['answered']} requests, {state['moved']} moved to others")
+
+    def _tell(self, state: dict[str, Any]) -> None:
+        told = f"{state['engine']}: {state['state']}"
+        if told != self._told:
+            self._told = told
+            _say(told)
+
+
+@contextmanager
+def _end_requests() -> Iterator[threading.Event]:
+    """Yield what SIGTERM and Ctrl-C set; the second one ends at once."""
+    asked = threading.Event()
+
+    def ask(number: int, frame: object) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _model_folder(name: str) -> Path:
+    if Path(name).is_dir() or not hub.is_hub_name(name):
+        return Path(name).expanduser().absolute()
+    repo = hub.Repo("model", name)
+    return hub.fetch(repo, hub.resolve(repo, say=_say), hub.WHOLE, say=_say)
+
+
+def _token(file: str) -> str:
+    try:
+        token = Path(file).expanduser().read_text().strip()
+    except OSError as error:
+        raise LaunchError(f"--token-file={file}: {error.strerror}") from error
+    if not token:
+        raise LaunchError(f"--token-file={file}: the file is empty")
+    return token
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""What stands before every HTTP application of ours: a bearer token, and a bound on the size of a request."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi.responses import JSONResponse
+
+MAX_BODY_BYTES = 16 << 20
+ENGINE_KEY = "VLLM_API_KEY"
+"""Variable with the token of a vLLM server. vLLM itself asks for it on ``/v1`` and ``/inference`` alone."""
+MAX_ENGINE_BODY_BYTES = 1 << 30
+"""The metadata of a model of a million tensors are below it."""
+
+
+def refusal(status: int, message: str) -> JSONResponse:
+    """Make an answer that says why a request is refused, in OpenAI's form."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status)
+
+
+class Guard:
+    """Token and size of a request, before anything reads it. ``GET /health`` needs no token."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]], token: str, max_body_bytes: int = MAX_BODY_BYTES) -> None:
+        self.app, self.expected, self.max_body_bytes = app, f"Bearer {token}".encode(), max_body_bytes
+
+    async def __call__(self, scope: dict[str, Any], receive: Callable[..., Any], send: Callable[..., Any]) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        headers = dict(scope["headers"])
+        if scope["path"] != "/health" and not secrets.compare_digest(
+            headers.get(b"authorization", b""), self.expected
+        ):
+            return await refusal(401, "wrong or missing bearer token")(scope, receive, send)
+        too_large = f"the body is larger than {self.max_body_bytes} bytes"
+        try:
+            if int(headers.get(b"content-length", 0)) > self.max_body_bytes:
+                return await refusal(413, too_large)(scope, receive, send)
+        except ValueError:
+            return await refusal(400, "content-length is not a number")(scope, receive, send)
+        body = bytearray()  # a chunked body does not say how long it is
+        more = True
+        while more:
+            message = await receive()
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+            if len(body) > self.max_body_bytes:
+                return await refusal(413, too_large)(scope, receive, send)
+        await self.app(scope, _replayed(bytes(body), receive), send)
+
+
+class EngineGuard(Guard):
+    """The guard of a vLLM server, whose endpoints for weights and workers would answer everybody. vLLM makes it
+    (``--middleware``) with the application alone, so that the token comes from the environment."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        super().__init__(app, os.environ[ENGINE_KEY], MAX_ENGINE_BODY_BYTES)
+
+
+def _replayed(body: bytes, receive: Callable[..., Any]) -> Callable[..., Any]:
+    pending: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def again() -> Any:
+        return pending.pop() if pending else await receive()
+
+    return again

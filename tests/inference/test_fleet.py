@@ -1,0 +1,182 @@
+"""Engines that were started elsewhere join and leave a pool: real vLLM servers, and real weight syncs to them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from tests.inference.fleet_parts import Command, Load, Run
+from tests.support.engines import LoopThread, largest_gap, reference_logprobs
+from tests.support.tiny_models import write_tiny_model
+from tests.weight_sync.trainer_process import TrainerProcess
+
+pytestmark = pytest.mark.vllm
+TOKENS = [(7 * i + 3 * i * i) % 400 + 5 for i in range(40)]
+LONG = {"max_tokens": 200, "temperature": 1.0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Models A and B of the same shape, and one of another."""
+    folder = tmp_path_factory.mktemp("models")
+    models = {name: write_tiny_model("qwen3_moe", folder / name, seed) for name, seed in (("A", 0), ("B", 1))}
+    return models | {"other": write_tiny_model("olmoe", folder / "other")}
+
+
+@pytest.fixture(scope="module")
+def loop():
+    loop = LoopThread()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    trainer = TrainerProcess()
+    yield trainer
+    trainer.close()
+
+
+@pytest.fixture(scope="module")
+def run(loop, trainer, models, tmp_path_factory):
+    run = Run(loop, trainer, models["A"], tmp_path_factory.mktemp("run"))
+    yield run
+    run.close()
+
+
+async def until(true, within_s=120.0):
+    async with asyncio.timeout(within_s):
+        while not true():
+            await asyncio.sleep(0.05)
+
+
+def scores(run, name):
+    """The engine's own log-probs of TOKENS."""
+    slot = run.fleet.members[name].slot
+    return run.loop(slot.engine.score(TOKENS))
+
+
+def test_an_engine_joins_and_leaves_under_load(run, models, tmp_path):
+    """It gets the published weights, not those of its folder, before it answers anything; one sync later it has the
+    next version; nobody without its key is answered; it leaves with its requests finished, and every request has one
+    answer."""
+    import httpx
+
+    run.sync("1", models["B"])
+    command = Command(run, tmp_path)
+    try:
+        command.until("server: ")
+        load = Load(run, TOKENS, LONG)
+        name = command.until("joining").partition(":")[0]
+        entry = run.until(name, "serving")
+        assert entry["version"] == "1" and name == "engine-1"
+        assert largest_gap(scores(run, name), reference_logprobs(models["B"], TOKENS)) <= 1e-5
+        report = run.sync("2", models["A"])
+        assert not report.failures and sorted(report.logprob_diffs) == ["engine 0", "engine 1"]
+        assert largest_gap(scores(run, name), reference_logprobs(models["A"], TOKENS)) <= 1e-5
+        command.until(f"{name}: serving")
+        answered = run.engines()[name]["answered"]
+        run.loop(until(lambda: run.fleet.members[name].slot.answered > answered + 8))
+        for path in ("/collective_rpc", "/pause", "/v1/completions"):
+            assert httpx.post(run.fleet.members[name].offer.url + path, json={}).status_code == 401
+        assert command.end() == 0, command.err()
+    finally:
+        command.process.kill()
+    answers = load.end()
+    assert {len(answer.token_ids) for answer in answers} == {200}
+    assert {version for answer in answers for version, _, _ in answer.versions} == {"1", "2"}
+    entry = run.engines()[name]
+    assert entry["state"] == "left" and entry["moved"] == 0 and entry["answered"] > 8
+    assert command.lines[-1] == f"{name}: left after {entry['answered']} requests, 0 moved to others"
+    assert run.said[-1].startswith("engine 1 (http://127.0.0.1:") and run.said[-1].endswith(
+        "left, 0 requests moved to others"
+    )
+    assert [slot.name for slot in run.pool.slots] == ["engine 0"]
+
+
+@pytest.fixture
+def command(run, capsys):
+    """``command(*arguments)`` → (exit code, what it says on stderr), for engines that never start."""
+    from skyrl_megatron.entrypoints import serve_engine
+
+    def command(**changes):
+        arguments = {"model": run.model, "registry": run.url, "token-file": run.token_file, "patience": 1} | changes
+        code = serve_engine.main([f"--{key}={value}" for key, value in arguments.items()])
+        return code, capsys.readouterr().err.strip()
+
+    return command
+
+
+def test_an_engine_that_cannot_join_starts_nothing(run, models, command, tmp_path):
+    wrong = tmp_path / "wrong"
+    wrong.write_text("wrong\n")
+    assert command(**{"token-file": wrong}) == (1, f"--token-file={wrong}: the run at {run.url} has another token")
+    missing = tmp_path / "missing"
+    assert command(**{"token-file": missing}) == (1, f"--token-file={missing}: No such file or directory")
+    code, said = command(model=models["other"])
+    assert code == 1 and said.startswith("another model: ") and "the run's is" in said and "\n" not in said
+    assert said.endswith("start the engine on the run's model")
+    code, said = command(model=tmp_path / "nowhere")
+    assert code == 1 and f"{tmp_path}/nowhere: no readable config.json" in said
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, said = command(port=port)
+        assert code == 1 and said.startswith(f"--port={port}: cannot listen on 127.0.0.1: Address already in use")
+    code, said = command(registry=f"http://127.0.0.1:{port}")
+    assert code == 1 and said.startswith(f"--registry=http://127.0.0.1:{port}: no answer for 1 s (")
+    assert "enable_registry=true" in said
+
+
+def test_the_registry_refuses(run, models):
+    import json
+
+    from skyrl_megatron.inference.offer import package_versions
+    from tests.support.rank_pool import free_port
+
+    assert run.ask(token="wrong")[0] == 401
+    assert run.ask("PUT", "/engines/engine-99")[0] == 404
+    assert run.ask("DELETE", "/engines/engine-99")[0] == 404
+    status, answer = run.ask("POST", "/engines", {"url": "http://127.0.0.1:1"})
+    assert status == 400 and answer["error"]["message"] == "model=None: must be a dict"
+    model = json.loads((models["A"] / "config.json").read_text())
+    url = f"http://127.0.0.1:{free_port()}"
+    offer = {"url": url, "model": model, "versions": package_versions(), "dtype": "float32", "workers": 1}
+
+    def refused(**changes):
+        status, answer = run.ask("POST", "/engines", offer | changes)
+        assert status == 409
+        return answer["error"]["message"]
+
+    assert refused(dtype="bfloat16").endswith("dtype bfloat16: the run's engines compute in float32")
+    assert "vllm is 0.1 there, the run has" in refused(versions=package_versions() | {"vllm": "0.1"})
+    assert "num_hidden_layers is 99, the run's is" in refused(model=model | {"num_hidden_layers": 99})
+    assert f"no vLLM server at {url}" in refused()
+    run.fleet.weights_from = "127.0.0.1"
+    assert "the trainer sends weights from 127.0.0.1, which other hosts do not reach" in refused(
+        url="http://10.0.0.9:1"
+    )
+    run.fleet.weights_from = None
+    assert [slot.name for slot in run.pool.slots] == ["engine 0"]
+
+
+@pytest.mark.full_matrix
+def test_an_engine_that_is_killed_loses_no_request(run, models, tmp_path):
+    run.sync("before", models["B"])
+    command = Command(run, tmp_path)
+    try:
+        name = command.until("serving").partition(":")[0]
+        load = Load(run, TOKENS, LONG)
+        slot = run.fleet.members[name].slot
+        run.loop(until(lambda: slot.answered > 4 and len(slot.in_flight) > 2))
+        command.kill()
+        entry = run.until(name, "lost")
+        answered = len(load.answers)
+        run.loop(until(lambda: len(load.answers) > answered + 16))
+    finally:
+        command.process.kill()
+    assert {len(answer.token_ids) for answer in load.end()} == {200}
+    assert f"no vLLM server at {slot.engine.url}" in entry["why"] or "does not answer" in entry["why"]
+    assert [slot.name for slot in run.pool.slots] == ["engine 0"]
+    assert not run.sync("after", models["A"]).failures
