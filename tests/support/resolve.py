@@ -32,8 +32,10 @@ def _imported(tree: ast.AST, without: tuple[str, ...]) -> tuple[dict[str, Any], 
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                if alias.name.split(".")[0] not in without:
-                    names[alias.asname or alias.name.split(".")[0]] = importlib.import_module(alias.name.split(".")[0])
+                first = alias.name.split(".")[0]
+                if first not in without:
+                    module = importlib.import_module(alias.name)
+                    names[alias.asname or first] = module if alias.asname else importlib.import_module(first)
         elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] not in without:
             for alias in node.names:
                 try:

@@ -13,10 +13,12 @@ AWARE = {"use_precision_aware_optimizer": True}
 
 @contextlib.contextmanager
 def in_host_memory():
-    """Give what Transformer Engine asks of "cuda" from host memory; its cast to FP8, a kernel, leaves zeros."""
+    """Give what Transformer Engine asks of "cuda" from host memory. Its cast to FP8, a kernel, leaves zeros, and empty FP8
+    tensors, which its extension makes with the CUDA driver, are laid out as there (csrc/quantizer.cpp before Blackwell:
+    the data, a transpose where columns are used, a scale)."""
     import torch
     from torch.overrides import TorchFunctionMode
-    from transformer_engine.pytorch import Float8Quantizer
+    from transformer_engine.pytorch import Float8Quantizer, Float8Tensor
 
     class OnHost(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -29,8 +31,14 @@ def in_host_memory():
         dst._data.zero_()
         return dst
 
+    def make_empty(self, shape, *, dtype=torch.float32, **_):
+        turned = torch.empty(shape[-1], *shape[:-1], dtype=torch.uint8) if self.columnwise_usage else None
+        data, scale = torch.empty(shape, dtype=torch.uint8), torch.ones(1)
+        parts = {"data": data, "data_transpose": turned, "fp8_scale_inv": scale}
+        return Float8Tensor(shape=tuple(shape), dtype=dtype, fp8_dtype=self.dtype, quantizer=self, **parts)
+
     made, cast = Float8Quantizer.make_empty, Float8Quantizer.update_quantized
-    Float8Quantizer.make_empty = lambda self, shape, **options: made(self, shape, **options | {"device": "cpu"})
+    Float8Quantizer.make_empty = make_empty
     Float8Quantizer.update_quantized = update_quantized
     try:
         with OnHost():
