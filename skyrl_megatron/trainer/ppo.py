@@ -313,7 +313,11 @@ class RayPPOTrainer:
         """Add log-probs of the reference, those of the policy before the update (where they are read, and the training
         pass does not give them itself) and the critic's values. Roles with GPUs of their own score at the same time;
         others one after the other."""
-        apart = {name: self._start_scores(name, batch) for name in SCORES if not self._takes_turns(name)}
+        apart = {
+            name: self._start_scores(name, batch)
+            for name in SCORES
+            if name in self.roles and not self._takes_turns(name)
+        }
         if policy_is_reference(self.cfg) and needs_reference(self.cfg):
             batch.ref_logprobs = self.policy.start_logprobs(batch, "reference log-probs", adapters=False)()
         if self._takes_turns("ref"):
@@ -335,11 +339,9 @@ class RayPPOTrainer:
             setattr(batch, SCORES[name], scores())
         return batch
 
-    def _start_scores(self, name: str, batch: TrainingBatch) -> Callable[[], Tensor | None]:
-        """Begin what a role besides the policy adds to a batch; None where the run does not have the role."""
-        role = self.roles.get(name)
-        if role is None:
-            return lambda: None
+    def _start_scores(self, name: str, batch: TrainingBatch) -> Callable[[], Tensor]:
+        """Begin what a role besides the policy adds to a batch."""
+        role = self.roles[name]
         return role.start_values(batch) if name == "critic" else role.start_logprobs(batch, "reference log-probs")
 
     def apply_reward_kl_penalty(self, batch: TrainingBatch) -> TrainingBatch:

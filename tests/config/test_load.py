@@ -5,7 +5,7 @@ import enum
 import pickle
 import warnings
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -363,7 +363,8 @@ def values_of(annotation):
         if origin is list:
             return st.lists(values_of(annotation.__args__[0]), max_size=3)
         if origin is dict:
-            values = TEXT if getattr(annotation, "__args__", ())[1:] == (str,) else PLAIN
+            _, kind = getattr(annotation, "__args__", (str, Any))
+            values = PLAIN if kind is Any else values_of(kind)
             return st.dictionaries(TEXT.filter(bool), values, max_size=3)
         kinds = {bool: st.booleans(), int: st.integers(-99, 99), str: TEXT}
         kinds[float] = st.floats(-1e9, 1e9, allow_nan=False)

@@ -167,7 +167,9 @@ def engine_bytes(folder, overrides):
         engine.optimizer.step()
         buffers += [b for chunk in engine.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         for optimizer in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
-            for entry in optimizer.optimizer.state.values():
+            for entry in (
+                optimizer.optimizer.state.values() if optimizer.optimizer else ()
+            ):  # none: nothing to train here
                 state |= {id(value): value for value in entry.values() if torch.is_tensor(value) and value.dim()}
     every = parameters.values()
     weights = sum(scaled.matrix().nbytes if (scaled := scaled_weight(p)) else p.nbytes for p in every)

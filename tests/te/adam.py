@@ -13,9 +13,9 @@ AWARE = {"use_precision_aware_optimizer": True}
 
 @contextlib.contextmanager
 def in_host_memory():
-    """Give what Transformer Engine asks of "cuda" from host memory. Its cast to FP8, a kernel, leaves zeros, and empty FP8
-    tensors, which its extension makes with the CUDA driver, are laid out as there (csrc/quantizer.cpp before Blackwell:
-    the data, a transpose where columns are used, a scale)."""
+    """Give what Transformer Engine asks of "cuda" from host memory. Its cast to FP8, a kernel, leaves zeros, and empty
+    FP8 tensors, which its extension makes with the CUDA driver, are laid out as there (csrc/quantizer.cpp before
+    Blackwell: the data, a transpose where columns are used, a scale)."""
     import torch
     from torch.overrides import TorchFunctionMode
     from transformer_engine.pytorch import Float8Quantizer, Float8Tensor

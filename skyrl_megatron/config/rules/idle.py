@@ -15,6 +15,7 @@ from skyrl_megatron.config.derive import derive
 from skyrl_megatron.config.fields import Section, default_of, get_path, leaves, owner_of
 from skyrl_megatron.config.names import AdvantageEstimator, PolicyLossType
 from skyrl_megatron.config.rules.role_layout import active_roles, has_teacher, needs_reference
+from skyrl_megatron.config.rules.sampling import truncations
 from skyrl_megatron.hub.names import is_hub_name
 from skyrl_megatron.plugins import TRANSPORTS
 
@@ -268,6 +269,11 @@ IDLE: tuple[Idle, ...] = (
         ),
     ),
     # ------------------------------------------------------------ engines
+    Idle(
+        "tokens are sampled from the whole vocabulary: no top_p, top_k or min_p in sampling_params",
+        f"{_E}return_sampling_support",
+        lambda cfg, hardware: not truncations(cfg.generator.sampling_params),
+    ),
     Idle(
         "enable_http_endpoint=false",
         _in_all(_E, "http_endpoint_host http_endpoint_port http_token_path served_model_name"),

@@ -32,10 +32,12 @@ def truncations(params: SamplingParams) -> list[str]:
 def support_travels(cfg: SkyRLTrainConfig) -> bool:
     """Return whether engines return what training's tokens are sampled from, for the trainer's softmax.
 
-    If not configured: where top-p, top-k or min-p are in use and nothing is in the way.
+    Never where that is the whole vocabulary; if not configured: where nothing is in the way.
     """
+    if not truncations(cfg.generator.sampling_params):
+        return False
     wanted = cfg.generator.inference_engine.return_sampling_support
-    return bool(truncations(cfg.generator.sampling_params)) and not any(_obstacles(cfg)) if wanted is None else wanted
+    return not any(_obstacles(cfg)) if wanted is None else wanted
 
 
 def support_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
