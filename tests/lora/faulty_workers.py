@@ -47,8 +47,8 @@ class FaultyWorker(WorkerExtension):
         )
 
     def memory(self) -> int:
-        """Bytes that the process holds, all of its cache among them (pages count from the first write on), without what
-        the C library keeps of freed memory."""
+        """Bytes that the process holds, all of its cache among them (pages count from the first write on), without
+        what the C library keeps of freed memory."""
         import ctypes
 
         import psutil
