@@ -64,7 +64,9 @@ def model_repo(cfg: SkyRLTrainConfig, role: str) -> Repo | None:
 
 
 def _named(cfg: SkyRLTrainConfig, role: str) -> tuple[str, str, str | None]:
-    """Return (key, name or folder, revision) of a role's model."""
+    """Return (key, name or folder, revision) of a role's model; of a teacher with a name that of ``teacher/NAME``."""
+    if role.startswith("teacher/"):
+        return "trainer.teacher.models", cfg.trainer.teacher.models[role.removeprefix("teacher/")], None
     if role != ADAPTER:
         model = getattr(cfg.trainer, role).model
         return f"trainer.{role}.model.path", model.path or "", model.revision

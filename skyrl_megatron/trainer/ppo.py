@@ -327,7 +327,7 @@ class RayPPOTrainer:
             with self.phases("teacher"):
                 self.teachers.score(batch, self.train_dataset.teachers_of(batch.metadata[PROMPT_UIDS]))
         read = self._old_logprobs_in_reward or PolicyObjective(self.cfg.trainer.algorithm).needs_old_log_probs
-        if read and training_pass_is_enough(self.cfg, batch):
+        if read and self._policy_learns and training_pass_is_enough(self.cfg, batch):
             batch.metadata[OWN_LOGPROBS] = True
         elif read:
             batch.old_logprobs = self.policy.compute_logprobs(batch, "policy log-probs")
@@ -400,7 +400,7 @@ class RayPPOTrainer:
                 results = self._train(self.critic, batch)
             self.metrics |= optimizer_metrics("critic", results) | value_metrics(batch)
             self._leave_to("policy")
-        if self.critic is None or self.global_step >= self.cfg.trainer.critic_warmup_steps:
+        if self._policy_learns:
             with self.phases("policy_train"):
                 results = self._train(self.policy, batch)
             self.metrics |= optimizer_metrics("policy", results)
@@ -570,6 +570,11 @@ class RayPPOTrainer:
     def is_last_step(self) -> bool:
         """Whether :attr:`global_step` is the last one."""
         return self.global_step >= self.total_steps
+
+    @property
+    def _policy_learns(self) -> bool:
+        """Whether this step trains the policy, not the critic alone."""
+        return self.critic is None or self.global_step >= self.cfg.trainer.critic_warmup_steps
 
     @property
     def _old_logprobs_in_reward(self) -> bool:
