@@ -30,13 +30,6 @@ def critic(folder, **more):
     return keys | more
 
 
-REFERENCE = {
-    "trainer__algorithm__use_kl_loss": "true",
-    "trainer__update_ref_every_epoch": "true",
-    "trainer__placement__ref_num_gpus_per_node": 1,
-    "trainer__ref__megatron_config__expert_model_parallel_size": 1,
-}
-
 TURNS = ("generate", "fwd_logprobs_values_reward", "critic_train", "policy_train")
 TAKE_TURNS = """
 def train_steps(self):
@@ -74,74 +67,3 @@ def test_ppo_with_a_critic(folder):
     assert {path.name for path in (folder / "ckpts/global_step_2").iterdir()} >= {"policy", "critic"}
     exported = json.loads((folder / "exports/global_step_2/critic/config.json").read_text())
     assert exported["architectures"] == ["Qwen3MoeForTokenClassification"]
-
-
-HASHES = """
-import json, hashlib
-from pathlib import Path
-sampled = hashlib.sha256()
-def convert_to_training_input(self, generator_output, uids):
-    batch = RayPPOTrainer.convert_to_training_input(self, generator_output, uids)
-    if self.global_step >= 2:
-        sampled.update(batch.sequences.numpy().tobytes())
-    return batch
-def finish(self):
-    state = {name: role.state_hashes() for name, role in self.roles.items()}
-    Path(self.cfg.trainer.export_path).mkdir(exist_ok=True)
-    (Path(self.cfg.trainer.export_path) / "hashes.json").write_text(json.dumps([state, sampled.hexdigest()]))
-    RayPPOTrainer.finish(self)
-Trainer.convert_to_training_input = convert_to_training_input
-Trainer.finish = finish
-"""
-
-
-@pytest.mark.full_matrix
-def test_a_resumed_run_of_all_roles_is_the_uninterrupted_one(tmp_path):
-    """Policy, critic and a reference that became the policy after the first epoch: weights, moments, random states.
-    An epoch is of two steps, the checkpoint after three. The uninterrupted run takes turns in memory, too: that
-    changes nothing."""
-    found = []
-    for name, stops in {"whole": [4], "resumed": [3, 4]}.items():
-        folder = tmp_path / name
-        folder.mkdir()
-        runs.prepare(folder)
-        keys = critic(folder, **REFERENCE, trainer__train_batch_size=20, trainer__policy_mini_batch_size=20)
-        keys |= {"generator__n_samples_per_prompt": 1, "trainer__critic_mini_batch_size": 20}
-        for stop in stops:
-            body = HASHES + (TAKE_TURNS if name == "whole" else "")
-            done = runs.run(folder, body, **keys, trainer__max_training_steps=stop, trainer__ckpt_interval=3).check()
-        found.append(json.loads((folder / "exports/hashes.json").read_text()))
-        assert "timing/update_ref" in done.lines[1] and "timing/update_ref" not in done.lines[2]
-        assert done.lines[2]["policy/policy_kl"] < 1e-6 < done.lines[3]["policy/policy_kl"]
-        assert done.lines[1]["policy/policy_kl"] > 1e-6
-    assert found[0] == found[1]
-
-
-@pytest.mark.full_matrix
-def test_two_teachers(folder):
-    """Rows choose between the policy's own first weights and another model; both signals, on one rank each."""
-    from skyrl_megatron.entrypoints.embedded_model import write_embedded_model
-
-    write_embedded_model(folder / "other", 2)
-    rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
-
-    def step_of(*teachers):
-        text = [json.dumps(row | {"teacher": teachers[number % len(teachers)]}) for number, row in enumerate(rows)]
-        (folder / "prompts.jsonl").write_text("\n".join(text) + "\n")
-        done = runs.run(
-            folder,
-            trainer__algorithm__advantage_estimator="distillation",
-            trainer__algorithm__distillation__loss_coef=0.5,
-            trainer__algorithm__distillation__top_k=8,
-            trainer__teacher__models=f"{{same: {folder}/model, other: {folder}/other}}",
-            trainer__placement__teacher_num_gpus_per_node=1,
-            trainer__teacher__megatron_config__expert_model_parallel_size=1,
-            trainer__max_training_steps=1,
-            trainer__ckpt_path=folder / f"ckpts_{len(teachers)}_{teachers[0]}",
-        ).check()
-        return done.lines[-1]
-
-    alike, mixed = step_of("same"), step_of("same", "other")
-    assert abs(alike["distillation/reverse_kl"]) < 1e-5 and alike["policy/distillation_loss"] < 1e-5
-    assert mixed["distillation/reverse_kl"] > 0.1 and mixed["policy/distillation_loss"] > 0.1
-    assert 0 < mixed["policy/teacher_omitted"] < 1 and alike[GAP] <= AGREE
