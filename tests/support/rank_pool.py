@@ -115,7 +115,7 @@ def _drop_graphs() -> None:
     import torch
 
     for found in gc.get_objects():
-        if type(found) is torch.Tensor and found.grad_fn is not None and not found._is_view():
+        if type(found) is torch.Tensor and not found._is_view() and found.grad_fn is not None:
             found.detach_()
 
 
