@@ -2,8 +2,9 @@
 answers filled in. An operation on tensors of two devices raises, as it would on a GPU; so does a real tensor of the
 host that meets one of the device.
 
-What stands in: numbers that only contents could tell (:class:`Answers`), streams and random states, and the autograd
-engine, which asks the driver for streams (:func:`backward` calls the same nodes itself).
+What stands in: numbers that only contents could tell (:class:`Answers`), streams and random states, the autograd
+engine, which asks the driver for streams (:func:`backward` calls the same nodes itself), and torch's softmax kernel for
+Triton's, which the driver loads (its interpreter runs it in ``triton_softmax.py``).
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ def fake_cuda(topk: int = 1) -> Iterator[FakeTensorMode]:
     from megatron.core.transformer.moe import token_dispatcher
 
     from skyrl_megatron import device
+    from skyrl_megatron.runtime import softmax
     from skyrl_megatron.runtime.cpu import megatron_patches
 
     get_torch_obj_rule_map()  # torch.compile looks functions up by identity: in a table of the originals
@@ -107,6 +109,7 @@ def fake_cuda(topk: int = 1) -> Iterator[FakeTensorMode]:
     places += [(torch, "get_rng_state", lambda: torch.empty(0)), (torch, "set_rng_state", _none)]
     places += [(torch.nn.Module, "to", _moved), (torch.autograd.Function, "apply", classmethod(_remembered))]
     places += [(token_dispatcher, "maybe_move_tensor_to_cpu", move), (device, "has_cuda", lambda: True)]
+    places += [(softmax, "_triton", _none)]
     with contextlib.ExitStack() as stack:
         for owner, name, value in places:
             stack.callback(setattr, owner, name, inspect.getattr_static(owner, name))
