@@ -3,8 +3,8 @@ answers filled in. An operation on tensors of two devices raises, as it would on
 host that meets one of the device.
 
 What stands in: numbers that only contents could tell (:class:`Answers`), streams and random states, the autograd
-engine, which asks the driver for streams (:func:`backward` calls the same nodes itself), and torch's softmax kernel for
-Triton's, which the driver loads (its interpreter runs it in ``triton_softmax.py``).
+engine, which asks the driver for streams (:func:`backward` calls the same nodes itself), and torch's softmax kernel
+for Triton's, which the driver loads (its interpreter runs it in ``triton_softmax.py``).
 """
 
 from __future__ import annotations
