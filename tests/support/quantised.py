@@ -8,7 +8,7 @@ import shutil
 BLOCK = (16, 32)
 """Of fp8: small, so that the tiny models' matrices are no multiples of it and their shards begin inside of blocks."""
 KINDS = ("fp8", "int8 channels", "int8 groups", "int8 with activations")
-_GROUP = 16
+_GROUP = 8
 
 
 def quantise(folder, root, kind):
