@@ -122,8 +122,6 @@ class TrainingBatch:
     """[B, T] float32."""
     is_last_step: Tensor | None = None
     """[B] bool: last row of its trajectory (step-wise trajectories have one row per turn)."""
-    rollout_routes: Tensor | None = None
-    """[B, S, L, K] uint8/int16: experts chosen by the engine, for routing replay."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Facts of the whole batch, carried along unchanged."""
     adapters: list[str] = field(default_factory=list)
@@ -131,6 +129,9 @@ class TrainingBatch:
     rollout_support: list[TokenSupport] = field(default_factory=list)
     """[B] what the response tokens of a row were sampled from; log-probs and entropies of all models are taken over
     the same. Empty: over the whole vocabulary."""
+    rollout_routes: list[np.ndarray | None] = field(default_factory=list)
+    """[B] of [n, L, K] uint8/uint16: the experts that the engine chose for the first n tokens of a row, by layer of
+    the model; None: unknown for all of them. Empty: of all rows."""
 
     def __len__(self) -> int:
         return self.sequences.shape[0]
@@ -170,5 +171,9 @@ class TrainingBatch:
                 blank[item.name] = value.new_zeros(1, *value.shape[1:])
         support = [TokenSupport.none(0)] if self.rollout_support else []
         return TrainingBatch(
-            **blank, uids=[""] if self.uids else [], adapters=self.adapters[:1], rollout_support=support
+            **blank,
+            uids=[""] if self.uids else [],
+            adapters=self.adapters[:1],
+            rollout_support=support,
+            rollout_routes=[None] if self.rollout_routes else [],
         )

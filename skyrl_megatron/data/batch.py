@@ -31,8 +31,9 @@ def collate(
     """Collate B samples to one batch: S is the longest prompt + response, T the longest response (at least 1).
 
     ``rewards``: one number a sample (put on its last response token) or one a token. ``loss_masks``: one 0 or 1 a
-    response token, default all 1. ``rollout_routes``: [prompt + response, L, K] integers a sample; None for samples
-    without. ``rollout_support``: of n response tokens a sample, None for those sampled from the whole vocabulary.
+    response token, default all 1. ``rollout_routes``: [n, L, K] integers of the first n tokens of a sample, prompt
+    included; None for samples without. ``rollout_support``: of n response tokens a sample, None for those sampled from
+    the whole vocabulary.
 
     Raises ValueError naming the first sample whose pieces do not fit together; DataError for a token that its support
     excludes.
@@ -58,7 +59,7 @@ def collate(
             None if rollout_logprobs is None else _right_aligned(rollout_logprobs, lengths, response_width)
         ),
         is_last_step=None if is_last_step is None else torch.tensor(is_last_step, dtype=torch.bool),
-        rollout_routes=None if rollout_routes is None else _routes(rollout_routes, total, width, uids),
+        rollout_routes=_routes(rollout_routes or (), total, uids),
         rollout_support=_supports(rollout_support or (), responses, uids),
     )
 
@@ -133,19 +134,16 @@ def _rewards(rewards: Sequence[Any], lengths: np.ndarray, width: int) -> Tensor:
     return out
 
 
-def _routes(routes: Sequence[np.ndarray | None], total: np.ndarray, width: int, uids: Sequence[str]) -> Tensor | None:
-    """Make [B, width, L, K], 0 where a sample has none; None if no sample has any."""
+def _routes(routes: Sequence[np.ndarray | None], total: np.ndarray, uids: Sequence[str]) -> list[np.ndarray | None]:
+    """Return one a sample, in the narrowest type; [] where no sample has any."""
     shape = next((known.shape[1:] for known in routes if known is not None), None)
     if shape is None:
-        return None
-    out = np.zeros((len(routes), width, *shape), dtype=np.result_type(*(r.dtype for r in routes if r is not None)))
+        return []
     for row, known in enumerate(routes):
-        if known is None:
-            continue
-        if len(known) != total[row] or known.shape[1:] != shape:
+        if known is not None and (len(known) > total[row] or known.shape[1:] != shape):
             raise ValueError(
                 f"sample {row} (uid {uids[row]}): routes of shape {known.shape} for {total[row]} tokens,"
                 f" others have {shape} a token"
             )
-        out[row, width - total[row] :] = known
-    return torch.from_numpy(out)
+    largest = max(int(known.max(initial=0)) for known in routes if known is not None)
+    return [None if known is None else known.astype(np.min_scalar_type(largest), copy=False) for known in routes]

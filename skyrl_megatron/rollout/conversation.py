@@ -72,7 +72,6 @@ class ChatConversation:
         self.turns: list[Turn] = []
         self.ids: list[int] = self._first_prompt()
         self.prompt_length = len(self.ids)
-        self.routes = Routes()
 
     def _first_prompt(self) -> list[int]:
         return self.chat.prompt(self.messages)
@@ -93,7 +92,6 @@ class ChatConversation:
             added = self._end_of(generation, at_stop_string)
         self.ids += sampled + added
         self.turns.append(Turn(start, generation, len(sampled), len(added), reward))
-        self.routes.add(generation, start)
         self.messages.append({"role": "assistant", "content": text if rewritten is None else rewritten})
 
     def _end_of(self, generation: Generation, at_stop_string: bool) -> list[int]:
@@ -118,7 +116,7 @@ class ChatConversation:
             self.ids[self.prompt_length :] = [self.chat.end_token]
             last.appended = 1
         ids = self.ids[: last.start + last.kept + last.appended]
-        return [sequence_of(ids, self.prompt_length, self.turns, stop_reason, self.routes)]
+        return [sequence_of(ids, self.prompt_length, self.turns, stop_reason)]
 
 
 class OneMessageConversation(ChatConversation):
@@ -154,7 +152,7 @@ class StepwiseConversation(ChatConversation):
     def add_observations(self, observations: ConversationType, *, at_stop_string: bool) -> None:
         self.rows += super().sequences(self.turns[-1].generation.finish_reason)
         self.messages += observations
-        self.turns, self.routes = [], Routes()
+        self.turns = []
         self.ids = self.chat.prompt(self.messages)
         self.prompt_length = len(self.ids)
 
@@ -197,35 +195,7 @@ class RetokenizedConversation(ChatConversation):
         return [TrajectoryOutput(ids, positions, marked.astype(np.uint8), rewards, stop_reason)]
 
 
-class Routes:
-    """Experts of the tokens of a growing sequence; a token keeps those of the turn that first computed it."""
-
-    def __init__(self) -> None:
-        self.pieces: list[np.ndarray] = []
-        self.rows = 0
-
-    def add(self, generation: Generation, start: int) -> None:
-        """Add the routes of prompt and sample, [start + sampled − 1, L, K], where the engine returns them."""
-        routes = generation.routed_experts
-        if routes is None:
-            return
-        expected = start + len(generation.token_ids) - 1
-        if len(routes) < expected:
-            raise DataError(f"the engine returned routes of {len(routes)} tokens for a sequence that needs {expected}")
-        self.pieces.append(np.asarray(routes)[self.rows : expected])
-        self.rows = max(self.rows, expected)
-
-    def padded(self, length: int) -> np.ndarray | None:
-        """Return the routes of ``length`` tokens, [length, L, K]; None where the engine returns none."""
-        if not self.rows:
-            return None
-        known = np.concatenate(self.pieces)[:length]
-        return np.concatenate([known, np.repeat(known[-1:], length - len(known), axis=0)])
-
-
-def sequence_of(
-    ids: list[int], prompt_length: int, turns: list[Turn], stop_reason: str, routes: Routes
-) -> TrajectoryOutput:
+def sequence_of(ids: list[int], prompt_length: int, turns: list[Turn], stop_reason: str) -> TrajectoryOutput:
     """Make a row of its tokens and its turns."""
     n = len(ids) - prompt_length
     mask = np.zeros(n, np.uint8)
@@ -243,7 +213,7 @@ def sequence_of(
         spans = ((name, first + start, min(first + end, after)) for name, start, end in turn.generation.versions)
         versions += [(name, start, end) for name, start, end in spans if start < end]
     prompt, response = np.split(np.asarray(ids, np.int32), [prompt_length])
-    experts = routes.padded(len(ids))
+    experts = _routes_of(turns)
     support = _support_of(turns, prompt_length, n)
     return TrajectoryOutput(prompt, response, mask, rewards, stop_reason, logprobs, experts, support, versions)
 
@@ -258,3 +228,21 @@ def _support_of(turns: list[Turn], prompt_length: int, n: int) -> TokenSupport |
         pieces += [TokenSupport.none(first - known), turn.generation.support.first(turn.kept)]
         known = first + turn.kept
     return TokenSupport.joined([*pieces, TokenSupport.none(n - known)])
+
+
+def _routes_of(turns: list[Turn]) -> np.ndarray | None:
+    """Return the experts of the first n tokens, [n, L, K]: each token's are those of the turn that first computed it.
+    No engine has computed the last sampled token and what the environment answers at the end. None where the engine
+    does not say it of every turn. Raises DataError for a turn with fewer than it computed."""
+    pieces, known = [], 0
+    for turn in turns:
+        routes = turn.generation.routed_experts
+        if routes is None:
+            return None
+        computed = turn.start + len(turn.generation.token_ids) - 1
+        if len(routes) < computed:
+            raise DataError(f"the engine returned routes of {len(routes)} tokens for a sequence that needs {computed}")
+        end = min(computed, turn.start + turn.kept)
+        pieces.append(np.asarray(routes)[known:end])
+        known = max(known, end)
+    return np.concatenate(pieces) if known else None

@@ -74,7 +74,7 @@ class GeneratorOutput(TypedDict):
     is_last_step: NotRequired[list[bool] | None]
     """Step-wise only: last row of its trajectory."""
     rollout_expert_indices: NotRequired[list[np.ndarray | None] | None]
-    """[prompt + n, L, K]: experts that each token was routed to."""
+    """[m, L, K]: experts that the first m tokens of prompt and response were routed to, by layer of the model."""
     rollout_support: NotRequired[list[TokenSupport | None] | None]
     """Of n tokens each: what they were sampled from, and ``rollout_logprobs`` are over; None: the whole vocabulary."""
     rollout_versions: NotRequired[list[list[tuple[str, int, int]]]]

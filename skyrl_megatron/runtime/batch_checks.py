@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from skyrl_megatron.algorithms.objective import PolicyObjective
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
 
 POLICY_READS: tuple[str, ...] = ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs")
 CRITIC_READS: tuple[str, ...] = ("values", "returns")
+CHECKED_ROUTES = 1 << 20
+"""Tokens × layers of a mini-batch whose routes are looked at: all of a small one, evenly spread ones of a large."""
 
 
 def too_long(batch: TrainingBatch, max_positions: int | None) -> Exception | None:
@@ -45,4 +49,33 @@ def find_problem(batch: TrainingBatch, objective: Objective) -> Exception | None
                 row, token = (int(i) for i in bad.nonzero()[0])
                 uid = f" (uid {batch.uids[row]})" if batch.uids else ""
                 return ValueError(f"{name} is {values[row, token]} at row {row}{uid}, response token {token}")
+    return None
+
+
+def bad_routes(
+    batch: TrainingBatch, replayed: Sequence[int], layers: int, experts: int, topk: int
+) -> Exception | None:
+    """Return the error of routes that are not ``topk`` different ones of ``experts`` experts for each of ``layers``
+    layers, where it names uid, token and layer. ``replayed``: the layers that have experts; none, if nothing is
+    replayed."""
+    known = [(row, routes) for row, routes in enumerate(batch.rollout_routes) if routes is not None]
+    if not replayed or not known:
+        return None
+    stride = -(-sum(len(routes) for _, routes in known) * len(replayed) // CHECKED_ROUTES)
+    for row, routes in known:
+        uid = batch.uids[row] if batch.uids else row
+        if routes.shape[1:] != (layers, topk):
+            return ValueError(
+                f"uid {uid}: the engine's routes are of {routes.shape[1]} layers and {routes.shape[2]} experts a "
+                f"token, the model has {layers} layers and takes {topk}: engine and trainer have different models"
+            )
+        looked_at = np.sort(routes[::stride, list(replayed)], axis=-1)
+        wrong = (looked_at >= experts).any(-1) | (looked_at[..., 1:] == looked_at[..., :-1]).any(-1)
+        if wrong.any():
+            token, place = (int(each) for each in np.argwhere(wrong)[0])
+            token, layer = token * stride, replayed[place]
+            return ValueError(
+                f"uid {uid}, token {token}, layer {layer}: the engine's route {routes[token, layer].tolist()} is not "
+                f"of {topk} different experts from 0 to {experts - 1}"
+            )
     return None

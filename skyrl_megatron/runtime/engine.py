@@ -37,7 +37,7 @@ from skyrl_megatron.config.run_folder import run_folder
 from skyrl_megatron.data.splitting import plan_micro_batches, rows_by_adapter
 from skyrl_megatron.runtime import loss_scale, parallel_state
 from skyrl_megatron.runtime.agreement import from_rank_0, group_maximum, raise_on_all_ranks
-from skyrl_megatron.runtime.batch_checks import find_problem, too_long
+from skyrl_megatron.runtime.batch_checks import bad_routes, find_problem, too_long
 from skyrl_megatron.runtime.cpu import megatron_patches
 from skyrl_megatron.runtime.engine_settings import ddp_config, hf_model, parameter_dtype, transformer_kwargs
 from skyrl_megatron.runtime.flops import model_flops, peak_flops
@@ -53,7 +53,8 @@ from skyrl_megatron.runtime.hf.load import load_hf
 from skyrl_megatron.runtime.lora.base import fingerprint
 from skyrl_megatron.runtime.model.build import build_model
 from skyrl_megatron.runtime.model.lm_head import return_hidden_states
-from skyrl_megatron.runtime.model.router import router_metrics
+from skyrl_megatron.runtime.model.router import router_metrics, routers_of
+from skyrl_megatron.runtime.model.routing_replay import forget_routes, replay_routes
 from skyrl_megatron.runtime.offload import PARTS, Offload, Part
 from skyrl_megatron.runtime.optimizer import StepResult, build_lr_schedule, step_if_finite, together
 from skyrl_megatron.runtime.packed_inputs import pack
@@ -107,6 +108,7 @@ class MegatronEngine:
         load_hf(self.model, self.model.hf.path, self.groups, frozen=self.is_adapted, value_head=prefix)
         fused = cfg.trainer.fused_lm_head_logprob and self.groups.is_last_stage and self.model.head == "lm"
         self._head_weight = return_hidden_states(self.model.chunks[-1], self.groups) if fused else None
+        self._replayed = self._replay_routes() if self.megatron.moe_enable_routing_replay else ()
         self.flops = model_flops(self.model.config, self.model.vocab_size, self.model.head)
         self.memory = MemoryRecorder(
             getattr(self.settings, "record_memory", False), Path(cfg.trainer.ckpt_path) / "memory_snapshots"
@@ -120,6 +122,12 @@ class MegatronEngine:
         self._now = self._trained[self._name]
         chunks = [chunk for trained in self._trained.values() for chunk in trained.chunks]
         self._memory = Offload(chunks, [trained.optimizer for trained in self._trained.values()])
+
+    def _replay_routes(self) -> tuple[int, ...]:
+        """Let routers take the experts that the engine chose; return the model's layers of those on this rank."""
+        for chunk in self.model.chunks:
+            replay_routes(chunk, routers_of([chunk]))
+        return tuple(router.layer_number - 1 for router in routers_of(self.model.chunks))
 
     @property
     def is_adapted(self) -> bool:
@@ -314,7 +322,7 @@ class MegatronEngine:
         measured: dict[str, list[ReducibleMetrics]] = {}
         with self._cleared_on_failure():
             positions = self.model.hf.config.get("max_position_embeddings")
-            raise_on_all_ranks(too_long(batch, positions) or find_problem(batch, objective))
+            raise_on_all_ranks(too_long(batch, positions) or find_problem(batch, objective) or self._bad_routes(batch))
             for name, rows in self._turns(batch):
                 part = _picked(batch, rows)
                 if (totals := self.step_totals(part, objective)).tokens:
@@ -459,6 +467,12 @@ class MegatronEngine:
         return tuple(part for part in PARTS if self._memory.away(part))
 
     # ------------------------------------------------------------------ parts of the step
+    def _bad_routes(self, batch: TrainingBatch) -> Exception | None:
+        shape = self.model.hf.plan.shape
+        layers = [layer for layer, moe in enumerate(shape.moe) if moe] if self._replayed else []
+        config = self.model.config
+        return bad_routes(batch, layers, len(shape.moe), config.num_moe_experts or 0, config.moe_router_topk)
+
     def _turns(self, batch: TrainingBatch) -> list[tuple[str, np.ndarray]]:
         """Return (adapter, its rows of this replica) for every adapter that any replica has rows of, in the order in
         which they take turns. Collective. Raises ValueError for a name that is unknown, on all ranks."""
@@ -499,7 +513,8 @@ class MegatronEngine:
         micro_batches = []
         for own in plan:
             part = batch.select(own) if len(own) else batch.blank_row()
-            packed = pack(part, self.groups, target, padded=not trainer.use_sample_packing)
+            padded = not trainer.use_sample_packing
+            packed = pack(part, self.groups, target, padded=padded, replayed=self._replayed)
             micro_batches.append(MicroBatch(own, part.to(target), packed))
         return micro_batches
 
@@ -553,6 +568,7 @@ class MegatronEngine:
             yield
         except BaseException:
             self.clear_gradients()
+            forget_routes(routers_of(self.model.chunks))
             raise
 
     def _profile(self, name: str) -> contextlib.AbstractContextManager[None]:

@@ -53,7 +53,6 @@ def transformer_kwargs(cfg: SkyRLTrainConfig, role: str) -> dict[str, Any]:
         "moe_aux_loss_coeff": megatron.moe_aux_loss_coeff,
         "moe_z_loss_coeff": megatron.moe_z_loss_coeff,
         "moe_grouped_gemm": megatron.moe_grouped_gemm,
-        "moe_enable_routing_replay": megatron.moe_enable_routing_replay,
         "attention_backend": "auto" if cfg.trainer.flash_attn else "unfused",
         "deterministic_mode": bool(cfg.trainer.deterministic) and device.has_cuda(),
     }

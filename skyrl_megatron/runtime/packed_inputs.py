@@ -7,6 +7,7 @@ and runs them as a [b, S] batch: slower, for models or debugging that cannot pac
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,16 +45,20 @@ class PackedInputs:
     groups: ProcessGroups
     support: Support | None = None
     """What the token after each of the p (padded: b·S) was sampled from; None: all from the whole vocabulary."""
+    routes: Mapping[int, Tensor] | None = None
+    """Layer of the model → [t, K] int16, experts given to the t tokens that its router sees here (with tp, a part of
+    p); -1 for tokens without. None: the model routes."""
 
     def model_arguments(self) -> dict[str, object]:
         """Return the keyword arguments of ``GPTModel.forward``."""
-        return {
+        arguments: dict[str, object] = {
             "input_ids": self.tokens,
             "position_ids": self.position_ids,
             "attention_mask": None,
             "packed_seq_params": self.params,
             "padding_mask": self.padding_mask,
         }
+        return arguments if self.routes is None else arguments | {"routes": self.routes}
 
     def to_responses(self, per_token: Tensor) -> Tensor:
         """Map values at predicting positions, [p, …] on each cp rank → [b, T, …] on every rank, 0 where there is no
@@ -73,8 +78,18 @@ class PackedInputs:
         return whole[mine.to(whole.device)]
 
 
-def pack(batch: TrainingBatch, groups: ProcessGroups, device: torch.device, *, padded: bool = False) -> PackedInputs:
-    """Pack the rows of ``batch`` as one micro-batch. A batch without rows becomes one sequence of padding alone."""
+def pack(
+    batch: TrainingBatch,
+    groups: ProcessGroups,
+    device: torch.device,
+    *,
+    padded: bool = False,
+    replayed: Sequence[int] = (),
+) -> PackedInputs:
+    """Pack the rows of ``batch`` as one micro-batch. A batch without rows becomes one sequence of padding alone.
+
+    ``replayed``: layers of the model whose routers here take the routes of the batch.
+    """
     lengths = [int(length) for length in batch.lengths] or [0]
     alignment = groups.parallel.alignment
     width = max(-(-max(lengths) // alignment) * alignment, alignment)
@@ -117,6 +132,7 @@ def pack(batch: TrainingBatch, groups: ProcessGroups, device: torch.device, *, p
         response_valid=valid.to(device),
         groups=groups,
         support=_support(batch, lengths, starts, total, mine, device),
+        routes=_routes(batch, lengths, starts, total, mine, shape, replayed, groups, device),
     )
 
 
@@ -152,6 +168,33 @@ def _support(
         before = np.cumsum(counts) - counts
         ids = ids[np.repeat(begins - before, counts) + np.arange(counts.sum())]
     return Support.of(ids, counts, device)
+
+
+def _routes(
+    batch: TrainingBatch,
+    lengths: list[int],
+    starts: list[int],
+    total: int,
+    mine: Tensor | slice,
+    shape: tuple[int, int],
+    layers: Sequence[int],
+    groups: ProcessGroups,
+    device: torch.device,
+) -> Mapping[int, Tensor] | None:
+    """Place the experts of each token, and take those of this rank's layers and of the tokens that it routes."""
+    known = [routes for routes in batch.rollout_routes if routes is not None]
+    if not layers or not known:
+        return None
+    placed = np.full((total, len(layers), known[0].shape[2]), -1, np.int16)
+    for start, length, routes in zip(starts, lengths, batch.rollout_routes, strict=True):
+        if routes is not None:
+            count = min(len(routes), length)
+            placed[start : start + count] = routes[:count, layers]
+    tokens = torch.from_numpy(placed)[mine].unflatten(0, shape).transpose(0, 1)  # [S, b, …], as layers see them
+    if groups.parallel.sequence_parallel:
+        tokens = tokens.chunk(groups.tp.size())[groups.tp.rank()]
+    here = tokens.flatten(0, 1).transpose(0, 1).contiguous().to(device)
+    return dict(zip(layers, here, strict=True))
 
 
 def _sequence_params(padded_lengths: tuple[int, ...], positions: Tensor, device: torch.device) -> PackedSeqParams:

@@ -3,7 +3,9 @@
 Each sequence runs alone and unpadded; the loss is written out here. What it shares with the engine is the HF folder.
 """
 
+import contextlib
 from dataclasses import dataclass
+from functools import partial
 
 KL, ENTROPY = 0.5, 0.5
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
@@ -76,7 +78,8 @@ def hf_logprobs(model, batch, row):
     length = int(batch.attention_mask[row].sum())
     responses = int(batch.response_mask[row].sum())
     tokens = batch.sequences[row, -length:][None]
-    logits = model(tokens, use_cache=False).logits[0, length - responses - 1 : -1].float() / TEMPERATURE
+    with forced_routes(model, batch.rollout_routes[row] if batch.rollout_routes else None):
+        logits = model(tokens, use_cache=False).logits[0, length - responses - 1 : -1].float() / TEMPERATURE
     if batch.rollout_support:
         logits = logits.masked_fill(~kept(batch.rollout_support[row], logits.shape[1]), -torch.inf)
     every = torch.log_softmax(logits, -1)
@@ -112,6 +115,63 @@ def with_support(batch, vocab_size, seed=2):
             for place, token in enumerate(batch.sequences[row, -responses:])
         ]
         batch.rollout_support.append(TokenSupport.of([sorted(entries) for entries in sets]))
+    return batch
+
+
+@contextlib.contextmanager
+def forced_routes(model, routes):
+    """Let a Qwen3-MoE's routers take routes [n, L, K] for the first n tokens, and weigh them by their own rule."""
+    import torch
+
+    gates = {} if routes is None else {layer: block.mlp.gate for layer, block in enumerate(model.model.layers)}
+    for layer, gate in gates.items():
+        gate.forward = partial(_weigh, gate, torch.from_numpy(routes[:, layer].astype("int64")))
+    yield
+    for gate in gates.values():
+        del gate.forward
+
+
+def _weigh(gate, routes, hidden):
+    """(logits, weights, experts) of tokens [t, H], the first of which have routes."""
+    import torch
+
+    logits = torch.nn.functional.linear(hidden, gate.weight)
+    scores = logits.softmax(-1)
+    chosen = scores.topk(gate.top_k).indices
+    chosen[: len(routes)] = routes
+    weights = scores.gather(1, chosen)
+    return logits, weights / weights.sum(-1, keepdim=True), chosen
+
+
+def with_routes(batch, layers, experts, top_k, seed=3):
+    """The batch with routes that no router chose: of all tokens but the last; of fewer in row 1, of none in row 3."""
+    import copy
+
+    import numpy as np
+
+    rng, batch = np.random.default_rng(seed), copy.deepcopy(batch)
+    for row, length in enumerate(batch.lengths.tolist()):
+        known = length // 2 if row == 1 else length - 1
+        routes = rng.random((known, layers, experts)).argsort(-1)[..., :top_k].astype(np.uint8)
+        batch.rollout_routes.append(None if row == 3 else routes)
+    return batch
+
+
+def natural_routes(folder, batch):
+    """The batch with the routes that its tokens take in transformers."""
+    import copy
+
+    import numpy as np
+    import torch
+
+    model, batch = load_model(folder), copy.deepcopy(batch)
+    seen = router_logits(model)
+    with torch.no_grad():
+        for row, length in enumerate(batch.lengths.tolist()):
+            seen.clear()
+            model(batch.sequences[row, -length:][None], use_cache=False)
+            chosen = [logits.topk(model.config.num_experts_per_tok).indices for logits in seen]
+            batch.rollout_routes.append(torch.stack(chosen, 1).numpy().astype(np.uint8))
     return batch
 
 
@@ -263,3 +323,25 @@ def router_load(folder, batch):
             )
         )
     return loads
+
+
+def mismatch(folder, batch):
+    """Share of the tokens with routes that would go to other experts, by layer, in the run with the routes."""
+    import torch
+
+    model = load_model(folder)
+    elsewhere, tokens = torch.zeros(len(model.model.layers)), 0
+    seen = router_logits(model)
+    with torch.no_grad():
+        for row, length in enumerate(batch.lengths.tolist()):
+            seen.clear()
+            if (routes := batch.rollout_routes[row]) is None:
+                continue
+            with forced_routes(model, routes):
+                model(batch.sequences[row, -length:][None], use_cache=False)
+            for layer, logits in enumerate(seen):
+                natural = logits[: len(routes)].topk(model.config.num_experts_per_tok).indices.sort(-1).values
+                given = torch.from_numpy(routes[:, layer].astype("int64")).sort(-1).values
+                elsewhere[layer] += (natural != given).any(-1).sum()
+            tokens += len(routes)
+    return (elsewhere / tokens).tolist()

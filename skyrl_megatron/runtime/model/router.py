@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from skyrl_megatron import device
+from skyrl_megatron.runtime.model.routing_replay import RoutingReplay
 
 
 class TokenWeightedRouter(TopKRouter):
@@ -84,32 +85,49 @@ class TokenWeightedRouter(TopKRouter):
         return attached
 
 
+def routers_of(chunks: Iterable[torch.nn.Module]) -> list[TokenWeightedRouter]:
+    """List the routers of some model chunks, in their order."""
+    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, TokenWeightedRouter)]
+
+
 def router_metrics(
     chunks: Sequence[torch.nn.Module], config: TransformerConfig, *, per_layer: bool
 ) -> dict[str, float]:
     """Measure balance and entropy of the routers over all ranks' valid tokens since the last call; {} without experts.
 
-    ``moe_load_imbalance``: the busiest expert's tokens over the mean of all (1 is even); ``moe_router_entropy``: mean
-    entropy of the routing distribution, in nats. Means over layers; ``per_layer`` adds each layer as ``…/layer_N``.
+    ``moe_load_imbalance``: the busiest expert's tokens over the mean of all (1 is even); ``moe_dead_experts``: the
+    share of experts without a token; ``moe_router_entropy``: mean entropy of the routing distribution, in nats. With
+    given routes also ``moe_routing_replayed``, the share of tokens that had some, and ``moe_routing_mismatch``, the
+    share of these that the model would have sent to other experts. Means over layers; ``per_layer`` adds each layer
+    as ``…/layer_N``.
     Collective over all ranks: with tp > 1 the sequence is split, so that each token is counted on one rank.
     """
     if not config.num_moe_experts:
         return {}
-    routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TokenWeightedRouter)]
-    load = torch.zeros(config.num_layers, config.num_moe_experts + 2, dtype=torch.float64, device=device.device())
-    for router in routers:
+    load = torch.zeros(config.num_layers, config.num_moe_experts + 4, dtype=torch.float64, device=device.device())
+    for router in routers_of(chunks):
         if router.load is not None:
-            load[router.layer_number - 1] += router.load
+            load[router.layer_number - 1, :-2] += router.load
             router.load = None
+        replay = router.router_replay
+        if isinstance(replay, RoutingReplay) and replay.mismatch is not None:
+            load[router.layer_number - 1, -2:] += replay.mismatch
+            replay.mismatch = None
     dist.all_reduce(load)
-    layers = load[:, -1].nonzero().flatten().tolist()
+    layers = load[:, -3].nonzero().flatten().tolist()
     if not layers:
         return {}
-    load = load[layers]
+    experts, (entropy, tokens, replayed, elsewhere) = load[layers, :-4], load[layers, -4:].unbind(1)
     found = {
-        "moe_load_imbalance": (load[:, :-2].amax(1) / load[:, :-2].mean(1)).tolist(),
-        "moe_router_entropy": (load[:, -2] / load[:, -1]).tolist(),
+        "moe_load_imbalance": (experts.amax(1) / experts.mean(1)).tolist(),
+        "moe_dead_experts": (experts == 0).double().mean(1).tolist(),
+        "moe_router_entropy": (entropy / tokens).tolist(),
     }
+    if replayed.any():
+        found |= {
+            "moe_routing_replayed": (replayed / tokens).tolist(),
+            "moe_routing_mismatch": (elsewhere / replayed.clamp(min=1.0)).tolist(),
+        }
     metrics = {name: sum(values) / len(values) for name, values in found.items()}
     if per_layer:
         for name, values in found.items():
