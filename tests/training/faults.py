@@ -3,6 +3,8 @@
 import contextlib
 from unittest import mock
 
+import numpy as np
+
 
 @contextlib.contextmanager
 def planted(fault, engine):

@@ -330,7 +330,7 @@ def mismatch(folder, batch):
     import torch
 
     model = load_model(folder)
-    elsewhere, tokens = torch.zeros(len(model.model.layers)), 0
+    elsewhere, tokens = torch.zeros(len(model.model.layers), dtype=torch.float64), 0
     seen = router_logits(model)
     with torch.no_grad():
         for row, length in enumerate(batch.lengths.tolist()):
