@@ -35,6 +35,7 @@ from skyrl_megatron.inference.vllm import processes
 from skyrl_megatron.inference.vllm.adapters import Held
 from skyrl_megatron.inference.vllm.answers import AnswerExtension, answers_of
 from skyrl_megatron.inference.vllm.cpu_experts import choose_experts_with_adapters
+from skyrl_megatron.inference.vllm.cpu_routes import allow_routes_on_cpu, return_routes
 from skyrl_megatron.weight_sync.vllm_adapters import AdapterExtension
 from skyrl_megatron.weight_sync.vllm_backend import WeightExtension
 
@@ -145,6 +146,11 @@ class WorkerExtension(WeightExtension, AdapterExtension, AnswerExtension):
         on CPU it is added here."""
         if not self.use_v2_model_runner:
             return_support(self.model_runner)
+
+    def skyrl_return_routes(self) -> None:
+        """Return the experts of tokens. Model Runner V2 does by itself (``enable_return_routed_experts``)."""
+        if not self.use_v2_model_runner:
+            return_routes(self.model_runner)
 
     def skyrl_compile_nothing(self) -> None:
         """Turn compilation off altogether. ``enforce_eager`` is about the model; a few functions of the sampler are
@@ -286,3 +292,4 @@ if current_platform.is_cpu():
     choose_experts_with_adapters()
     wait_without_spinning()
     allow_support_on_cpu()
+    allow_routes_on_cpu()

@@ -96,6 +96,8 @@ class VLLMEngine(InferenceEngine):
             await self._llm.update_weight_version(INITIAL_VERSION)
             if settings.return_support:
                 await self._llm.collective_rpc("skyrl_return_support")
+            if settings.enable_return_routed_experts:
+                await self._llm.collective_rpc("skyrl_return_routes")
             if settings.logprobs_at_temperature:
                 await self._llm.collective_rpc("skyrl_logprobs_at_temperature")
             if arguments["enforce_eager"] and not device.has_cuda():

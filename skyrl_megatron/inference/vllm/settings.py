@@ -28,7 +28,7 @@ _FROM_CONFIG = (
         "max_num_batched_tokens",
     ),
     *("enforce_eager", "enable_prefix_caching", "enable_chunked_prefill", "fully_sharded_loras"),
-    "distributed_executor_backend",
+    *("distributed_executor_backend", "enable_return_routed_experts"),
 )
 """Fields with one name in ``generator.inference_engine``, in :class:`EngineSettings` and in vLLM."""
 _SAME_IN_VLLM = ("dtype", "max_model_len", "seed", "trust_remote_code")
@@ -74,6 +74,8 @@ class EngineSettings:
     """Top-p, top-k, min-p or penalties are in use: take log-probs after the temperature and before these."""
     return_support: bool = False
     """Return what each token was sampled from, and take log-probs over it."""
+    enable_return_routed_experts: bool = False
+    """Return the experts that tokens were routed to."""
     start_timeout_s: float = 1800.0
     log_file: Path | None = None
     """Where the processes' output goes. None: a temporary file."""
