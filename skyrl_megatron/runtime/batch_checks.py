@@ -79,3 +79,19 @@ def bad_routes(
                 f"of {topk} different experts from 0 to {experts - 1}"
             )
     return None
+
+
+def missing_routes(batch: TrainingBatch) -> Exception | None:
+    """Return the error of a token that has no route and counts in the loss: one before a token that is trained on."""
+    width = batch.loss_mask.shape[1]
+    for row, length in enumerate(batch.lengths.tolist()):
+        trained = batch.loss_mask[row].nonzero()
+        needed = length - (width - int(trained[-1])) if len(trained) else 0
+        routes = batch.rollout_routes[row] if batch.rollout_routes else None
+        if (known := 0 if routes is None else len(routes)) < needed:
+            return ValueError(
+                f"uid {batch.uids[row] if batch.uids else row}: the engine returned no experts for token {known} of "
+                f"{needed} before the last one that is trained on: find out why (its log), or set "
+                "moe_routing_replay_missing=natural"
+            )
+    return None

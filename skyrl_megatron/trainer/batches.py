@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -88,7 +89,8 @@ def training_pass_is_enough(cfg: SkyRLTrainConfig, batch: TrainingBatch) -> bool
 
 def dump_batch(batch: TrainingBatch, folder: Path, step: int) -> None:
     """Write the tensors of ``batch`` to ``folder/global_step_N.safetensors``; of ``rollout_support`` the vocabulary
-    entries, and how many each response token has, row after row."""
+    entries, and how many each response token has, row after row; of ``rollout_routes`` [tokens, L, K] of all rows, and
+    of how many tokens each row has some."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -98,4 +100,8 @@ def dump_batch(batch: TrainingBatch, folder: Path, step: int) -> None:
         joined = TokenSupport.joined(batch.rollout_support)
         tensors["rollout_support_ids"] = torch.from_numpy(joined.ids.astype("int32"))
         tensors["rollout_support_counts"] = torch.from_numpy(joined.counts)
+    if known := [routes for routes in batch.rollout_routes if routes is not None]:
+        tensors["rollout_routes"] = torch.from_numpy(np.concatenate(known).astype("int32"))
+        counts = [0 if routes is None else len(routes) for routes in batch.rollout_routes]
+        tensors["rollout_routes_counts"] = torch.tensor(counts)
     save_file(tensors, str(folder / f"global_step_{step}.safetensors"))

@@ -43,6 +43,11 @@ def logprob_diff_metrics(batch: TrainingBatch) -> dict[str, float]:
     return {f"policy/{name}": value for name, value in found.items()}
 
 
+def route_bytes(batch: TrainingBatch) -> int:
+    """Return what the routes of a batch take."""
+    return sum(routes.nbytes for routes in batch.rollout_routes if routes is not None)
+
+
 def advantage_metrics(batch: TrainingBatch) -> dict[str, float]:
     """Return means of the advantages over the tokens trained on, and of the rewards behind them."""
     assert batch.advantages is not None and batch.rewards is not None

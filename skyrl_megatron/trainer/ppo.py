@@ -57,6 +57,7 @@ from skyrl_megatron.trainer.metrics import (
     logprob_diff_metrics,
     optimizer_metrics,
     reward_metrics,
+    route_bytes,
     value_metrics,
 )
 from skyrl_megatron.trainer.phases import Phases, StartUp
@@ -302,6 +303,8 @@ class RayPPOTrainer:
         batch = to_training_batch(generator_output, uids)
         batch.metadata[PROMPT_UIDS] = uids
         batch.adapters = self._adapters_of(uids)
+        if batch.rollout_routes:
+            self.metrics["generate/route_bytes_per_sample"] = route_bytes(batch) / len(batch)
         keep = finite_samples(batch, self.cfg.trainer.algorithm.nonfinite)
         batch.loss_mask *= keep[:, None]
         self.metrics["generate/nonfinite_samples"] = float((~keep).sum())

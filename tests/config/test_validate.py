@@ -298,6 +298,31 @@ RULES = {
         f"{M}moe_enable_routing_replay",
         "enable_return_routed_experts",
     ),
+    "replay of a critic": (
+        [
+            "trainer.critic.megatron_config.moe_enable_routing_replay=true",
+            f"{E}enable_return_routed_experts=true",
+            "trainer.critic.model.path=some/model",
+            f"{A}advantage_estimator=gae",
+        ],
+        "trainer.critic.megatron_config.moe_enable_routing_replay",
+        "the policy and its reference alone",
+    ),
+    "routes without prefix caching": (
+        [f"{E}enable_return_routed_experts=true", f"{E}enable_prefix_caching=false"],
+        f"{E}enable_return_routed_experts",
+        "enable_prefix_caching=true",
+    ),
+    "routes of engines elsewhere": (
+        [
+            f"{E}enable_return_routed_experts=true",
+            f"{E}run_engines_locally=false",
+            f"{E}remote_urls=['a:1']",
+            "trainer.placement.colocate_all=false",
+        ],
+        f"{E}enable_return_routed_experts",
+        "run_engines_locally",
+    ),
     "replay with fused router": (
         [f"{M}moe_enable_routing_replay=true", f"{E}enable_return_routed_experts=true", f"{K}moe_router_fusion=true"],
         f"{K}moe_router_fusion",

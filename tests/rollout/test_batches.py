@@ -176,7 +176,7 @@ def test_tensors_are_right_aligned(arrays):
     masks = [kind(rng.integers(0, 2, r)) for _, r in sizes]
     logprobs = [kind(-rng.random(r)) for _, r in sizes]
     rewards = [kind(rng.random(r)) for _, r in sizes]
-    routes = [rng.integers(0, 8, (p + r, 2, 3)) if i % 3 else None for i, (p, r) in enumerate(sizes)]
+    routes = [rng.integers(0, 8, (p + r - i % 2, 2, 3)) if i % 3 else None for i, (p, r) in enumerate(sizes)]
     uids = [str(i) for i in range(20)]
     batch = collate(
         prompts,
@@ -195,8 +195,11 @@ def test_tensors_are_right_aligned(arrays):
             at = column - (width - p - r)
             token = 0 if at < 0 else int(prompts[i][at] if at < p else responses[i][at - p])
             assert batch.sequences[i, column] == token and bool(batch.attention_mask[i, column]) == (at >= 0)
-            if routes[i] is not None and at >= 0:
-                assert batch.rollout_routes[i, column].tolist() == routes[i][at].tolist()
+        if routes[i] is None:
+            assert batch.rollout_routes[i] is None
+        else:
+            assert batch.rollout_routes[i].dtype == np.uint8
+            np.testing.assert_array_equal(batch.rollout_routes[i], routes[i])
         for column in range(response_width):
             at = column - (response_width - r)
             assert batch.response_mask[i, column] == (at >= 0)

@@ -295,7 +295,7 @@ def test_text_that_the_environment_rewrites_is_not_trained_on():
 
 
 def test_versions_and_routes_are_carried_through():
-    """Routes of a token are those of the turn that computed it first; the end repeats the last known ones."""
+    """Routes of a token are those of the turn that computed it first; the last sampled one was not computed."""
     tokenizer = tokenizer_of("chatml")
     end = tokenizer.eos_token_id
     p = len(tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True)["input_ids"])
@@ -312,7 +312,6 @@ def test_versions_and_routes_are_carried_through():
     output = run(generator_of("chatml", ScriptedEngine(script)), QUESTION, [say("wrong"), say(done=True)])
     assert output["rollout_versions"] == [[("4", 0, 3), ("4", 3 + gap, 4 + gap), ("5", 4 + gap, 5 + gap)]]
     routes = output["rollout_expert_indices"][0]
-    assert routes.shape == (p + 5 + gap, 3, 2) and routes.dtype == np.uint8
+    assert routes.shape == (p + 4 + gap, 3, 2) and routes.dtype == np.uint8
     np.testing.assert_array_equal(routes[: p + 2], first)
-    np.testing.assert_array_equal(routes[p + 2 : -1], second[p + 2 :])
-    np.testing.assert_array_equal(routes[-1], second[-1])
+    np.testing.assert_array_equal(routes[p + 2 :], second[p + 2 :])

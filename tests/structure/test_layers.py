@@ -36,6 +36,7 @@ HEAVY = {
         {
             "skyrl_megatron/inference/vllm/compat.py",
             "skyrl_megatron/inference/vllm/cpu_experts.py",
+            "skyrl_megatron/inference/vllm/cpu_routes.py",
             "skyrl_megatron/weight_sync/vllm_backend.py",
             "skyrl_megatron/weight_sync/vllm_adapters.py",
         },

@@ -74,8 +74,6 @@ def test_routes_change_the_step(folder, batch, routed):
         ("scores are those of the choice", "single", "packed"),
         ("routes of the next layer", "single", "packed"),
         ("routes of another row", "single", "packed"),
-        pytest.param("newest routes recomputed", "pp2·vpp2", "recomputed layers", marks=pytest.mark.full_matrix),
-        pytest.param("newest routes recomputed", "pp2", "recomputed experts", marks=pytest.mark.full_matrix),
         ("recomputed without routes", "single", "recomputed experts"),
     ],
 )
@@ -86,6 +84,20 @@ def test_planted_faults_are_seen(ranks, folder, routed, expected, fault, layout,
     outcomes = ranks(layout["world"], bodies.three_steps, folder, routed, expected, layout, overrides, fault)
     with pytest.raises(AssertionError):
         bodies.check(outcomes, expected)
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("way", ["recomputed layers", "recomputed experts"])
+def test_rows_of_one_length_keep_their_own_routes(ranks, folder, routed, tmp_path, way):
+    """Two micro-batches in flight that only their routes tell apart. With those of the newest the check fails."""
+    alike = routed.select([4, 5])
+    assert len({len(routes) for routes in alike.rollout_routes}) == 1
+    wanted = reference.policy_gradient_step(folder, alike, tmp_path)
+    overrides, layout = REPLAY | WAYS[way] | {"trainer.micro_train_batch_size_per_gpu": 1}, LAYOUTS["pp2"]
+    bodies.check(ranks(2, bodies.three_steps, folder, alike, wanted, layout, overrides), wanted)
+    with pytest.raises(AssertionError):
+        fault = "newest routes recomputed"
+        bodies.check(ranks(2, bodies.three_steps, folder, alike, wanted, layout, overrides, fault), wanted)
 
 
 def one_pass(folder, batch, layout, overrides):
@@ -152,10 +164,11 @@ def test_bad_routes_are_named(ranks, folder, routed):
     )
     assert f"uid {uid}, token 1, layer 2: the engine's route [3, 4] is not" in found["out of range"]
     assert "routes are of 3 layers and 2 experts a token, the model has 4 layers and takes 2" in found["layers"]
+    assert "uid prompt-0: the engine returned no experts for token 10 of " in found["missing"]
 
 
 def refused(folder, batch):
-    """What the engine says of wrong routes in row 4, and that the gradients are gone."""
+    """What the engine says of wrong routes in row 4, and of those that row 1 lacks."""
     from skyrl_megatron.runtime.engine import MegatronEngine
 
     engine, found = MegatronEngine(bodies.config(folder, overrides=REPLAY)), {}
@@ -168,4 +181,7 @@ def refused(folder, batch):
         with pytest.raises(ValueError, match="uid") as caught:
             engine.forward_backward(wrong)
         found[name] = str(caught.value)
-    return found
+    engine.megatron.moe_routing_replay_missing = "error"
+    with pytest.raises(ValueError, match="uid") as caught:
+        engine.forward_backward(batch)
+    return found | {"missing": str(caught.value)}

@@ -149,9 +149,14 @@ IDLE: tuple[Idle, ...] = (
             f"{_T}ref.megatron_config.",
             "ddp_config. torch_profiler_config. lora_config. optimizer_config_kwargs empty_cuda_cache "
             "moe_aux_loss_coeff moe_z_loss_coeff dist_ckpt_optim_fully_reshardable freeze_moe_router "
-            "moe_per_layer_logging async_dist_ckpt_save",
+            "moe_per_layer_logging moe_routing_replay_missing async_dist_ckpt_save",
         )
         + f" {_T}ref.model.lora.",
+    ),
+    Idle(
+        "moe_enable_routing_replay=false",
+        f"{_M}moe_routing_replay_missing",
+        lambda cfg, hardware: not cfg.trainer.policy.megatron_config.moe_enable_routing_replay,
     ),
     Idle(
         "adapters are off: policy.model.lora.rank=0",

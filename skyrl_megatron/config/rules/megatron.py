@@ -56,6 +56,9 @@ def megatron_problems(
     if megatron.context_parallel_size > 1 and not cfg.trainer.use_sample_packing:
         fix = "needs trainer.use_sample_packing=true"
         yield Problem(f"{section}context_parallel_size", megatron.context_parallel_size, fix)
+    if megatron.moe_enable_routing_replay and role not in ("policy", "ref"):
+        fix = "the policy and its reference alone take the experts of the policy's engine: leave it out"
+        yield Problem(f"{section}moe_enable_routing_replay", True, fix)
     yield from _experts(cfg, megatron, section, hardware)
     yield from _recompute(megatron, section)
     ddp = megatron.ddp_config

@@ -25,6 +25,7 @@ def rollout_problems(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> Iterator[P
     yield from GENERATORS.problems(cfg.generator.name)
     yield from _turns(cfg)
     yield from _engines(cfg, model_dimensions(hf))
+    yield from _routes(cfg, model_dimensions(hf))
     yield from _lengths(cfg, hf)
     yield from _external(cfg)
     yield from _lora(cfg)
@@ -74,6 +75,24 @@ def _engines(cfg: SkyRLTrainConfig, dims: ModelDimensions | None) -> Iterator[Pr
     if dims is not None and engine.expert_parallel_size > 1 and not dims.num_experts:
         fix = "the model has no experts: set it to 1"
         yield Problem(f"{_E}expert_parallel_size", engine.expert_parallel_size, fix)
+
+
+def _routes(cfg: SkyRLTrainConfig, dims: ModelDimensions | None) -> Iterator[Problem]:
+    engine = cfg.generator.inference_engine
+    if not engine.enable_return_routed_experts:
+        return
+    alone = engine.run_engines_locally and not engine.enable_registry and engine.backend == "vllm"
+    for wrong, why in (
+        (dims is not None and not dims.num_experts, "the model has no experts: set false"),
+        (
+            not alone,
+            "come from vLLM engines that this run starts (run_engines_locally, backend, enable_registry)",
+        ),
+        (not engine.enable_prefix_caching, "are kept with the prefix cache: set enable_prefix_caching=true"),
+        (engine.pipeline_parallel_size > 1, "vLLM returns none of pipeline stages: set pipeline_parallel_size=1"),
+    ):
+        if wrong:
+            yield Problem(f"{_E}enable_return_routed_experts", True, why)
 
 
 def _lengths(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> Iterator[Problem]:

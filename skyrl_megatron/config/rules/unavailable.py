@@ -10,8 +10,6 @@ from skyrl_megatron.config.hf_model import read_hf_config
 from skyrl_megatron.errors import ConfigError, Problem
 
 NOT_AVAILABLE: Mapping[str, str] = {
-    "trainer.policy.megatron_config.moe_enable_routing_replay": "routing replay",
-    "generator.inference_engine.enable_return_routed_experts": "routing replay",
     "trainer.fully_async.max_staleness_steps": "fully asynchronous training",
     "trainer.fully_async.num_parallel_generation_workers": "fully asynchronous training",
 }

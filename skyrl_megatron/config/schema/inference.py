@@ -79,7 +79,8 @@ class InferenceEngineConfig(BaseConfig):
     external_server_urls: list[str] | None = None
     """URLs of engines started elsewhere, for control: pause, weight updates, versions."""
     enable_return_routed_experts: bool = False
-    """Engines return the experts that each token was routed to, for `moe_enable_routing_replay`."""
+    """Engines return the experts that each token was routed to, for `moe_enable_routing_replay`. Engines that this run
+    starts, with prefix caching and without pipeline parallelism."""
     return_sampling_support: bool | None = None
     """Engines return which tokens top-p, top-k and min-p left to sample from, and the trainer's softmax is taken over
     the same: ratios and KL then compare what was sampled from. None: when those are set, nothing else changes the

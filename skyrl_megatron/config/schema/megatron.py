@@ -133,8 +133,11 @@ class MegatronConfig(BaseConfig):
     moe_z_loss_coeff: NonNegative | None = None
     """Weight of the z-loss on router logits (arXiv:2202.08906). None or 0: none."""
     moe_enable_routing_replay: bool = False
-    """Train with the experts that the engine chose in the rollout. Needs
+    """Compute log-probs and gradients with the experts that the engine chose in the rollout (arXiv:2510.11370). Needs
     `generator.inference_engine.enable_return_routed_experts`."""
+    moe_routing_replay_missing: Annotated[str, OneOf("natural", "error")] = "natural"
+    """What becomes of a token that counts in the loss and came without the engine's experts: the model routes it, or
+    the step ends with an error."""
     freeze_moe_router: bool = False
     """Leave router weights as they are."""
     moe_per_layer_logging: bool = False

@@ -1,5 +1,6 @@
 """Everything of vLLM that moves between releases, for vLLM 0.32, but the transfer of weights (``vllm_backend.py``,
-``vllm_adapters.py``) and experts with adapters on CPU (``cpu_experts.py``): no other file imports vLLM.
+``vllm_adapters.py``) and what its CPU runner lacks (``cpu_experts.py``, ``cpu_routes.py``): no other file imports
+vLLM.
 
 Loaded in every worker process as the module of ``worker_extension_cls``: importing it installs CPU work-arounds and
 registers our weight-transfer backend, before the model is built.

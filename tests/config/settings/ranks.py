@@ -140,6 +140,8 @@ PARTS = {
     "emptied": _emptied,
     "traces": _traces,
     "said": lambda engine: None,
+    "replayed": lambda engine: engine._replayed,
+    "routes": lambda engine: str(engine._bad_routes(_batch())),
 }
 
 

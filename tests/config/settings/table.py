@@ -45,6 +45,7 @@ JOINED = ELSEWHERE | {f"{E}enable_registry": True, f"{E}registry_port": PORTS[0]
 FEW = {f"{T}max_training_steps": 2}
 DECAYS = {f"{OPT}scheduler": "linear", f"{OPT}num_warmup_steps": 2}
 AUX = {f"{M}moe_router_load_balancing_type": "aux_loss"}
+ROUTED = {f"{E}enable_return_routed_experts": True}
 PROFILED = {f"{M}torch_profiler_config.enable": True}
 OWN_TEMPLATE = {f"{G}chat_template.source": "file", f"{G}chat_template.name_or_path": "chat.jinja"}
 FILTER = {f"{A}dynamic_sampling.type": "filter"}
@@ -204,6 +205,7 @@ ENGINES = {
     f"{E}data_parallel_size": Row(2, engines.arguments),
     f"{E}expert_parallel_size": Row(2, engines.arguments),
     f"{E}enable_prefix_caching": Row(False, engines.arguments),
+    f"{E}enable_return_routed_experts": Row(True, engines.arguments),
     f"{E}enable_chunked_prefill": Row(False, engines.arguments),
     f"{E}max_num_batched_tokens": Row(4096, engines.arguments),
     f"{E}enforce_eager": Row(False, engines.arguments),
@@ -293,6 +295,9 @@ MODELS = {
     f"{M}moe_z_loss_coeff": Row(0.5, "transformer"),
     f"{M}freeze_moe_router": Row(True, "trainable"),
     f"{M}moe_per_layer_logging": Row(True, "metrics"),
+    f"{M}moe_enable_routing_replay": Row(True, "replayed", ROUTED),
+    f"{T}ref.megatron_config.moe_enable_routing_replay": Row(True, "replayed", ROUTED),
+    f"{M}moe_routing_replay_missing": Row("error", "routes", ROUTED | {f"{M}moe_enable_routing_replay": True}),
     f"{M}ddp_config.grad_reduce_in_fp32": Row(False, "buffers"),
     f"{M}ddp_config.overlap_grad_reduce": Row(True, ranks.buffers),
     f"{M}ddp_config.overlap_param_gather": Row(True, ranks.buffers, {f"{M}ddp_config.overlap_grad_reduce": True}),
@@ -357,11 +362,8 @@ REFUSED = {
     f"{T}ref.model.lora.rank": 8,
     f"{T}teacher.model.path": "/model",
     f"{T}teacher.models": {"a": "/model"},
-    f"{M}moe_enable_routing_replay": True,
     f"{M}moe_token_dispatcher_type": "allgather",
     f"{T}ref.megatron_config.moe_token_dispatcher_type": "allgather",
-    f"{T}ref.megatron_config.moe_enable_routing_replay": True,
-    f"{E}enable_return_routed_experts": True,
     f"{T}fully_async.max_staleness_steps": 2,
     f"{T}fully_async.num_parallel_generation_workers": 2,
     **{f"{T}{role}.fsdp_config.{name}": value for role in ("policy", "ref") for name, value in _FSDP.items()},

@@ -1,0 +1,46 @@
+"""Whole runs in which the trainer takes the experts that the engine chose."""
+
+import pytest
+
+from tests.job import runs
+from tests.job.test_run import AGREE, GAP
+
+pytestmark = pytest.mark.vllm
+
+REPLAY = {
+    "trainer__policy__megatron_config__moe_enable_routing_replay": "true",
+    "trainer__policy__megatron_config__moe_routing_replay_missing": "error",
+    "trainer__ref__megatron_config__moe_enable_routing_replay": "true",
+    "trainer__algorithm__use_kl_loss": "true",
+    "trainer__gradient_checkpointing": "true",
+    "generator__inference_engine__enable_return_routed_experts": "true",
+    "generator__sampling_params__top_p": 0.9,
+}
+OTHER_EXPERTS = """
+def convert_to_training_input(self, generator_output, uids):
+    batch = RayPPOTrainer.convert_to_training_input(self, generator_output, uids)
+    batch.rollout_routes = [(routes + 1) % 8 for routes in batch.rollout_routes]
+    return batch
+Trainer.convert_to_training_input = convert_to_training_input
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return runs.prepare(tmp_path)
+
+
+def test_trainer_and_engine_agree_over_the_engines_experts(folder):
+    """With a reference, top-p and recomputed layers, on two ranks with experts on both."""
+    for line in runs.run(folder, **REPLAY).check().lines:
+        assert line[GAP] <= AGREE
+        assert 0.5 < line["policy/moe_routing_replayed"] < 1.0, "of all tokens but the last of each sequence"
+        assert 0.0 <= line["policy/moe_routing_mismatch"] < 0.05
+        assert line["generate/route_bytes_per_sample"] > 0
+
+
+@pytest.mark.full_matrix
+def test_other_experts_show_in_the_gap(folder):
+    """The gap of the run above is that of its routes: others are taken, too."""
+    line = runs.run(folder, OTHER_EXPERTS, **REPLAY, trainer__max_training_steps=1).check().lines[0]
+    assert line[GAP] > 100 * AGREE and line["policy/moe_routing_mismatch"] > 0.3
