@@ -83,7 +83,25 @@ def test_a_request_that_ends_early(engine, routes_of):
             e.generate("short", PROMPTS[4], SAMPLING),
         )
         await asyncio.sleep(0.1)
+        assert not running.done()
         await e.abort("long")
         return await running
 
     agree(engine(work), [PROMPTS[2], PROMPTS[4]], routes_of)
+
+
+def test_requests_that_are_frozen_while_the_cache_is_emptied(engine, routes_of):
+    """As by a sync of weights, here of the same ones: every token has its experts all the same."""
+
+    async def work(e):
+        running = asyncio.gather(
+            *(e.generate(f"frozen-{i}", PROMPTS[i], SAMPLING | {"max_tokens": 90}) for i in (0, 2))
+        )
+        await asyncio.sleep(0.1)
+        await e.pause("keep")
+        assert not running.done()
+        await e.reset_prefix_cache()
+        await e.resume()
+        return await running
+
+    agree(engine(work), [PROMPTS[0], PROMPTS[2]], routes_of)
