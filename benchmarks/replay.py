@@ -75,7 +75,9 @@ class Stopwatch:
                 mock.patch.object(RoutingReplay, "get_replay_topk", self.timed(without_the_models_own))
             )
             stack.enter_context(mock.patch.object(packed_inputs, "_routes", self.timed(packed_inputs._routes)))
-            stack.enter_context(mock.patch.object(engine, "bad_routes", self.timed(batch_checks.bad_routes)))
+            stack.enter_context(
+                mock.patch.object(engine, "find_route_problem", self.timed(batch_checks.find_route_problem))
+            )
             yield
 
 

@@ -13,6 +13,7 @@ from skyrl_megatron.types import OWN_LOGPROBS
 
 if TYPE_CHECKING:
     from skyrl_megatron.algorithms.objective import Objective
+    from skyrl_megatron.runtime.model.build import ModelChunks
     from skyrl_megatron.types import TrainingBatch
 
 POLICY_READS: tuple[str, ...] = ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs")
@@ -52,16 +53,21 @@ def find_problem(batch: TrainingBatch, objective: Objective) -> Exception | None
     return None
 
 
-def bad_routes(
+def find_route_problem(batch: TrainingBatch, model: ModelChunks, missing: str) -> Exception | None:
+    """Return the error of routes that ``model`` cannot take, or of none where ``missing`` is ``"error"``."""
+    shape, config = model.hf.plan.shape, model.config
+    layers = [layer for layer, has_experts in enumerate(shape.moe) if has_experts]
+    absent = _missing_routes(batch) if missing == "error" else None
+    return absent or _bad_routes(batch, layers, len(shape.moe), config.num_moe_experts, config.moe_router_topk)
+
+
+def _bad_routes(
     batch: TrainingBatch, replayed: Sequence[int], layers: int, experts: int, topk: int
 ) -> Exception | None:
-    """Return the error of routes that are not ``topk`` different ones of ``experts`` experts for each of ``layers``
-    layers, where it names uid, token and layer. ``replayed``: the layers that have experts; none, if nothing is
-    replayed."""
+    """Return the error of routes that are not ``topk`` different ones of ``experts`` experts in each of the
+    ``replayed`` ones of ``layers`` layers; it names uid, token and layer."""
     known = [(row, routes) for row, routes in enumerate(batch.rollout_routes) if routes is not None]
-    if not replayed or not known:
-        return None
-    stride = -(-sum(len(routes) for _, routes in known) * len(replayed) // CHECKED_ROUTES)
+    stride = max(-(-sum(len(routes) for _, routes in known) * len(replayed) // CHECKED_ROUTES), 1)
     for row, routes in known:
         uid = batch.uids[row] if batch.uids else row
         if routes.shape[1:] != (layers, topk):
@@ -81,7 +87,7 @@ def bad_routes(
     return None
 
 
-def missing_routes(batch: TrainingBatch) -> Exception | None:
+def _missing_routes(batch: TrainingBatch) -> Exception | None:
     """Return the error of a token that has no route and counts in the loss: one before a token that is trained on."""
     width = batch.loss_mask.shape[1]
     for row, length in enumerate(batch.lengths.tolist()):

@@ -37,7 +37,7 @@ from skyrl_megatron.config.run_folder import run_folder
 from skyrl_megatron.data.splitting import plan_micro_batches, rows_by_adapter
 from skyrl_megatron.runtime import loss_scale, parallel_state
 from skyrl_megatron.runtime.agreement import from_rank_0, group_maximum, raise_on_all_ranks
-from skyrl_megatron.runtime.batch_checks import bad_routes, find_problem, missing_routes, too_long
+from skyrl_megatron.runtime.batch_checks import find_problem, find_route_problem, too_long
 from skyrl_megatron.runtime.cpu import megatron_patches
 from skyrl_megatron.runtime.engine_settings import ddp_config, hf_model, parameter_dtype, transformer_kwargs
 from skyrl_megatron.runtime.flops import model_flops, peak_flops
@@ -322,7 +322,10 @@ class MegatronEngine:
         measured: dict[str, list[ReducibleMetrics]] = {}
         with self._cleared_on_failure():
             positions = self.model.hf.config.get("max_position_embeddings")
-            raise_on_all_ranks(too_long(batch, positions) or find_problem(batch, objective) or self._bad_routes(batch))
+            problem = too_long(batch, positions) or find_problem(batch, objective)
+            if self._replayed:
+                problem = problem or find_route_problem(batch, self.model, self.megatron.moe_routing_replay_missing)
+            raise_on_all_ranks(problem)
             for name, rows in self._turns(batch):
                 part = _picked(batch, rows)
                 if (totals := self.step_totals(part, objective)).tokens:
@@ -467,15 +470,6 @@ class MegatronEngine:
         return tuple(part for part in PARTS if self._memory.away(part))
 
     # ------------------------------------------------------------------ parts of the step
-    def _bad_routes(self, batch: TrainingBatch) -> Exception | None:
-        shape = self.model.hf.plan.shape
-        layers = [layer for layer, moe in enumerate(shape.moe) if moe] if self._replayed else []
-        config, all_needed = self.model.config, self.megatron.moe_routing_replay_missing == "error"
-        missing = missing_routes(batch) if layers and all_needed else None
-        return missing or bad_routes(
-            batch, layers, len(shape.moe), config.num_moe_experts or 0, config.moe_router_topk
-        )
-
     def _turns(self, batch: TrainingBatch) -> list[tuple[str, np.ndarray]]:
         """Return (adapter, its rows of this replica) for every adapter that any replica has rows of, in the order in
         which they take turns. Collective. Raises ValueError for a name that is unknown, on all ranks."""

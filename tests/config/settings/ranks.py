@@ -61,6 +61,13 @@ def _trained(engine):
     return metrics
 
 
+def _route_problem(engine):
+    """What is said of rows without routes."""
+    from skyrl_megatron.runtime.batch_checks import find_route_problem
+
+    return str(find_route_problem(_batch(), engine.model, engine.megatron.moe_routing_replay_missing))
+
+
 def _cuts(engine, work):
     """How ``work`` cuts the batch into micro-batches: rows and shape of each."""
     notes, cut = [], engine._micro_batches
@@ -141,7 +148,7 @@ PARTS = {
     "traces": _traces,
     "said": lambda engine: None,
     "replayed": lambda engine: engine._replayed,
-    "routes": lambda engine: str(engine._bad_routes(_batch())),
+    "routes": _route_problem,
 }
 
 
