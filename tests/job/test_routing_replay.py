@@ -40,6 +40,20 @@ def test_trainer_and_engine_agree_over_the_engines_experts(folder):
 
 
 @pytest.mark.full_matrix
+def test_turns_and_two_engines(folder):
+    """Every trained token has its experts, whichever engine computed it and in whichever turn."""
+    turns = {
+        "generator__max_turns": 2,
+        "generator__max_input_length": 96,
+        "generator__use_conversation_multi_turn": "true",
+        "generator__inference_engine__num_engines": 2,
+    }
+    for line in runs.run(folder, **REPLAY | turns).check().lines:
+        assert line["generate/avg_turns"] == 2.0 and line[GAP] <= AGREE
+        assert 0.5 < line["policy/moe_routing_replayed"] < 1.0 and line["policy/moe_routing_mismatch"] < 0.05
+
+
+@pytest.mark.full_matrix
 def test_other_experts_show_in_the_gap(folder):
     """The gap of the run above is that of its routes: others are taken, too."""
     line = runs.run(folder, OTHER_EXPERTS, **REPLAY, trainer__max_training_steps=1).check().lines[0]
