@@ -258,13 +258,11 @@ def hybrid_bytes(folder, options):
     from skyrl_megatron.config.rules.layout import ParallelConfig
     from skyrl_megatron.entrypoints.memory.optimizer import rank_bytes
     from skyrl_megatron.entrypoints.memory.parameters import ParameterTable
-    from skyrl_megatron.runtime import optimizer as module
     from skyrl_megatron.runtime.checkpoint.optimizer_state import parts
     from skyrl_megatron.runtime.offload import optimizer_tensors
     from tests.checkpoint.test_variants import bf16_state, set_gradients
     from tests.support.fake_gpu import fake_gpu
 
-    module._require_hardware = lambda fields, key: None
     options = dict(options, optimizer_cpu_offload=True)
     with fake_gpu(), warnings.catch_warnings(action="ignore"):
         state = bf16_state(folder, {}, 1, options)
