@@ -1,11 +1,14 @@
 """Runs that train several adapters together, from rows that say whose they are to engines that sample with each."""
 
 import json
+import os
+import signal
 
+import psutil
 import pytest
 
 from tests.job import runs
-from tests.job.test_run import AGREE, GAP
+from tests.job.test_run import AGREE, GAP, until_line
 
 pytestmark = pytest.mark.vllm
 
@@ -147,6 +150,34 @@ def test_each_adapter_is_as_if_trained_alone(ranks, folder, monkeypatch):
         for rank, own in enumerate(ranks(2, replayed, arguments, str(folder), name)):
             mine = {key.removeprefix(f"{name}: "): of for key, of in together[rank].items() if key.startswith(name)}
             assert len(own) > 10 and own == {key: of for key, of in mine.items() if key != "rng"}, f"{name}, {rank}"
+
+
+@pytest.mark.full_matrix
+def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch):
+    """kill -9 behind step 3 of 4, with a checkpoint of step 2: the same factors, moments and random states of both."""
+    keys = named() | {"trainer__max_training_steps": 4, "trainer__ckpt_interval": 2, "trainer__eval_interval": 4}
+    found = []
+    for name in ("whole", "killed"):
+        folder = tmp_path / name
+        folder.mkdir()
+        prepared(folder)
+        monkeypatch.setenv("OUT", str(folder))
+        if name == "killed":
+            process = runs.start(folder, "import os\n" + RECORDS, **keys)
+            try:
+                list(until_line(process, "step 3/4"))
+                children = psutil.Process(process.pid).children(recursive=True)
+            finally:
+                os.kill(process.pid, signal.SIGKILL)
+                process.communicate(timeout=120)
+            assert not psutil.wait_procs(children, timeout=60)[1], "left behind"
+            assert not (folder / "hashes.json").exists()
+        done = runs.run(folder, "import os\n" + RECORDS, **keys).check()
+        assert ("(step 2 of 4)" in done.out) == (name == "killed")
+        assert {"eval/adapter/math/avg_score", "eval/adapter/code/avg_score"} <= done.lines[-1].keys()
+        found.append(json.loads((folder / "hashes.json").read_text()))
+    assert found[0] == found[1]
+    assert {key.partition(":")[0] for key in found[0][0]} == {"math", "code"}
 
 
 @pytest.mark.parametrize(
