@@ -10,6 +10,7 @@ from tests.training import reference
 LORA = "trainer.policy.model.lora."
 HOW = "trainer.policy.megatron_config.lora_config."
 KEYS = {f"{LORA}rank": adapters.RANK, f"{LORA}alpha": adapters.ALPHA}
+LOGPROBS_TOLERANCE = 1e-5  # nats
 GRADIENT_TOLERANCE = 1e-5  # of the largest entry of each factor's gradient
 WEIGHT_TOLERANCE = 2e-5  # after three steps of at most 1e-2 each
 
@@ -18,6 +19,8 @@ WEIGHT_TOLERANCE = 2e-5  # after three steps of at most 1e-2 each
 class Outcome:
     """What one rank saw."""
 
+    logprobs: float
+    """Largest error of a log-prob of this rank's rows, before the first step."""
     final_loss: float
     grad_norm: float
     gradients: dict
@@ -52,9 +55,11 @@ def three_steps(folder, batch, expected, layout, overrides, fault=None):
 
     engine = adapted_engine(folder, layout, overrides, expected.start)
     before = [weight.tensor.clone() for weight in local_weights(engine.model, engine.groups)]
-    part = batch.select(split_for_dp(engine.flops.forward(batch.lengths), engine.dp_size)[engine.dp_rank])
+    rows = split_for_dp(engine.flops.forward(batch.lengths), engine.dp_size)[engine.dp_rank]
+    part = batch.select(rows)
     gradients = {}
     with planted(fault, engine):
+        logprobs = float((engine.compute_logprobs(part) - expected.logprobs[torch.as_tensor(rows)]).abs().max())
         for step in range(reference.STEPS):
             measured = engine.forward_backward(part)
             if step == 0 and not engine.optimizer.config.use_distributed_optimizer:
@@ -74,7 +79,7 @@ def three_steps(folder, batch, expected, layout, overrides, fault=None):
     }
     after = local_weights(engine.model, engine.groups)
     base = all(torch.equal(old, new.tensor) for old, new in zip(before, after, strict=True))
-    return Outcome(final_loss, grad_norm, gradients, weights, base)
+    return Outcome(logprobs, final_loss, grad_norm, gradients, weights, base)
 
 
 def one_backward(folder, batch, factors, layers, overrides, fault=None):
@@ -100,6 +105,7 @@ def one_backward(folder, batch, factors, layers, overrides, fault=None):
 def check(outcomes, expected):
     """Assert that loss, gradient norm, gradients and weights are PEFT's, and that the base has not moved."""
     for outcome in outcomes:
+        assert outcome.logprobs <= LOGPROBS_TOLERANCE
         assert outcome.final_loss == pytest.approx(expected.final_loss, abs=1e-5 * expected.terms)
         assert outcome.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
         assert outcome.base, "weights of the base changed"

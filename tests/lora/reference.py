@@ -1,6 +1,7 @@
 """The policy-gradient step on adapters once more: PEFT's modules on transformers' model, and autograd.
 
-Where Megatron has one A for several projections (``lora_type=lora``), PEFT's are tied to one parameter.
+Where Megatron has one A for several projections (``lora_type=lora``), PEFT's are tied to one parameter; with one for
+each (``canonical_lora``), autograd goes through merged weights.
 """
 
 from dataclasses import dataclass
@@ -8,7 +9,6 @@ from dataclasses import dataclass
 from tests.training import reference
 
 RANK, ALPHA = 4, 12
-JOINED = (("q_proj", "k_proj", "v_proj"),)
 
 
 @dataclass
@@ -19,6 +19,8 @@ class Reference:
     terms: float
     """Sum of the absolute loss terms, which the final loss may cancel."""
     grad_norm: float
+    logprobs: object
+    """[B, T], before the first step."""
     start: dict
     grads: dict
     weights: dict
@@ -102,6 +104,18 @@ def peft_model(folder, factors):
     return model, read
 
 
+def transformers_logprobs(model, batch):
+    """[B, T] log-probs of the response tokens, each row alone."""
+    import torch
+
+    out = torch.zeros(batch.response_mask.shape)
+    with torch.no_grad():
+        for row in range(len(batch)):
+            values, _ = reference.hf_logprobs(model, batch, row)
+            out[row, -len(values) :] = values
+    return out
+
+
 def tie(model):
     """Make q, k and v of every layer share their A, as one Megatron module does."""
     for layer in model.base_model.model.model.layers:
@@ -111,18 +125,53 @@ def tie(model):
 
 
 def steps(folder, batch, factors, *, tied):
-    """The steps of ``tests.training.reference``, taken by the adapters alone."""
-    import torch
-
+    """The steps of ``tests.training.reference``, taken by PEFT's adapters alone."""
     model, read = peft_model(folder, factors)
     if tied:
         tie(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return _train(lambda: model, trained, read, batch, factors)
+
+
+def merged_steps(folder, batch, factors):
+    """The same steps of a pair of factors for each projection, gate and up of an expert too, which PEFT has no module
+    for: transformers' model with W + alpha / rank · B·A in the place of W, and autograd through the sum."""
+    import torch
+
+    base = reference.load_model(folder)
+    own = {name: tensor.clone().requires_grad_() for name, tensor in factors.items()}
+
+    def delta(module):
+        return ALPHA / RANK * own[f"{module}.B"] @ own[f"{module}.A"]
+
+    def merged():
+        weights = {name: parameter.detach() for name, parameter in base.named_parameters()}
+        for layer in range(base.config.num_hidden_layers):
+            attention, experts = (f"model.layers.{layer}.{part}" for part in ("self_attn", "mlp.experts"))
+            for module in (f"{attention}.{name}_proj" for name in "qkvo"):
+                weights[f"{module}.weight"] = weights[f"{module}.weight"] + delta(module)
+            every = [f"{experts}.{expert}" for expert in range(base.config.num_experts)]
+            for name, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+                added = [torch.cat([delta(f"{expert}.{part}") for part in parts]) for expert in every]
+                weights[f"{experts}.{name}"] = weights[f"{experts}.{name}"] + torch.stack(added)
+        return lambda *args, **options: torch.func.functional_call(base, weights, args, options)
+
+    def read(of):
+        return {name: of(tensor).clone() for name, tensor in own.items()}
+
+    return _train(merged, list(own.values()), read, batch, factors)
+
+
+def _train(model, trained, read, batch, factors):
+    """Steps of ``trained``; ``model()`` is what a step computes with, ``read`` as :func:`peft_model`'s."""
+    import torch
+
     optimizer = torch.optim.AdamW(trained, reference.LR, eps=reference.ADAM_EPS, weight_decay=0.0)
     numbers = grads = None
+    logprobs = transformers_logprobs(model(), batch)
     for step in range(reference.STEPS):
         optimizer.zero_grad()
-        policy, kl, entropy = reference.loss_terms(model, batch)
+        policy, kl, entropy = reference.loss_terms(model(), batch)
         loss = policy + reference.KL * kl - reference.ENTROPY * entropy
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(trained, float("inf"))
@@ -132,4 +181,4 @@ def steps(folder, batch, factors, *, tied):
             grads = read(lambda parameter: parameter.grad)
         torch.nn.utils.clip_grad_norm_(trained, reference.MAX_GRAD_NORM)
         optimizer.step()
-    return Reference(*numbers, factors, grads, read(lambda parameter: parameter.data))
+    return Reference(*numbers, logprobs, factors, grads, read(lambda parameter: parameter.data))

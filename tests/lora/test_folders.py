@@ -5,8 +5,8 @@ import json
 import pytest
 
 from tests.lora import bodies, reference
+from tests.lora.reference import transformers_logprobs
 from tests.training.conftest import batch, folder  # noqa: F401
-from tests.training.reference import hf_logprobs
 
 CANONICAL = {f"{bodies.HOW}lora_type": "canonical_lora"}
 LOGPROBS_TOLERANCE = 1e-5
@@ -52,17 +52,6 @@ def whole(results, batch):  # noqa: F811
     out = torch.zeros(batch.response_mask.shape)
     for rows, values in results:
         out[torch.as_tensor(rows)] = values
-    return out
-
-
-def transformers_logprobs(model, batch):  # noqa: F811
-    import torch
-
-    out = torch.zeros(batch.response_mask.shape)
-    with torch.no_grad():
-        for row in range(len(batch)):
-            values, _ = hf_logprobs(model, batch, row)
-            out[row, -len(values) :] = values
     return out
 
 

@@ -1,4 +1,5 @@
-"""Adapters trained on real Megatron equal PEFT's on transformers, in every layout."""
+"""Adapters trained on real Megatron equal PEFT's on transformers, and a pair of factors for each projection autograd's
+on merged weights, in every layout."""
 
 import pytest
 
@@ -40,6 +41,19 @@ def test_every_layout(ranks, folder, batch, expected, name):  # noqa: F811
     layout = (LAYOUTS | MORE)[name]
     outcomes = ranks(layout["world"], bodies.three_steps, folder, batch, expected, layout, NO_DISTRIBUTED)
     bodies.check(outcomes, expected)
+
+
+@pytest.fixture(scope="module")
+def expected_apart(folder, batch, plan):  # noqa: F811
+    return reference.merged_steps(folder, batch, reference.start_factors(plan, separate=True))
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("name", LAYOUTS | MORE)
+def test_a_pair_of_factors_for_each_projection(ranks, folder, batch, expected_apart, name):  # noqa: F811
+    layout, keys = (LAYOUTS | MORE)[name], NO_DISTRIBUTED | {f"{bodies.HOW}lora_type": "canonical_lora"}
+    outcomes = ranks(layout["world"], bodies.three_steps, folder, batch, expected_apart, layout, keys)
+    bodies.check(outcomes, expected_apart)
 
 
 @pytest.mark.full_matrix

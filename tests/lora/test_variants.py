@@ -121,8 +121,9 @@ def cases(tmp_path_factory):
     return get
 
 
-def body(base, factors, expected, layout, kind):
-    """(largest error of the logits or None, factor → error of its gradient over the largest entry)."""
+def body(base, factors, expected, layout, kind, planted_fault=False):
+    """(largest error of the logits or None, factor → error of its gradient over the largest entry). Planted fault: a
+    factor that all experts share is reduced as an expert's own, and not over ep."""
     import torch
     import torch.distributed as dist
 
@@ -144,6 +145,8 @@ def body(base, factors, expected, layout, kind):
     how = dict(separate=kind.separate, shared_outer=kind.shared, expert_rank=rank)
     adapters = attach(model, groups, selection, settings, **how)
     fill_factors(adapters, groups, by_module(factors))
+    for factor in adapters.factors() if planted_fault else ():
+        factor.tensor.allreduce &= ".experts." not in factor.name
     reference_of = torch.load(expected)
     logits = parity.forward_backward(model, groups, reference_of["logits"].float(), False, None)
     adapters.sum_over_etp()
@@ -188,6 +191,15 @@ def joined(name):
 def test_every_kind(ranks, cases, family, name, layout):
     base, factors, expected = cases(family, KINDS[name])
     check(ranks(RANKS.get(layout, 2), body, base, factors, expected, EVERYWHERE[layout], KINDS[name]), factors)
+
+
+@pytest.mark.full_matrix
+def test_shared_factors_that_are_not_summed_over_ep_show(ranks, cases):
+    kind = KINDS["shared outer factors"]
+    base, factors, expected = cases("qwen3_moe", kind)
+    results = ranks(2, body, base, factors, expected, EVERYWHERE["dp2·ep2"], kind, True)
+    with pytest.raises(AssertionError, match=r"the gradient of .*mlp\.experts"):
+        check(results, factors)
 
 
 def bodies_of(made, layout):
