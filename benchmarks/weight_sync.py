@@ -178,6 +178,8 @@ async def measure(folder: Path, rank: Rank, rounds: int, bucket_bytes: int) -> d
     weight_synchronizer.is_due = lambda *_: False  # type: ignore[attr-defined]  # the probe is a forward pass, not part of the exchange
     pool = EnginePool([lambda: VLLMEngine(settings)])
     await pool.start()
+    for slot in pool.slots:
+        slot.verified = True  # a probe is due for what was never verified
     rank.ask("load", str(folder))
     config = json.loads((folder / "config.json").read_text())
     ranks: list[Any] = [rank]  # it never scores: the probe is off
