@@ -3,8 +3,8 @@
     python benchmarks/adapter_sync.py [--rounds 5] [--layers 48] [--experts 128]
 
 A Megatron rank sends, one vLLM engine receives, on this machine; 48 layers of 128 experts of small sizes, so that the
-number of tensors is what costs. In one run, medians of the rounds: a sync without its probe, and a raw broadcast of
-the same bytes. Wanted: at most 20 ms + the bytes at the rate of the raw broadcast + 2 µs a tensor, as engines count
+number of tensors is what costs. In one run: the median of syncs without their probe, and the fastest of as many raw
+broadcasts of the same bytes. Wanted: at most 20 ms + the bytes at the rate of the raw broadcast + 2 µs a tensor, as engines count
 them (A and B of every projection of every expert). On a machine that is busy with other work the processor time of all
 processes, counted in ticks of 10 ms and averaged over the rounds, says what a sync costs by itself.
 """
@@ -49,7 +49,7 @@ class AdapterSync:
     tensors: int
     """Tensors as engines count them: two for each projection of each expert."""
     raw_seconds: float
-    """A raw broadcast of the same bytes."""
+    """The fastest raw broadcast of the same bytes."""
     fastest: float
     """Seconds of the fastest round."""
     processor: dict[str, float]
@@ -186,18 +186,21 @@ def measure(*, layers: int = 48, experts: int = 128, rounds: int = 5) -> Adapter
             work = _syncs(folder, rank, process.pid, rounds, bucket_bytes)
             found, processor, nbytes, tensors = asyncio.run(work)
             sent = len(rank.ask("metadata"))
-        listener = listen("127.0.0.1")
-        port = listener.getsockname()[1]
-        pipe.send(("broadcast", "127.0.0.1", port, nbytes))
-        ours = open_transport(default_transport(), "127.0.0.1", port, 0, 2, 60.0, listener)
-        raw = broadcast(ours, nbytes, bucket_bytes)
-        pipe.recv()
+        raw = []
+        for _ in range(rounds):
+            listener = listen("127.0.0.1")
+            port = listener.getsockname()[1]
+            pipe.send(("broadcast", "127.0.0.1", port, nbytes))
+            ours = open_transport(default_transport(), "127.0.0.1", port, 0, 2, 60.0, listener)
+            raw.append(broadcast(ours, nbytes, bucket_bytes))
+            pipe.recv()
     finally:
         pipe.send(None)
         process.join(10)
     phases = {phase: statistics.median(each[phase] for each in found) for phase in found[0]}
     fastest = min(sum(each.values()) for each in found)
-    return AdapterSync(sum(phases.values()), phases, nbytes, sent, tensors, raw, fastest, processor)
+    seconds, raw_seconds = sum(phases.values()), min(raw)  # the fastest, as the stricter limit
+    return AdapterSync(seconds, phases, nbytes, sent, tensors, raw_seconds, fastest, processor)
 
 
 def main() -> None:

@@ -57,7 +57,7 @@ def peft_model(folder, factors):
     import torch
     from peft import LoraConfig, get_peft_model
 
-    base = reference.load_model(folder)
+    base = reference.load_model(folder).double()  # what is left of errors is ours
     config = LoraConfig(
         r=RANK,
         lora_alpha=ALPHA,
@@ -138,8 +138,8 @@ def merged_steps(folder, batch, factors):
     for: transformers' model with W + alpha / rank · B·A in the place of W, and autograd through the sum."""
     import torch
 
-    base = reference.load_model(folder)
-    own = {name: tensor.clone().requires_grad_() for name, tensor in factors.items()}
+    base = reference.load_model(folder).double()  # what is left of errors is ours
+    own = {name: tensor.double().requires_grad_() for name, tensor in factors.items()}
 
     def delta(module):
         return ALPHA / RANK * own[f"{module}.B"] @ own[f"{module}.A"]

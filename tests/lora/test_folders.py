@@ -102,6 +102,27 @@ def test_merged(folder, batch, saved, tmp_path):  # noqa: F811
     assert (merged - adapted).abs().max() < LOGPROBS_TOLERANCE
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+def test_weights_are_merged_one_at_a_time(folder, saved, tmp_path, monkeypatch, workers):  # noqa: F811
+    """Of the merged weights, no more than one of each worker is alive."""
+    import weakref
+
+    from bridges import merge_adapter
+
+    made, most, original = [], 0, merge_adapter.merged
+
+    def counted(*factors):
+        nonlocal most
+        weight = original(*factors)
+        made.append(weakref.ref(weight))
+        most = max(most, sum(each() is not None for each in made))
+        return weight
+
+    monkeypatch.setattr(merge_adapter, "merged", counted)
+    merge_adapter.merge_adapter(folder, saved[0] / "adapter", tmp_path / "m", workers=workers)
+    assert len(made) > 50 and 1 <= most <= workers
+
+
 def test_stacked_experts_are_read(folder, saved):  # noqa: F811
     """The other form of experts holds the same factors."""
     import shutil
