@@ -4,9 +4,9 @@
 
 A Megatron rank sends, one vLLM engine receives, on this machine; 48 layers of 128 experts of small sizes, so that the
 number of tensors is what costs. In one run: the median of syncs without their probe, and the fastest of as many raw
-broadcasts of the same bytes. Wanted: at most 20 ms + the bytes at the rate of the raw broadcast + 2 µs a tensor, as engines count
-them (A and B of every projection of every expert). On a machine that is busy with other work the processor time of all
-processes, counted in ticks of 10 ms and averaged over the rounds, says what a sync costs by itself.
+broadcasts of the same bytes. Wanted: at most 20 ms + the bytes at the rate of the raw broadcast + 2 µs a tensor, as
+engines count them (A and B of every projection of every expert). On a machine that is busy with other work the
+processor time of all processes, counted in ticks of 10 ms and averaged over the rounds, says what a sync costs.
 """
 
 from __future__ import annotations
