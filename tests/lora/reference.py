@@ -57,7 +57,7 @@ def peft_model(folder, factors):
     import torch
     from peft import LoraConfig, get_peft_model
 
-    base = reference.load_model(folder).double()  # what is left of errors is ours
+    base = reference.load_model(folder, "float64")  # what is left of errors is ours
     config = LoraConfig(
         r=RANK,
         lora_alpha=ALPHA,
@@ -138,7 +138,7 @@ def merged_steps(folder, batch, factors):
     for: transformers' model with W + alpha / rank · B·A in the place of W, and autograd through the sum."""
     import torch
 
-    base = reference.load_model(folder).double()  # what is left of errors is ours
+    base = reference.load_model(folder, "float64")  # what is left of errors is ours
     own = {name: tensor.double().requires_grad_() for name, tensor in factors.items()}
 
     def delta(module):

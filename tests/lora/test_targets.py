@@ -95,6 +95,8 @@ def test_names_that_do_not_fit(names, exclude, says):
         ({"rank": 4, "target_modules": "q_prj"}, f"{KEY}target_modules=q_prj: no linear layer"),
         ({"rank": 64}, f"{KEY}rank=64: .* take a rank of at most 24"),
         ({"rank": 16, "etp": 2}, f"{KEY}rank=16: .*linear_fc2.weight is \\[48, 12\\] on a rank: take .* at most 12"),
+        ({"rank": 5, "normalised": True}, f"{KEY}rank=5: normalize_moe_lora divides it .*take a multiple of 2"),
+        ({"rank": 32, "normalised": True, "train_attn": False}, None),
         ({"rank": 12, "etp": 2}, None),
         ({"rank": 4}, None),
     ],
@@ -109,8 +111,10 @@ def test_the_check_finds_them(tmp_path, settings, says):
 
     folder = save_tiny("qwen3_moe", tmp_path / "model")
     ranks = settings.get("etp", 1)
-    own = {name: value for name, value in settings.items() if name != "etp"}
+    own = {name: value for name, value in settings.items() if name not in ("etp", "normalised")}
     keys = {"trainer.policy.model.path": str(folder)} | {f"{KEY}{name}": value for name, value in own.items()}
+    normalised = settings.get("normalised", False)
+    keys["trainer.policy.megatron_config.lora_config.normalize_moe_lora"] = normalised
     for degree in ("tensor_model_parallel_size", "expert_tensor_parallel_size"):
         keys[f"trainer.policy.megatron_config.{degree}"] = ranks
     keys["trainer.placement.policy_num_gpus_per_node"] = ranks

@@ -175,11 +175,13 @@ def natural_routes(folder, batch):
     return batch
 
 
-def load_model(folder):
+def load_model(folder, dtype="float32"):
+    """The model by transformers. Grouped products of experts, their default, know no float64."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    how = {"attn_implementation": "eager"} | ({"experts_implementation": "eager"} if dtype == "float64" else {})
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **how)
 
 
 def all_logprobs(folder, batch):
