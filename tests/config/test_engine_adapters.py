@@ -35,7 +35,8 @@ def problems_of(tmp_path, model_type, *args, rank=8):
             f"{LORA}target_modules",
             "exclude embed_tokens",
         ),
-        ("qwen3_moe", [f"{LORA}exclude_modules=experts.1"], 8, f"{LORA}target_modules", "experts have adapters"),
+        ("qwen3_moe", [f"{LORA}exclude_modules=experts.1"], 8, f"{LORA}exclude_modules", "experts have adapters"),
+        ("qwen3_moe", [f"{LORA}target_modules=experts.1"], 8, f"{LORA}target_modules", "experts have adapters"),
         ("deepseek_v3", [], 8, f"{LORA}target_modules", "exclude kv_b_proj"),
         (
             "qwen3_moe",

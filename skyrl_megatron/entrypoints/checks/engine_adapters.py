@@ -44,7 +44,8 @@ def engine_adapters(cfg: SkyRLTrainConfig, plan: Plan, selection: Selection, exp
                 f"{module}: {pair.experts} of {experts[module]} experts have adapters, engines hold those of all or "
                 f"none: name whole layers, or set {MERGED}"
             )
-            yield Problem(f"{KEY}.target_modules", lora.target_modules, fix)
+            named = "exclude_modules" if lora.exclude_modules else "target_modules"
+            yield Problem(f"{KEY}.{named}", getattr(lora, named), fix)
             break
     ranks = sorted({pair.rank for pair in pairs.values()})
     if engine.fully_sharded_loras and any(rank % engine.tensor_parallel_size for rank in ranks):
