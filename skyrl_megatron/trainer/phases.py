@@ -21,18 +21,24 @@ class Phases:
     def __init__(self, held: Callable[[str], dict[str, int]] = lambda phase: {}) -> None:
         self.timings: dict[str, float] = {}
         self.memory: dict[str, float] = {}
-        self._held = held
+        self._held, self._began = held, dict[str, float]()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        began = time.perf_counter()
+        began = self._began[name] = time.perf_counter()
         try:
             with under_way(name):
                 yield
                 self.memory |= {f"{name}_{whose}": nbytes / 1e9 for whose, nbytes in self._held(name).items()}
         finally:
+            del self._began[name]
             self.timings[name] = self.timings.get(name, 0.0) + time.perf_counter() - began
             self.memory[f"{name}_trainer"] = _process.memory_info().rss / 1e9
+
+    def so_far(self) -> dict[str, float]:
+        """Return :attr:`timings` with the seconds of phases that are under way."""
+        now = time.perf_counter()
+        return self.timings | {name: self.timings.get(name, 0.0) + now - began for name, began in self._began.items()}
 
     def metrics(self) -> dict[str, float]:
         """Return ``timing/<phase>`` in seconds, ``memory/<phase>_trainer_gb`` and ``memory/<phase>_<role>_gb`` of

@@ -64,6 +64,7 @@ from skyrl_megatron.trainer.phases import Phases, StartUp
 from skyrl_megatron.trainer.report import last_lines, write_report
 from skyrl_megatron.trainer.stop import StopRequested, StopSignal
 from skyrl_megatron.trainer.teachers import Teachers, with_teacher_rewards
+from skyrl_megatron.trainer.tracking import as_numbers
 from skyrl_megatron.types import OWN_LOGPROBS, TrainingBatch
 from skyrl_megatron.workers.policy_rank import weight_synchronizer
 from skyrl_megatron.workers.worker_group import WorkerGroup
@@ -131,6 +132,8 @@ class RayPPOTrainer:
         self.phases, self.start_up = Phases(self._held), StartUp(tracker.say)
         self.metrics: dict[str, float] = {}
         """Numbers of the step at hand."""
+        self.logged_step = 0
+        """The last step whose numbers were logged, which happens when its evaluation is over."""
         self.finite = True
         """Whether every optimizer step of the last training step was applied."""
         self.stop, self.loop = StopSignal(), LoopThread()
@@ -165,6 +168,8 @@ class RayPPOTrainer:
 
     def train_steps(self) -> None:
         """Take the steps that are left."""
+        if self.logged_step < self.global_step:  # the run that saved this step came no further
+            self.end_step()
         while self.global_step < self.total_steps:
             self.stop.check()
             notify(self.callbacks, "on_step_start", self)
@@ -189,10 +194,15 @@ class RayPPOTrainer:
                 if export_due(self.global_step, self.cfg.trainer.hf_save_interval, is_last=self.is_last_step):
                     self.save_models()
                 self.sync_weights()
-            if self._due(self.cfg.trainer.eval_interval) or (self.is_last_step and self.cfg.trainer.eval_interval > 0):
-                self.eval()
-            self.log_step()
-            notify(self.callbacks, "on_step_end", self)
+            self.metrics |= start_times.first_step()
+            self.end_step()
+
+    def end_step(self) -> None:
+        """Evaluate the policy when that is due, and log the step."""
+        if self._due(self.cfg.trainer.eval_interval) or (self.is_last_step and self.cfg.trainer.eval_interval > 0):
+            self.eval()
+        self.log_step()
+        notify(self.callbacks, "on_step_end", self)
 
     def collect_experience(self) -> TrainingBatch:
         """Return responses and rewards for a step; dynamic sampling takes as many batches of prompts as it needs."""
@@ -256,7 +266,11 @@ class RayPPOTrainer:
             self.tracker.say(f"resumed from {loaded.folder} (step {loaded.step} of {self.total_steps})")
             self.start_up.done(f"checkpoint: step {self.global_step} loaded")
         self.position = self.train_dataloader.state_dict()
-        self.tracker.open(total_steps=self.total_steps, resumed_from=self.global_step if loaded else None)
+        logged = self.tracker.open(total_steps=self.total_steps, resumed_from=self.global_step if loaded else None)
+        self.logged_step = self.global_step
+        if loaded is not None and not logged and (unlogged := loaded.trainer_state.get("unlogged")):
+            self.logged_step -= 1
+            self.metrics, self.phases.timings = unlogged["metrics"], unlogged["timings"]
 
     def init_weight_sync_state(self) -> None:
         """Make what gives the engines the policy's weights; the first sync connects ranks and engines."""
@@ -486,6 +500,8 @@ class RayPPOTrainer:
         state: dict[str, Any] = {"global_step": self.global_step, "sampler_rng": self.sampler.rng.bit_generator.state}
         if self.kl_controller is not None:
             state["kl_coef"] = self.kl_controller.value
+        if self.logged_step < self.global_step:
+            state["unlogged"] = {"metrics": as_numbers(self.metrics), "timings": self.phases.so_far()}
         with self.phases("save_checkpoints"):
             folder = self.checkpoints.save(self.global_step, self.position, state, last_step_finite=self.finite)
         if folder is not None:
@@ -517,8 +533,8 @@ class RayPPOTrainer:
             "trainer/tokens_per_second": tokens / seconds,
             "trainer/tokens_per_second_per_gpu": tokens / seconds / ranks,
         }
-        self.metrics |= start_times.first_step()
         self.tracker.log(self.metrics, self.global_step)
+        self.logged_step = self.global_step
         notify(self.callbacks, "on_log", self, self.metrics)
         self.metrics = {}
 

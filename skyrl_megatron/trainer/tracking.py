@@ -36,6 +36,8 @@ class JsonLines:
 
     def __init__(self, path: Path, after: int | None) -> None:
         kept = [] if after is None else [line for line in read_metrics(path) if line["step"] <= after]
+        self.steps = {line["step"] for line in kept}
+        """Steps that an earlier run logged."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("w")
         for line in kept:
@@ -64,6 +66,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
                 break
             lines.append(line)
     return lines
+
+
+def as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return metrics as plain numbers, without those that have none."""
+    return {name: float(value) for name, value in metrics.items() if value is not None}
 
 
 class TensorBoard:
@@ -156,19 +163,22 @@ class Tracking:
         self._named = named_tracker(cfg)
         self.sinks: list[MetricSink] = []
 
-    def open(self, *, total_steps: int, resumed_from: int | None = None) -> None:
-        """Start to take numbers. ``resumed_from``: numbers of later steps are of a run that came to nothing."""
+    def open(self, *, total_steps: int, resumed_from: int | None = None) -> bool:
+        """Start to take numbers, and return whether those of step ``resumed_from`` were taken before; numbers of later
+        steps are of a run that came to nothing."""
         after = resumed_from
+        lines = JsonLines(self.folder / METRICS_FILE, after)
         self.sinks = [
-            JsonLines(self.folder / METRICS_FILE, after),
+            lines,
             TensorBoard(self.folder / "tensorboard", after),
             *([self._named] if self._named else []),
         ]
         self.console.start(total_steps, resumed_from or 0)
+        return resumed_from in lines.steps
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
         """Give the numbers of a step, by name, to every sink."""
-        metrics = {name: float(value) for name, value in data.items() if value is not None}
+        metrics = as_numbers(data)
         for sink in (*self.sinks, self.console):
             sink.log(metrics, step)
 

@@ -51,11 +51,8 @@ def test_a_job_over_two_hosts_and_its_requeue(hosts, model, undisturbed, tmp_pat
     hosts.await_state(job, "COMPLETED", within_s=WAIT_S)
     output = hosts.output(job)
     assert output.count("cluster: 2 hosts: n1 (10.77.41.11), n2 (10.77.41.12)") == 2, output
-    found = metrics(folder)
-    assert found == {step: expected[step] for step in found} and 4 in found
-    # a job that is killed after a step's checkpoint and before its line in the log goes on behind that step
-    (resumed,) = re.findall(r"resumed from .* \(step (\d) of 4\)", output)
-    assert expected.keys() - found.keys() <= {int(resumed)}
+    assert re.search(r"resumed from .* \(step \d of 4\)", output)
+    assert metrics(folder) == expected
     tokens = [Path(hosts.folder, "runs", f"slurm-{job}.{start}", "token") for start in (0, 1)]
     assert all(stat.S_IMODE(token.stat().st_mode) == 0o600 for token in tokens)
     assert tokens[0].read_text() != tokens[1].read_text()

@@ -46,8 +46,9 @@ Trainer.finish = finish
 
 
 def test_a_run_its_files_and_its_continuation(folder):
-    """GRPO with the KL to a reference in the loss; evaluation, checkpoint, export; the second command goes on. All
-    that a GPU would hold of policy and reference leaves before the first step, and comes back where it is needed."""
+    """GRPO with the KL to a reference in the loss; evaluation, checkpoint, export; the second command goes on, and
+    makes up for the evaluation and the line that a run did not come to behind its checkpoint. All that a GPU would
+    hold of policy and reference leaves before the first step, and comes back where it is needed."""
     before = descendants()
     reference = {
         "trainer__algorithm__use_kl_loss": "true",
@@ -95,10 +96,18 @@ def test_a_run_its_files_and_its_continuation(folder):
     assert {"config.json", "tokenizer.json"} <= set(exported) and any(f.endswith(".safetensors") for f in exported)
     assert (folder / "exports/dumped_evals/global_step_2/sums.jsonl").is_file()
 
-    again = runs.run(folder, **reference, trainer__max_training_steps=3).check()
+    lines = (log / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (log / "metrics.jsonl").write_text("".join(lines[:-1]))  # as of a run killed behind the checkpoint of step 2
+    again = runs.run(folder, **reference, trainer__max_training_steps=3, trainer__eval_interval=2).check()
     assert f"resumed from {folder}/ckpts/global_step_2 (step 2 of 3)" in again.out
     assert [line["step"] for line in again.lines] == [0, 1, 2, 3]
     assert again.lines[3][GAP] <= AGREE, "the engine got the weights of the checkpoint"
+    evaluated = [name for name in two if name.startswith("eval/") and "time" not in name]
+    lasting = ("policy/", "reward/", "loss/", "generate/avg_", "trainer/epoch")
+    kept = [name for name in two if name.startswith(lasting) and "time" not in name]
+    assert "eval/sums/avg_score" in evaluated and len(kept) > 20
+    assert {name: again.lines[2][name] for name in kept + evaluated} == {name: two[name] for name in kept + evaluated}
+    assert again.lines[2]["timing/step"] > again.lines[2]["timing/generate"] == two["timing/generate"]
 
 
 def check_lines(done):

@@ -25,11 +25,11 @@ def step(number, reward):
     return {"timing/step": 0.5, "reward/avg_raw_reward": reward, "policy/policy_kl": 0.01, "policy/x": math.nan}
 
 
-def tracked(tmp_path, steps, *, resumed_from=None, total=10):
+def tracked(tmp_path, steps, *, resumed_from=None, total=10, logged_before=False):
     from skyrl_megatron.trainer.tracking import Tracking
 
     tracking = Tracking(config(tmp_path))
-    tracking.open(total_steps=total, resumed_from=resumed_from)
+    assert tracking.open(total_steps=total, resumed_from=resumed_from) == logged_before
     for number in steps:
         tracking.log(step(number, number / 10), number)
     tracking.finish()
@@ -62,8 +62,9 @@ def test_a_resumed_run_goes_on_behind_its_checkpoint(tmp_path):
     tracked(tmp_path, [1, 2, 3, 4])
     path = tmp_path / "skyrl/run/metrics.jsonl"
     path.write_text(path.read_text() + '{"step": 5, "rew')
-    tracked(tmp_path, [3], resumed_from=2)
+    tracked(tmp_path, [3], resumed_from=2, logged_before=True)
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3]
+    tracked(tmp_path, [], resumed_from=4)
     tracked(tmp_path, [1])
     assert [line["step"] for line in lines_of(tmp_path)] == [1], "a run that starts anew starts a new file"
 
