@@ -168,7 +168,8 @@ class TwoHosts:
             for process in self.processes(host):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-        for host in EVERY:
+        for host in EVERY:  # a link stays for a while after its namespace, which processes that end still hold
+            subprocess.run(["ip", "link", "del", f"skyrl-{host}"], capture_output=True)
             subprocess.run(["ip", "netns", "del", namespace(host)], capture_output=True)
             shutil.rmtree(Path("/etc/netns", namespace(host)), ignore_errors=True)
         subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True)

@@ -16,6 +16,7 @@ SMALL = [
     "trainer.policy_mini_batch_size=16",
     "trainer.update_epochs_per_batch=1",
     "trainer.algorithm.zero_variance_filter=false",  # an untrained model solves nothing
+    f"trainer.phase_timeout_s={WAIT_S}",
     "trainer.eval_before_train=false",
     "trainer.eval_interval=-1",
     "trainer.ckpt_interval=1",
