@@ -1,11 +1,11 @@
 """Log-probs and entropy of bf16 logits, and the fused LM head, against plain torch: one run, one thread, on CPU.
 
-    python benchmarks/logprobs.py [--rounds 5] [--tokens 2048] [--vocab 65536] [--hidden 1024] [--only logits]
+    python benchmarks/logprobs.py [--rounds 5] [--tokens 2048] [--vocab 65536] [--hidden 1024] [--only heads] [--fp32]
 
 Two comparisons, forward and backward of Σ (w · log-prob + 0.01 · entropy):
 
     from logits       against ``log_softmax`` of ``logits.float()``, gather, −Σ p log p, as written in most trainers
-    fused LM head     hidden states and weight in fp32, 1024 tokens at a time, against the same head with all logits
+    fused LM head     hidden states and weight in bf16 (or fp32), 1024 tokens at a time, against all logits at once
 
 Rounds alternate; figures are of the fastest, as noise of other programs only ever adds, on the clock and in seconds of
 the processor, which it adds less to. Memory is the growth of the process's peak (``VmHWM``) over its inputs (and, of
@@ -74,14 +74,15 @@ def backward(results: tuple[Tensor, Tensor], weights: Tensor) -> None:
 class Inputs:
     """Everything that a way reads; logits ~ N(0, 4), targets drawn from them."""
 
-    def __init__(self, tokens: int, vocab: int, hidden: int) -> None:
+    def __init__(self, tokens: int, vocab: int, hidden: int, fp32: int = 0) -> None:
         generator = torch.Generator().manual_seed(0)
         self.weights = torch.randn(tokens, generator=generator)
         self.targets = torch.randint(vocab, (tokens,), generator=generator)
         self.logits = self.hidden = self.head = torch.empty(0)
         if hidden:
-            self.hidden = torch.randn(tokens, hidden, generator=generator)
-            self.head = torch.randn(vocab, hidden, generator=generator) * (2 / hidden**0.5)
+            kind = torch.float32 if fp32 else torch.bfloat16
+            self.hidden = torch.randn(tokens, hidden, generator=generator).to(kind)
+            self.head = torch.randn(vocab, hidden, generator=generator).mul_(2 / hidden**0.5).to(kind)
         else:
             self.logits = torch.empty(tokens, vocab, dtype=torch.bfloat16)
             for rows in torch.arange(tokens).split(128):
@@ -121,15 +122,15 @@ def peak_bytes() -> int:
     return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))) * 1024
 
 
-def memory(way: str, shape: tuple[int, int, int]) -> float:
+def memory(way: str, shape: tuple[int, ...]) -> float:
     """Return GiB over the inputs, and over the gradients of hidden states and head, of a process that runs ``way``."""
     command = [sys.executable, __file__, "--measure", way, "--shape", *map(str, shape)]
     answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return float(json.loads(answer)) / 2**30
 
 
-def measure(way: str, shape: tuple[int, int, int]) -> None:
-    run(way, Inputs(8, shape[1], 8 if shape[2] else 0))
+def measure(way: str, shape: tuple[int, ...]) -> None:
+    run(way, Inputs(8, shape[1], 8 if shape[2] else 0, shape[3]))
     given = Inputs(*shape)
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak of making the inputs
     before = peak_bytes()
@@ -159,7 +160,7 @@ def errors(given: Inputs, results: list[Tensor]) -> dict[str, float]:
     return worst
 
 
-def compare(ways: tuple[str, str], shape: tuple[int, int, int], rounds: int) -> list[Tensor]:
+def compare(ways: tuple[str, str], shape: tuple[int, ...], rounds: int) -> list[Tensor]:
     given = Inputs(*shape)
     fastest = dict.fromkeys(ways, (float("inf"), float("inf")))
     results: list[Tensor] = []
@@ -185,16 +186,17 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--only", choices=["logits", "heads"])
     parser.add_argument("--measure", choices=WAYS, help=argparse.SUPPRESS)
-    parser.add_argument("--shape", type=int, nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--shape", type=int, nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--fp32", action="store_true", help="the heads' hidden states and weight")
     args: Any = parser.parse_args()
     if args.measure:
         measure(args.measure, tuple(args.shape))
         return
     print(f"{args.tokens} tokens, vocabulary {args.vocab}, one thread, {args.rounds} rounds")
     if args.only != "heads":
-        compare(FROM_LOGITS, (args.tokens, args.vocab, 0), args.rounds)
+        compare(FROM_LOGITS, (args.tokens, args.vocab, 0, 0), args.rounds)
     if args.only != "logits":
-        compare(HEADS, (args.tokens, args.vocab, args.hidden), args.rounds)
+        compare(HEADS, (args.tokens, args.vocab, args.hidden, int(args.fp32)), args.rounds)
 
 
 if __name__ == "__main__":

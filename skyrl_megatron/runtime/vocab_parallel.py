@@ -8,7 +8,7 @@ over them; from hidden states (``trainer.fused_lm_head_logprob``) not even those
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,8 @@ class SoftmaxSettings:
     """Entries that are not padding."""
     temperature: float = 1.0
     chunk_size: int = 1024
-    """Tokens whose logits exist at once when they are computed from hidden states; 0: all."""
+    """Tokens whose logits exist at once when they are computed from hidden states; 0: all. The backward has as many
+    logits: of all tokens, in a part of the columns."""
     with_entropy: bool = False
     overwrite: bool = False
     """The backward may write the gradient over the logits, which nobody reads afterwards."""
@@ -60,6 +61,9 @@ def fused_logprobs_and_entropy(
     support: Support | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return :func:`logprobs_and_entropy` of the logits ``hidden @ weightᵀ``, of which one chunk exists at a time.
+
+    The backward goes over parts of the columns, so that each row of the weight has its gradient from one product, in
+    its own type; what is summed over parts, in fp32, is the gradient of ``hidden`` alone.
 
     ``hidden``: [P, H], the same on every rank of ``group``, of which each gets its part of the gradient (to be summed
     over the group); ``weight``: [V_padded / tp, H], this rank's rows. ``low_rank``: (h [P, r], b [V_padded / tp, r]),
@@ -96,6 +100,19 @@ class _Columns:
 
     def kept(self, rows: slice) -> Tensor | None:
         return None if self.support is None else self.support.kept(rows, self.first, self.real)
+
+    def part(self, columns: slice) -> _Columns:
+        """Return some of these columns."""
+        width = columns.stop - columns.start
+        local = self.targets - columns.start
+        targets = torch.where((local >= 0) & (local < width), local, -1)
+        return replace(self, real=width, targets=targets, first=self.first + columns.start)
+
+    def parts(self) -> list[slice]:
+        """Return slices of the columns whose logits of all tokens are as many as those of a chunk of tokens."""
+        tokens = max(len(self.targets), 1)
+        size = max(-(-self.real * min(self.settings.chunk_size or tokens, tokens) // tokens), 1)
+        return [slice(start, min(start + size, self.real)) for start in range(0, self.real, size)]
 
     def chunks(self) -> list[slice]:
         tokens = len(self.targets)
@@ -229,17 +246,20 @@ class _FromHidden(torch.autograd.Function):
         columns: _Columns = ctx.columns
         hidden, weight, h, b, softmax = ctx.saved_tensors
         inputs: tuple[Tensor | None, ...] = (hidden, weight, h, b)
-        kinds = (hidden.dtype, torch.float32, hidden.dtype, torch.float32)  # weights' are sums over chunks
+        sums = torch.promote_types(hidden.dtype, torch.float32)
+        kinds = (sums, weight.dtype, sums, weight.dtype)
         found = [
             torch.zeros(tensor.shape, dtype=kind, device=tensor.device) if tensor is not None and needed else None
             for tensor, kind, needed in zip(inputs, kinds, ctx.needs_input_grad, strict=False)
         ]
-        maps = _Maps(hidden, weight[: columns.real], h, None if b is None else b[: columns.real])
         coefficients = columns.coefficients(softmax, *grads)
-        for rows in columns.chunks() if columns.real else ():
-            logits = maps.logits(rows)
-            columns.backward(logits, rows, coefficients, logits)
-            maps.backward(rows, logits, found)
+        every = slice(0, len(hidden))
+        for part in columns.parts():
+            maps = _Maps(hidden, weight[part], h, None if b is None else b[part])
+            logits = maps.logits(every)
+            columns.part(part).backward(logits, every, coefficients, logits)
+            maps.backward(logits, part, found)
+            del logits  # before the next part's
         wanted = [
             None if grad is None or tensor is None else grad.to(tensor.dtype)
             for grad, tensor in zip(found, inputs, strict=True)
@@ -260,21 +280,20 @@ class _Maps(NamedTuple):
         logits = self.hidden[rows] @ self.head.t()
         return logits if self.h is None or self.b is None else logits.addmm_(self.h[rows], self.b.t())
 
-    def backward(self, rows: slice, grad: Tensor, found: list[Tensor | None]) -> None:
-        """Add to ``found``, the gradients of all four, what ``grad`` [rows, real], the logits', gives."""
+    def backward(self, grad: Tensor, part: slice, found: list[Tensor | None]) -> None:
+        """Put into ``found``, the gradients of all four, what ``grad`` gives: [P, columns], the gradient of the logits
+        in the columns ``part``, which these maps have the weights of."""
         d_hidden, d_head, d_h, d_b = found
         for d_x, d_w, x, w in ((d_hidden, d_head, self.hidden, self.head), (d_h, d_b, self.h, self.b)):
             if d_x is not None and w is not None:
-                d_x[rows] = grad @ w
+                _add_product(d_x, grad, w)
             if d_w is not None and x is not None:
-                _add_product(d_w[: grad.shape[1]], grad, x[rows])
+                torch.mm(grad.t(), x, out=d_w[part])
 
 
-def _add_product(total: Tensor, grad: Tensor, x: Tensor) -> None:
-    """Add ``gradᵀ @ x`` to ``total`` [V, H] fp32, with as much extra memory as x has where the types differ."""
+def _add_product(total: Tensor, grad: Tensor, weight: Tensor) -> None:
+    """Add ``grad @ weight`` to ``total``, which may be of a wider type."""
     if grad.dtype == total.dtype:
-        total.addmm_(grad.t(), x)
-        return
-    for start in range(0, len(total), max(len(x), 1)):
-        columns = slice(start, start + len(x))
-        total[columns] += grad[:, columns].t() @ x
+        total.addmm_(grad, weight)
+    else:
+        total += grad @ weight

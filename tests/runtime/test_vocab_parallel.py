@@ -16,6 +16,17 @@ from tests.runtime.softmax_reference import VOCAB
 PADDED = {"whole": 1003, "padded": 1008, "a rank of padding alone": 2008}
 
 
+def alone():
+    """The group of one rank, which nothing is sent in."""
+    import torch.distributed as dist
+
+    class Alone(dist.ProcessGroup):
+        def __init__(self):
+            super().__init__(0, 1)
+
+    return Alone()
+
+
 def compute(
     dtype,
     temperature,
@@ -40,11 +51,7 @@ def compute(
         logprobs_and_entropy,
     )
 
-    class Alone(dist.ProcessGroup):
-        def __init__(self):
-            super().__init__(0, 1)
-
-    group = group or Alone()
+    group = group or alone()
     made = softmax_reference.inputs(dtype, hidden=hidden, tokens=tokens)
     kept = softmax_reference.kept(made["targets"]) if part else None
     support = None
@@ -106,6 +113,64 @@ def test_from_hidden_states(temperature, entropy_weight):
     assert max(found.values()) <= 1, found
 
 
+def sizes_made(body):
+    """(what ``body`` returns, storage → bytes of all tensors that it made on the way)."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    found = {}
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for each in out if isinstance(out, tuple | list) else [out]:
+                if hasattr(each, "untyped_storage"):
+                    storage = each.untyped_storage()
+                    found[storage.data_ptr()] = max(storage.nbytes(), found.get(storage.data_ptr(), 0))
+            return out
+
+    with Sizes():
+        return body(), found
+
+
+def head_inputs(kind, tokens, vocab, width):
+    """(hidden states, head, targets, weights of the log-probs); the same numbers in each type."""
+    import torch
+
+    generator = torch.Generator().manual_seed(4)
+    made = (torch.randn(n, width, generator=generator).bfloat16().to(getattr(torch, kind)) for n in (tokens, vocab))
+    targets = torch.randint(vocab, (tokens,), generator=generator)
+    return *(each.requires_grad_() for each in made), targets, torch.randn(tokens, generator=generator)
+
+
+def gradients_of_a_head(way, hidden, head, targets, weights, chunk=0):
+    """Gradients of hidden states and head: by the fused head, from all logits, or by autograd."""
+    import torch
+
+    from skyrl_megatron.runtime.vocab_parallel import SoftmaxSettings, fused_logprobs_and_entropy, logprobs_and_entropy
+
+    settings = SoftmaxSettings(len(head), chunk_size=chunk, with_entropy=True)
+    if way == "fused":
+        logprobs, entropy = fused_logprobs_and_entropy(hidden, head, targets, alone(), settings)
+    elif way == "unfused":
+        logprobs, entropy = logprobs_and_entropy(hidden @ head.t(), targets, alone(), settings)
+    else:
+        every = torch.log_softmax(hidden @ head.t(), -1)
+        logprobs, entropy = every.gather(1, targets[:, None])[:, 0], -(every.exp() * every).sum(-1)
+    ((weights * logprobs).sum() + 0.3 * entropy.sum()).backward()
+    return hidden.grad, head.grad
+
+
+def test_a_head_in_bf16_is_as_exact_as_from_all_logits_and_takes_a_chunk_of_them():
+    tokens, vocab, width, chunk = 640, 12_000, 96, 160
+    exact = gradients_of_a_head("autograd", *head_inputs("float64", tokens, vocab, width))
+    unfused = gradients_of_a_head("unfused", *head_inputs("bfloat16", tokens, vocab, width))
+    given = head_inputs("bfloat16", tokens, vocab, width)
+    fused, sizes = sizes_made(lambda: gradients_of_a_head("fused", *given, chunk))
+    for mine, theirs, right in zip(fused, unfused, exact, strict=True):
+        assert 0 < (mine.double() - right).norm() <= 1.05 * (theirs.double() - right).norm()
+    assert max(sizes.values()) == chunk * vocab * 2, "bytes: logits of a chunk, and nothing is larger"
+
+
 @pytest.mark.parametrize("dtype, temperature, entropy_weight", CASES)
 def test_over_a_part_of_the_vocabulary(dtype, temperature, entropy_weight):
     for width in PADDED.values():
@@ -136,18 +201,13 @@ def test_split_over_two_ranks(ranks, padding):
 def test_a_gradient_over_the_logits_takes_no_memory_and_is_computed_once():
     """The gradient is the logits' own memory; a second backward, which would read the gradient as logits, fails."""
     import torch
-    import torch.distributed as dist
 
     from skyrl_megatron.runtime.vocab_parallel import SoftmaxSettings, logprobs_and_entropy
-
-    class Alone(dist.ProcessGroup):
-        def __init__(self):
-            super().__init__(0, 1)
 
     made = softmax_reference.inputs("float32")
     logits = made["logits"].requires_grad_() * 1
     logits.retain_grad()
-    logprobs, _ = logprobs_and_entropy(logits, made["targets"], Alone(), SoftmaxSettings(VOCAB, overwrite=True))
+    logprobs, _ = logprobs_and_entropy(logits, made["targets"], alone(), SoftmaxSettings(VOCAB, overwrite=True))
     (grad,) = torch.autograd.grad(logprobs.sum(), logits, retain_graph=True)
     assert grad.data_ptr() == logits.data_ptr()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -92,5 +92,6 @@ def logits(layers: LayerActivations, tokens: int, head: Head, *, training: bool)
     columns = -(-layers.dims["V"] // layers.parallel.tp)
     if not head.fused:
         return tokens * columns * width
-    gradients = columns * hidden * (4 + (width if width < 4 else 0)) + 2 * tokens * hidden * width if training else 0
+    sums = 4 if width < 4 else 0  # of the hidden states' gradient
+    gradients = columns * hidden * width + tokens * hidden * (2 * width + sums) if training else 0
     return min(head.chunk or tokens, tokens) * columns * width + gradients
