@@ -60,6 +60,29 @@ def test_the_fsdp_key_runs_data_parallel(folder):
     assert all(line["policy/grad_norm"] > 0 for line in lines)
 
 
+FORGETS_THE_SUPPORT = """
+def convert_to_training_input(self, generator_output, uids):
+    batch = RayPPOTrainer.convert_to_training_input(self, generator_output, uids)
+    print("tokens sampled from a part:", sum(int((each.counts > 0).sum()) for each in batch.rollout_support))
+    if self.global_step == 2:
+        batch.rollout_support = []
+    return batch
+Trainer.convert_to_training_input = convert_to_training_input
+"""
+
+
+def test_samples_of_a_part_of_the_vocabulary(folder):
+    """With top-p and top-k trainer and engine agree, as both take the softmax over what was sampled from. In the last
+    step the trainer takes it over the whole vocabulary: log S apart."""
+    part = {"generator__sampling_params__top_p": 0.9, "generator__sampling_params__top_k": 40}
+    done = runs.run(folder, FORGETS_THE_SUPPORT, **part, trainer__max_training_steps=3).check()
+    one, two, three = done.lines
+    assert "tokens sampled from a part: 0" not in done.out
+    for line in (one, two):
+        assert line[GAP] <= AGREE and line["policy/grad_norm"] > 0
+    assert three[GAP] > 0.1
+
+
 HASHES = """
 import json, hashlib
 from pathlib import Path
