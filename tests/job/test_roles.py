@@ -30,6 +30,13 @@ def critic(folder, **more):
     return keys | more
 
 
+REFERENCE = {
+    "trainer__algorithm__use_kl_loss": "true",
+    "trainer__update_ref_every_epoch": "true",
+    "trainer__placement__ref_num_gpus_per_node": 1,
+    "trainer__ref__megatron_config__expert_model_parallel_size": 1,
+}
+
 TURNS = ("generate", "fwd_logprobs_values_reward", "critic_train", "policy_train")
 TAKE_TURNS = """
 def train_steps(self):
@@ -67,3 +74,112 @@ def test_ppo_with_a_critic(folder):
     assert {path.name for path in (folder / "ckpts/global_step_2").iterdir()} >= {"policy", "critic"}
     exported = json.loads((folder / "exports/global_step_2/critic/config.json").read_text())
     assert exported["architectures"] == ["Qwen3MoeForTokenClassification"]
+
+
+HASHES = """
+import json, hashlib
+from pathlib import Path
+sampled = hashlib.sha256()
+def convert_to_training_input(self, generator_output, uids):
+    batch = RayPPOTrainer.convert_to_training_input(self, generator_output, uids)
+    if self.global_step >= 2:
+        sampled.update(batch.sequences.numpy().tobytes())
+    return batch
+def finish(self):
+    state = {name: role.state_hashes() for name, role in self.roles.items()}
+    Path(self.cfg.trainer.export_path).mkdir(exist_ok=True)
+    (Path(self.cfg.trainer.export_path) / "hashes.json").write_text(json.dumps([state, sampled.hexdigest()]))
+    RayPPOTrainer.finish(self)
+Trainer.convert_to_training_input = convert_to_training_input
+Trainer.finish = finish
+"""
+
+
+@pytest.mark.full_matrix
+def test_a_resumed_run_of_all_roles_is_the_uninterrupted_one(tmp_path):
+    """Policy, critic and a reference that became the policy after the first epoch: weights, moments, random states.
+    An epoch is of two steps, the checkpoint after three. The uninterrupted run takes turns in memory, too: that
+    changes nothing."""
+    found = []
+    for name, stops in {"whole": [4], "resumed": [3, 4]}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        runs.prepare(folder)
+        keys = critic(folder, **REFERENCE, trainer__train_batch_size=20, trainer__policy_mini_batch_size=20)
+        keys |= {"generator__n_samples_per_prompt": 1, "trainer__critic_mini_batch_size": 20}
+        for stop in stops:
+            body = HASHES + (TAKE_TURNS if name == "whole" else "")
+            done = runs.run(folder, body, **keys, trainer__max_training_steps=stop, trainer__ckpt_interval=3).check()
+        found.append(json.loads((folder / "exports/hashes.json").read_text()))
+        assert "timing/update_ref" in done.lines[1] and "timing/update_ref" not in done.lines[2]
+        assert done.lines[2]["policy/policy_kl"] < 1e-6 < done.lines[3]["policy/policy_kl"]
+        assert done.lines[1]["policy/policy_kl"] > 1e-6
+    assert found[0] == found[1]
+
+
+K = 8
+
+
+def taught(folder, *teachers):
+    """Metrics of a step in which row n is judged by teacher n modulo their number, with both signals, and what they
+    are by transformers."""
+    rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    text = [json.dumps(row | {"teacher": teachers[number % len(teachers)]}) for number, row in enumerate(rows)]
+    (folder / "prompts.jsonl").write_text("\n".join(text) + "\n")
+    done = runs.run(
+        folder,
+        trainer__algorithm__advantage_estimator="distillation",
+        trainer__algorithm__distillation__loss_coef=0.5,
+        trainer__algorithm__distillation__top_k=K,
+        trainer__teacher__models=f"{{same: {folder}/model, other: {folder}/other}}",
+        trainer__placement__teacher_num_gpus_per_node=1,
+        trainer__teacher__megatron_config__expert_model_parallel_size=1,
+        trainer__max_training_steps=1,
+        trainer__dump_data_batch="true",
+    ).check()
+    return done.lines[-1], by_transformers(folder, teachers)
+
+
+def by_transformers(folder, teachers):
+    """Means over the tokens of the dumped batch: log p_student − log p_teacher; KL(teacher ‖ student) over the
+    teacher's K likeliest and the rest; the teacher's probability of that rest."""
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    batch = load_file(folder / "exports/dumped_data/global_step_1.safetensors")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    models = {"same": folder / "model", "other": folder / "other"}
+    models = {name: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for name, path in models.items()}
+    found = []
+    for row, sequence in enumerate(batch["sequences"]):
+        tokens, sampled = sequence[batch["attention_mask"][row]], int(batch["response_mask"][row].sum())
+        prompt = tokenizer.decode(tokens[:-sampled], skip_special_tokens=True)
+        teacher = teachers[(int(prompt.partition("+")[0]) - 11) % len(teachers)]
+        with torch.no_grad():
+            every = [models[name](tokens[None]).logits[0, -sampled - 1 : -1].double() for name in ("same", teacher)]
+        student, teacher = (each.log_softmax(-1) for each in every)
+        own = (student - teacher).gather(1, tokens[-sampled:, None])
+        best = teacher.topk(K, -1).indices
+        p, q = (
+            torch.cat([e.gather(1, best).exp(), 1 - e.gather(1, best).exp().sum(-1, keepdim=True)], 1)
+            for e in (teacher, student)
+        )
+        kl = (p * (p / q).log()).sum(-1, keepdim=True)
+        found.append(torch.cat([own, kl, p[:, -1:]], 1)[batch["loss_mask"][row, -sampled:] > 0])
+    return torch.cat(found).mean(0).tolist()
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("teachers", [("same",), ("same", "other")], ids=" and ".join)
+def test_teachers_judge_their_own_rows(folder, teachers):
+    """Rows choose between the policy's own first weights and another model; both signals, on one rank each."""
+    from skyrl_megatron.entrypoints.embedded_model import write_embedded_model
+
+    write_embedded_model(folder / "other", 2)
+    line, (reverse_kl, divergence, omitted) = taught(folder, *teachers)
+    assert line["distillation/reverse_kl"] == pytest.approx(reverse_kl, rel=1e-4, abs=1e-5)
+    assert line["policy/distillation_loss"] == pytest.approx(divergence, rel=1e-4, abs=1e-6)
+    assert line["policy/teacher_omitted"] == pytest.approx(omitted, rel=1e-4)
+    assert (min(abs(reverse_kl), divergence) > 1e-3) == ("other" in teachers), "the two models differ"
+    assert line[GAP] <= AGREE
