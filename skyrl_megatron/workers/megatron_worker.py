@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ import ray
 from skyrl_megatron.config.adapters import role_part
 from skyrl_megatron.hub import model_card
 from skyrl_megatron.plugins import load_plugins
-from skyrl_megatron.workers.ports import free_port
+from skyrl_megatron.workers.ports import take_port
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,11 +40,13 @@ class MegatronWorker:
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
+        self._port: socket.socket | None = None
 
     def address(self) -> tuple[str, int]:
-        """Return where rank 0 of the process group will listen."""
+        """Return where rank 0 of the process group will listen: a port that is held until then."""
         host = ray.util.get_node_ip_address()
-        return host, free_port(host)
+        self._port = take_port(host)
+        return host, self._port.getsockname()[1]
 
     def build(
         self,
@@ -69,7 +72,8 @@ class MegatronWorker:
         os.environ |= {"RANK": str(self.rank), "WORLD_SIZE": str(self.world_size), "LOCAL_RANK": "0"}
         device.set_local_device(0)  # Ray shows each actor its own device only
         timeout = datetime.timedelta(seconds=cfg.trainer.phase_timeout_s)
-        store = dist.TCPStore(*address, self.world_size, self.rank == 0, timeout)
+        held = None if self._port is None else self._port.detach()
+        store = dist.TCPStore(*address, self.world_size, self.rank == 0, timeout, master_listen_fd=held)
         dist.init_process_group(
             device.collective_backend(), store=store, rank=self.rank, world_size=self.world_size, timeout=timeout
         )

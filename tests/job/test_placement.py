@@ -69,6 +69,24 @@ def test_a_port_is_free_on_the_address_that_it_is_used_on():
         free_port("192.0.2.1")
 
 
+def test_a_port_is_held_until_it_is_listened_on():
+    """Rank 0 names it, and imports Megatron before the process group's store listens there."""
+    import datetime
+    import socket
+
+    import torch.distributed as dist
+
+    from skyrl_megatron.workers.ports import LOOPBACK, take_port
+
+    holder, timeout = take_port(), datetime.timedelta(seconds=30)
+    port = holder.getsockname()[1]
+    with pytest.raises(OSError, match="in use"):
+        socket.create_server((LOOPBACK, port))
+    server = dist.TCPStore(LOOPBACK, port, 2, True, timeout, False, master_listen_fd=holder.detach())
+    server.set("key", "value")
+    assert dist.TCPStore(LOOPBACK, port, 2, False, timeout).get("key") == b"value"
+
+
 TWO_NODES = [
     "trainer.placement.policy_num_nodes=2",
     "trainer.placement.policy_num_gpus_per_node=1",
