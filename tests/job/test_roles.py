@@ -82,7 +82,7 @@ from pathlib import Path
 sampled = hashlib.sha256()
 def convert_to_training_input(self, generator_output, uids):
     batch = RayPPOTrainer.convert_to_training_input(self, generator_output, uids)
-    if self.global_step >= 2:
+    if self.global_step >= 3:
         sampled.update(batch.sequences.numpy().tobytes())
     return batch
 def finish(self):
