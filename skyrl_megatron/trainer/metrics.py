@@ -44,7 +44,7 @@ def logprob_diff_metrics(batch: TrainingBatch) -> dict[str, float]:
 
 
 def route_bytes(batch: TrainingBatch) -> int:
-    """Return what the routes of a batch take."""
+    """Return the bytes that the routes of a batch take."""
     return sum(routes.nbytes for routes in batch.rollout_routes if routes is not None)
 
 

@@ -27,7 +27,6 @@ class _Batch:
 def return_routes(runner: Any) -> None:
     """Let the first model runner put the routes of each step into its outputs."""
     connector = get_aux_output_connector(runner.model, runner.vllm_config, runner.kv_cache_config)
-    runner.routes_connector = connector
     execute_model, sample_tokens = runner.execute_model, runner.sample_tokens
     waiting: list[tuple[Any, np.ndarray]] = []
 
