@@ -147,6 +147,31 @@ class Load:
         return self.answers
 
 
+class HeldTransfer:
+    """The trainer's next transfer waits until it is let go."""
+
+    def __init__(self, run, monkeypatch):
+        self.begun, self.go, really = asyncio.Event(), asyncio.Event(), run.trainer.send_weights
+
+        async def send_weights():
+            self.begun.set()
+            await self.go.wait()
+            return await really()
+
+        monkeypatch.setattr(run.trainer, "send_weights", send_weights)
+        self.run = run
+
+    def sync(self, version, model):
+        """A sync that is in its transfer."""
+        self.run.load(model)
+        sync = self.run.loop.start(self.run.synchronizer.sync(version))
+        self.run.loop(asyncio.wait_for(self.begun.wait(), 120))
+        return sync
+
+    def let_go(self):
+        self.run.loop.loop.call_soon_threadsafe(self.go.set)
+
+
 class Command:
     """``python -m skyrl_megatron.entrypoints.serve_engine`` in a process of its own."""
 

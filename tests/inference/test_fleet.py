@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from tests.inference.fleet_parts import Command, Load, Run
+from tests.inference.fleet_parts import Command, HeldTransfer, Load, Run, server
 from tests.support.engines import LoopThread, largest_gap, reference_logprobs
 from tests.support.tiny_models import write_tiny_model
 from tests.weight_sync.trainer_process import TrainerProcess
@@ -180,3 +180,99 @@ def test_an_engine_that_is_killed_loses_no_request(run, models, tmp_path):
     assert f"no vLLM server at {slot.engine.url}" in entry["why"] or "does not answer" in entry["why"]
     assert [slot.name for slot in run.pool.slots] == ["engine 0"]
     assert not run.sync("after", models["A"]).failures
+
+
+@pytest.mark.full_matrix
+def test_an_engine_that_computes_something_else_never_serves(run, models, tmp_path):
+    """Its folder is the run's, and it was told to compute with fewer experts: checksums agree, log-probs do not."""
+    run.sync("good", models["B"])
+    command = Command(run, tmp_path, "--", '--hf-overrides={"num_experts_per_tok": 1}')
+    try:
+        command.until("server: ")
+        load = Load(run, TOKENS, LONG)
+        name = command.until("joining").partition(":")[0]
+        entry = run.until(name, "refused")
+        code = command.process.wait(60)
+    finally:
+        command.process.kill()
+    load.end()
+    assert code == 1 and f"{name} is refused: log-probs of 64 tokens differ from the trainer's" in command.err()
+    assert "log-probs of 64 tokens differ from the trainer's" in entry["why"]
+    assert entry["answered"] == 0 and entry["version"] == "initial"
+    assert any(line.startswith("engine ") and "refused: log-probs of 64 tokens differ" in line for line in run.said)
+    assert run.pool.published == "good" and [slot.state.value for slot in run.pool.slots] == ["serving"]
+
+
+@pytest.mark.full_matrix
+def test_a_sync_in_which_engines_join_leave_and_die(run, models, tmp_path, monkeypatch):
+    from concurrent.futures import ThreadPoolExecutor
+
+    run.sync("0", models["B"])
+    with server(run, tmp_path) as (process, offer), ThreadPoolExecutor() as threads:
+        with monkeypatch.context() as patch:
+            held = HeldTransfer(run, patch)
+            sync = held.sync("1", models["A"])
+            status, joined = run.ask("POST", "/engines", offer)
+            name = joined["engine"]
+            assert (status, joined["state"], joined["version"]) == (201, "joining", "initial")
+            held.let_go()
+            assert sorted(sync.result(200).logprob_diffs) == ["engine 0"], "a newcomer waits for the end of a sync"
+        assert run.until(name, "serving")["version"] == "1"
+        assert largest_gap(scores(run, name), reference_logprobs(models["A"], TOKENS)) <= 1e-5
+
+        slot = run.fleet.members[name].slot
+        with monkeypatch.context() as patch:
+            held = HeldTransfer(run, patch)
+            frozen = run.loop.start(run.client.generate([TOKENS] * 4, LONG))
+            run.loop(until(lambda: len(slot.in_flight) == 2))
+            sync = held.sync("2", models["B"])
+            gone = threads.submit(run.ask, "DELETE", f"/engines/{name}")
+            assert run.until(name, "leaving")
+            held.let_go()
+            assert not sync.result(200).failures
+            status, left = gone.result(60)
+        assert (status, left["state"], left["moved"]) == (200, "left", 2)
+        assert [len(answer.token_ids) for answer in frozen.result(60)] == [200] * 4
+        assert [slot.name for slot in run.pool.slots] == ["engine 0"]
+
+        status, joined = run.ask("POST", "/engines", offer)
+        run.until(joined["engine"], "serving")
+        with monkeypatch.context() as patch:
+            held = HeldTransfer(run, patch)
+            sync = held.sync("3", models["A"])
+            process.stop()
+            held.let_go()
+            report = sync.result(300)
+        assert report.failures and report.version == "3" and sorted(report.logprob_diffs) == ["engine 0"]
+        assert run.engines()[joined["engine"]]["state"] == "lost"
+        assert run.pool.published == "3" and [slot.state.value for slot in run.pool.slots] == ["serving"]
+
+
+@pytest.mark.full_matrix
+def test_an_engine_outlives_a_run(loop, trainer, models, tmp_path):
+    """Started before its run, without engines of the run's own; known to the next run at that address; done when there
+    is none."""
+    from tests.support.rank_pool import lasting_port
+
+    port = lasting_port()
+
+    class Later:
+        model, url, token_file = models["A"], f"http://127.0.0.1:{port}", tmp_path / "registry_token"
+
+    Later.token_file.write_text("a token\n")
+    Later.token_file.chmod(0o600)
+    command = Command(Later, tmp_path, patience=30)
+    try:
+        for number, version in enumerate(("1", "7")):
+            one = Run(loop, trainer, models["A"], tmp_path, own=0, port=port)
+            one.load(models["B"])
+            sync = loop.start(one.synchronizer.sync(version))
+            command.until("engine-0: serving" if number == 0 else "unknown to the run: joins again")
+            assert list(sync.result(500).logprob_diffs) == ["engine 0"], "the sync waited for an engine"
+            sample = loop(one.client.sample(TOKENS, LONG))
+            assert [each for each, _, _ in sample.versions] == [version]
+            one.close()
+        assert command.process.wait(120) == 0
+        assert command.lines[-1].startswith(f"the run at {Later.url} is over: no answer for 30 s")
+    finally:
+        command.process.kill()
