@@ -7,6 +7,10 @@ The run (``generator.inference_engine.enable_registry=true``) says where its reg
 token. The engine gets the run's weights, proves them, and then serves. It leaves with its requests finished or moved
 to other engines; when the run forgets it, as after a restart, it joins again. Exit code 0: left, or the run is over;
 1: refused, or vLLM failed.
+
+An engine over several hosts is started on each with --nodes N, the same --tp and --pp, --host its own address and
+--node-rank 0, 1, …; the first with a --port, the others with --first http://ITS_HOST:ITS_PORT. Workers meet at the
+port after that one. The further ones end when the first does.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from skyrl_megatron import hub
 from skyrl_megatron.entrypoints.command import run_command
@@ -32,7 +37,7 @@ from skyrl_megatron.inference.http_guard import ENGINE_KEY
 from skyrl_megatron.inference.http_server import bound
 from skyrl_megatron.inference.offer import package_versions
 from skyrl_megatron.inference.vllm.model_folder import hf_config
-from skyrl_megatron.inference.vllm.server import EngineServer
+from skyrl_megatron.inference.vllm.server import EngineHosts, EngineServer
 from skyrl_megatron.inference.vllm.settings import EngineSettings
 
 LOOK_S = 1.0
@@ -70,6 +75,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-num-seqs", type=int, default=256, metavar="N", help="sequences decoded at the same time (256)")
     add("--max-model-len", type=int, metavar="N", help="tokens of the longest sequence (the run's)")
     add("--gpu-memory-utilization", type=float, default=0.9, metavar="X", help="share of GPU memory (0.9)")
+    add("--nodes", type=int, default=1, metavar="N", help="hosts that the engine is over (1)")
+    add("--node-rank", type=int, default=0, metavar="R", help="which of them this one is, from 0 (0)")
+    add("--first", metavar="URL", help="of the engine's server on host 0, for the other hosts")
     add("--patience", type=float, default=60.0, metavar="S", help="how long the registry may not answer (60)")
     add("--start-timeout", type=float, default=1800.0, metavar="S", help="for vLLM to be ready (1800)")
     add("--log-file", type=Path, metavar="FILE", help="for vLLM's output (a file in the temporary folder)")
@@ -85,6 +93,7 @@ def _split(args: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _serve(options: argparse.Namespace, more: Sequence[str], asked: threading.Event) -> int:
+    hosts = _hosts(options)
     folder = _model_folder(options.model)
     source = f"--token-file={options.token_file}"
     registry = FleetClient(options.registry, _token(options.token_file), source, options.patience)
@@ -106,18 +115,58 @@ def _serve(options: argparse.Namespace, more: Sequence[str], asked: threading.Ev
         log_file=options.log_file or Path(tempfile.gettempdir()) / f"skyrl-megatron-engine-{port}.log",
     ).on_this_node()
     key = os.environ.get(ENGINE_KEY) or secrets.token_urlsafe(32)
-    server = EngineServer(settings, options.host, port, key, more)
+    server = EngineServer(settings, options.host, port, key, more, hosts)
     offer = said | {"url": options.url or server.url, "key": key}
     offer |= {"dtype": settings.dtype, "workers": settings.workers}
     began = time.monotonic()
     server.start()
     try:
+        if hosts.number:
+            return _stay_with_the_first(server, options, asked)
         if not server.wait_until_ready(options.start_timeout, asked.is_set):
             return 0
         _say(f"server: {server.url} is ready after {time.monotonic() - began:.0f} s, output in {server.log_file}")
         return _Membership(registry, server, offer, asked).keep()
     finally:
         server.stop()
+
+
+def _hosts(options: argparse.Namespace) -> EngineHosts:
+    """Return the hosts of the engine. Raises LaunchError for options that do not go together."""
+    nodes, number, first = options.nodes, options.node_rank, options.first
+    workers = options.tensor_parallel_size * options.pipeline_parallel_size
+    if not 0 <= number < nodes:
+        raise LaunchError(f"--node-rank={number}: with --nodes={nodes} it is 0 to {nodes - 1}")
+    if workers % nodes:
+        raise LaunchError(f"--nodes={nodes} does not divide the {workers} workers of --tp and --pp")
+    if number == 0:
+        if nodes > 1 and not options.port:
+            raise LaunchError("--port is missing: the engine's other hosts find this one by it")
+        return EngineHosts(nodes, 0, (options.host, options.port))
+    address = urlsplit(first or "")
+    if address.hostname is None or address.port is None:
+        said = "is missing" if first is None else f"={first} is not http://HOST:PORT"
+        raise LaunchError(f"--first {said}: where the engine's server listens on its first host")
+    return EngineHosts(nodes, number, (address.hostname, address.port))
+
+
+def _stay_with_the_first(server: EngineServer, options: argparse.Namespace, asked: threading.Event) -> int:
+    """Keep a further host's workers until the server of the first one is gone: vLLM's would wait for ever."""
+    began = heard = time.monotonic()
+    ready = False
+    while not asked.wait(LOOK_S):
+        server.require_alive()
+        if server.answers():
+            heard = time.monotonic()
+            if not ready:
+                ready = True
+                _say(f"workers: ready for {server.url} after {heard - began:.0f} s, output in {server.log_file}")
+        elif ready and time.monotonic() - heard > options.patience:
+            _say(f"{server.url} is over: no answer for {options.patience:g} s")
+            return 0
+        elif not ready and time.monotonic() - began > options.start_timeout:
+            raise EngineError(f"--first={server.url} was not ready after {options.start_timeout:g} s")
+    return 0
 
 
 class _Membership:

@@ -12,7 +12,7 @@ from tests.support.whole_folder import write_sums, write_whole_folder
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "launch" / "recipes"
 NO_RECIPES = {"ppo_base_config"}  # Hydra's base file
-SMALL = {"embedded", "embedded-lora", "embedded-ppo", "embedded-distill"}
+SMALL = {"tiny-moe-cpu", "embedded", "embedded-lora", "embedded-ppo", "embedded-distill"}
 SHAPES = {
     "qwen3-30b-a3b": QWEN3_30B_A3B,
     "qwen3-30b-a3b-2x8": QWEN3_30B_A3B,
@@ -65,6 +65,17 @@ def test_recipe_fits_with_room(models, recipe, capsys):
     assert len(rooms) >= 6, out
     assert {name: room for name, room, unit in rooms if unit == "G" and float(room) <= ROOM_GB} == {}
     check_batch(yaml.safe_load(text), machine[1], out)
+
+
+def test_a_tiny_moe_on_this_machine(tmp_path, capsys):
+    from skyrl_megatron.entrypoints import run_moe
+    from skyrl_megatron.entrypoints.embedded_model import write_embedded_model
+
+    rows = write_sums(tmp_path / "rows.parquet", 64)
+    model = write_embedded_model(tmp_path / "model", 1)
+    words = [f"model={model}", f"data.train_data=['{rows}']", "data.val_data=[]", "--check"]
+    assert run_moe.main(["--recipe", "tiny-moe-cpu", *words]) == 0, capsys.readouterr().err
+    assert "32 prompts · 8 samples = 256 sequences of at most 640 tokens" in capsys.readouterr().out
 
 
 def check_batch(config, nodes, out):

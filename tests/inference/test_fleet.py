@@ -124,6 +124,15 @@ def test_an_engine_that_cannot_join_starts_nothing(run, models, command, tmp_pat
         port = taken.getsockname()[1]
         code, said = command(port=port)
         assert code == 1 and said.startswith(f"--port={port}: cannot listen on 127.0.0.1: Address already in use")
+    for words, told in (
+        ({"nodes": 2, "node-rank": 2}, "--node-rank=2: with --nodes=2 it is 0 to 1"),
+        ({"nodes": 2, "tp": 3}, "--nodes=2 does not divide the 3 workers of --tp and --pp"),
+        ({"nodes": 2, "tp": 2}, "--port is missing: the engine's other hosts find this one by it"),
+        ({"nodes": 2, "tp": 2, "node-rank": 1}, "--first is missing: where the engine's server listens on its first"),
+        ({"nodes": 2, "tp": 2, "node-rank": 1, "first": "n1:9000"}, "--first=n1:9000 is not http://HOST:PORT: where"),
+    ):
+        code, said = command(**words)
+        assert code == 1 and said.startswith(told) and "\n" not in said
     code, said = command(registry=f"http://127.0.0.1:{port}")
     assert code == 1 and said.startswith(f"--registry=http://127.0.0.1:{port}: no answer for 1 s (")
     assert "enable_registry=true" in said
@@ -276,3 +285,37 @@ def test_an_engine_outlives_a_run(loop, trainer, models, tmp_path):
         assert command.lines[-1].startswith(f"the run at {Later.url} is over: no answer for 30 s")
     finally:
         command.process.kill()
+
+
+@pytest.mark.full_matrix
+def test_an_engine_over_several_hosts(run, models, tmp_path):
+    """Two commands with a worker each: they join as one engine, take each sync's weights on both, and a host that dies
+    costs no request; its other half ends by itself."""
+    from tests.support.rank_pool import lasting_port
+
+    port, folders = lasting_port(), [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        folder.mkdir()
+    over = ("--tp=2", "--nodes=2")
+    run.sync("1", models["B"])
+    first = Command(run, folders[0], *over, f"--port={port}")
+    second = Command(run, folders[1], *over, "--node-rank=1", f"--first=http://127.0.0.1:{port}")
+    try:
+        name = first.until("serving").partition(":")[0]
+        second.until("workers: ready")
+        slot = run.fleet.members[name].slot
+        assert slot.engine.url == f"http://127.0.0.1:{port}"
+        assert largest_gap(scores(run, name), reference_logprobs(models["B"], TOKENS)) <= 1e-5
+        assert not run.sync("2", models["A"]).failures
+        assert largest_gap(scores(run, name), reference_logprobs(models["A"], TOKENS)) <= 1e-5
+        load = Load(run, TOKENS, LONG)
+        run.loop(until(lambda: slot.answered > 4 and len(slot.in_flight) > 2))
+        first.kill()
+        assert run.until(name, "lost")
+        assert second.process.wait(120) == 0
+        assert second.lines[-1] == f"http://127.0.0.1:{port} is over: no answer for 10 s"
+    finally:
+        first.process.kill()
+        second.process.kill()
+    assert {len(answer.token_ids) for answer in load.end()} == {200}
+    assert not run.sync("after", models["B"]).failures

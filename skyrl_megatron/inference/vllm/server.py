@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from skyrl_megatron.inference.vllm.platform import platform_arguments, worker_en
 from skyrl_megatron.inference.vllm.settings import EngineSettings
 
 MODULE = "vllm.entrypoints.openai.api_server"
+FURTHER = "skyrl_megatron.inference.vllm.further_host"
 NEEDED = {
     "worker_extension_cls": "skyrl_megatron.inference.vllm.compat.WorkerExtension",
     "weight_transfer_config": {"backend": "skyrl_megatron"},
@@ -37,21 +39,52 @@ _PR_SET_PDEATHSIG = 1
 _set_at_death = ctypes.CDLL(None).prctl
 
 
+@dataclass(frozen=True, slots=True)
+class EngineHosts:
+    """How many hosts an engine is over, which of them this one is, and where the first one's server listens. Workers
+    meet at the port after that."""
+
+    count: int = 1
+    number: int = 0
+    first: tuple[str, int] = ("127.0.0.1", 0)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return vLLM's arguments for it."""
+        if self.count == 1:
+            return {}
+        host, port = self.first
+        return {"nnodes": self.count, "node_rank": self.number, "master_addr": host, "master_port": port + 1}
+
+
 class EngineServer:
-    """A vLLM server of ``settings`` on ``host:port``, which asks every request for ``key``.
+    """A vLLM server of ``settings`` on ``host:port``, which asks every request for ``key``; on a further host of
+    ``hosts`` the workers there alone, for the first one's server.
 
     ``more``: arguments of vLLM's command line, applied last. Its output goes to ``settings.log_file``.
     """
 
-    def __init__(self, settings: EngineSettings, host: str, port: int, key: str, more: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        settings: EngineSettings,
+        host: str,
+        port: int,
+        key: str,
+        more: Sequence[str] = (),
+        hosts: EngineHosts = EngineHosts(),
+    ) -> None:
         assert settings.log_file is not None
         self.log_file: Path = settings.log_file
-        self.url = f"http://{host}:{port}"
-        arguments = settings.arguments() | platform_arguments(hf_config(settings.folder)) | NEEDED
-        guard = f"{EngineGuard.__module__}.{EngineGuard.__name__}"
-        own = {"host": host, "port": port, "middleware": guard}
-        self.command = [sys.executable, "-m", MODULE, *flags(arguments | own), *more]
+        self.url = "http://{}:{}".format(*(hosts.first if hosts.number else (host, port)))
+        arguments = settings.arguments() | platform_arguments(hf_config(settings.folder)) | NEEDED | hosts.arguments()
+        if hosts.number:
+            self.command = [sys.executable, "-m", FURTHER, *flags(arguments), *more]
+        else:
+            guard = f"{EngineGuard.__module__}.{EngineGuard.__name__}"
+            own = {"host": host, "port": port, "middleware": guard}
+            self.command = [sys.executable, "-m", MODULE, *flags(arguments | own), *more]
         self.environment = os.environ | worker_environment() | {ENGINE_KEY: key, "VLLM_SERVER_DEV_MODE": "1"}
+        if hosts.count > 1:
+            self.environment["VLLM_HOST_IP"] = host  # what workers of other hosts reach this one's by
         if settings.enforce_eager and not device.has_cuda():
             self.environment["TORCH_COMPILE_DISABLE"] = "1"  # as compat.WorkerExtension.skyrl_compile_nothing
         self._process: subprocess.Popen[bytes] | None = None
@@ -72,7 +105,7 @@ class EngineServer:
     def wait_until_ready(self, timeout_s: float, stop: Callable[[], bool]) -> bool:
         """Wait until it answers; False when ``stop`` says so first. Raises EngineError with its last errors."""
         deadline = time.monotonic() + timeout_s
-        while not self._answers():
+        while not self.answers():
             if stop():
                 return False
             self.require_alive("did not start")
@@ -106,7 +139,8 @@ class EngineServer:
         except ProcessLookupError:
             return
 
-    def _answers(self) -> bool:
+    def answers(self) -> bool:
+        """Whether the server (that of the first host) says that it is well."""
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
                 return int(answer.status) == 200
