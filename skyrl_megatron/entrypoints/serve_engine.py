@@ -145,8 +145,8 @@ def _hosts(options: argparse.Namespace) -> EngineHosts:
         return EngineHosts(nodes, 0, (options.host, options.port))
     address = urlsplit(first or "")
     if address.hostname is None or address.port is None:
-        said = "is missing" if first is None else f"={first} is not http://HOST:PORT"
-        raise LaunchError(f"--first {said}: where the engine's server listens on its first host")
+        said = "--first is missing" if first is None else f"--first={first} is not http://HOST:PORT"
+        raise LaunchError(f"{said}: where the engine's server listens on its first host")
     return EngineHosts(nodes, number, (address.hostname, address.port))
 
 

@@ -5,11 +5,13 @@ import shutil
 import stat
 import subprocess
 import sys
+import time
 from importlib import metadata
 from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from tests.cluster.two_hosts import NET, TwoHosts, why_not
 from tests.cluster.whole_runs import OVER_BOTH, ROOT, RUN, WAIT_S, arguments, metrics
@@ -87,6 +89,45 @@ def test_a_run_that_joins_has_the_numbers_of_one_host(hosts, cluster, model, und
         rf"ray: joined {cluster['RAY_ADDRESS']}, 2 nodes, folders written at \d+ MB/s or more", done.stdout
     )
     assert metrics(folder) == undisturbed()
+
+
+@pytest.mark.vllm
+def test_what_the_compose_file_starts(hosts, model, undisturbed, tmp_path):
+    """Its two commands and variables, without containers: node2 when node1's healthcheck says yes."""
+    services = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["services"]
+    small = arguments(model, tmp_path / "run", 4)
+    words = {"node1": [*services["node1"]["command"], *small], "node2": []}
+
+    def command(name, *words):
+        own = {
+            key: str(value).replace("/shared", str(tmp_path)) for key, value in services[name]["environment"].items()
+        }
+        inside = hosts.command("n" + name[-1], ROOT / "docker" / "entrypoint.sh", *words)
+        return inside, hosts.environment(**own, SKYRL_PORT="26000")
+
+    def start(name):
+        inside, environment = command(name, *words[name])
+        with (tmp_path / f"{name}.out").open("w") as out:
+            return subprocess.Popen(inside, env=environment, cwd=tmp_path, stdout=out, stderr=out)
+
+    def healthy():
+        inside, environment = command("node1", "health")
+        return subprocess.run(inside, env=environment, capture_output=True).returncode == 0
+
+    containers = [start("node1")]
+    try:
+        deadline = time.monotonic() + WAIT_S
+        while not healthy():
+            assert containers[0].poll() is None and time.monotonic() < deadline, (tmp_path / "node1.out").read_text()
+            time.sleep(1)
+        containers.append(start("node2"))
+        codes = [container.wait(WAIT_S) for container in containers]
+    finally:
+        for container in containers:
+            container.terminate()
+    assert codes == [0, 0], [(tmp_path / f"{name}.out").read_text() for name in words]
+    assert metrics(tmp_path / "run") == undisturbed()
+    assert not left(hosts)
 
 
 # ------------------------------------------------------------------ what goes wrong with a run
