@@ -127,7 +127,8 @@ def test_what_the_compose_file_starts(hosts, model, undisturbed, tmp_path):
             container.terminate()
     assert codes == [0, 0], [(tmp_path / f"{name}.out").read_text() for name in words]
     assert metrics(tmp_path / "run") == undisturbed()
-    assert not left(hosts)
+    there = [" ".join(each.cmdline()) for host in ("n1", "n2") for each in hosts.processes(host)]
+    assert not [each for each in there if str(tmp_path) in each], "other processes there are the other tests' cluster"
 
 
 # ------------------------------------------------------------------ what goes wrong with a run

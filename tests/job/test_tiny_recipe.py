@@ -19,7 +19,8 @@ def test_a_tiny_moe_takes_steps_on_its_own_data(tmp_path):
     model = write_embedded_model(tmp_path / "model", 1)
     rows = write_sums(tmp_path / "rows.parquet", 64)
     words = ["--recipe", "tiny-moe-cpu", f"model={model}", f"data.train_data=['{rows}']", f"data.val_data=['{rows}']"]
-    words += ["environment.env_class=gsm8k", "trainer.max_training_steps=4", "trainer.phase_timeout_s=600"]
+    words += ["environment.env_class=gsm8k", "trainer.epochs=2", "trainer.phase_timeout_s=600"]
+    words += [f"trainer.{name}_path={tmp_path}/{name}" for name in ("ckpt", "export", "log")]
     done = subprocess.run(
         [ROOT / "launch" / "run_moe.sh", *words],
         env=runs.environment(tmp_path),
