@@ -90,6 +90,10 @@ class CheckpointError(SkyRLMegatronError):
     """A checkpoint is incomplete, corrupt, or cannot be written."""
 
 
+class JournalError(CheckpointError):
+    """What a run keeps of its rollouts between checkpoints is damaged, at its limit, or cannot be written."""
+
+
 class DataError(SkyRLMegatronError, ValueError):
     """A dataset, environment or reward is not what the run needs; names file and row."""
 

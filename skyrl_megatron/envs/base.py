@@ -36,6 +36,11 @@ class BaseTextEnv:
     where the row has none. An instance serves one trajectory; its methods are called one at a time, in threads.
     """
 
+    replayable: bool = True
+    """Whether the same actions lead to the same state, so that an interrupted trajectory can go on in a new instance
+    that is stepped through its recorded turns. False where a step has effects outside or answers by chance: such
+    trajectories start anew. An answer that differs from the recorded one is noticed either way."""
+
     def __init__(self, env_config: Any = None, extras: Mapping[str, Any] | None = None) -> None:
         self.env_config = env_config
         self.extras = dict(extras or {})

@@ -28,6 +28,8 @@ class GSM8kLLMJudgeEnv(BaseTextEnv):
     A judge that cannot be reached, or answers without a score, fails the trajectory instead of grading it 0.
     """
 
+    replayable = False  # a judge that is asked again may grade otherwise
+
     def __init__(self, env_config: Any = None, extras: Mapping[str, Any] | None = None) -> None:
         super().__init__(env_config, extras)
         self.reference = str(require_ground_truth(self))

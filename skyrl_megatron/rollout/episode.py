@@ -19,6 +19,7 @@ from skyrl_megatron.errors import DataError, SkyRLMegatronWarning
 from skyrl_megatron.inference.protocol import Generation
 from skyrl_megatron.rollout.conversation import ChatConversation, TrajectoryOutput
 from skyrl_megatron.rollout.interface import TrajectoryID
+from skyrl_megatron.rollout.recorded import RecordedTurn, answer_of, record_turn, starts_alike
 from skyrl_megatron.rollout.rewards import NonFiniteReward, checked_reward
 from skyrl_megatron.rollout.templates import ChatFormat
 
@@ -57,11 +58,17 @@ class _EnvFailed(Exception):
     """The environment failed; the message says how."""
 
 
+class _Differs(Exception):
+    """The environment is not what it was when its turns were recorded; the message says where."""
+
+
 class Episode:
     """Call :meth:`begin`, alternate :meth:`request` and :meth:`answer` until a request is None, then :meth:`end`.
 
     An environment that raises or exceeds its time limit ends the episode with one masked token and the reason. Errors
     that all trajectories would share pass through: a reward or an observation of the wrong type.
+
+    ``recording``: keep each turn in ``recorded``, from which :meth:`begin` of another episode can go on.
     """
 
     def __init__(
@@ -71,9 +78,17 @@ class Episode:
         env_class: str,
         extras: Mapping[str, Any],
         trajectory_id: TrajectoryID,
+        *,
+        recording: bool = False,
     ) -> None:
         self.config, self.env_class, self.trajectory_id = config, env_class, trajectory_id
         self.prompt, self.extras = prompt, {**extras, "max_turns": config.max_turns}
+        self.recording = recording
+        self.restarted: str | None = None
+        """Why recorded turns could not be gone on from."""
+        self._reset()
+
+    def _reset(self) -> None:
         self.env: Any = None
         self.conversation: ChatConversation | None = None
         self.turns, self.done = 0, False
@@ -81,18 +96,48 @@ class Episode:
         self.error: str | None = None
         self.metrics: dict[str, Any] = {}
         self.closed = False
+        self.recorded: list[RecordedTurn] = []
+        self._said: list[int] = []  # tokens of the last turn, its prompt included
         self._inside = threading.RLock()  # a cancelled episode is closed while its last call may be under way
         self.started = self.asked = time.perf_counter()
         self.llm_seconds = self.env_seconds = 0.0
 
-    async def begin(self) -> None:
-        """Make the environment and the prompt of the first turn."""
+    async def begin(self, recorded: Sequence[RecordedTurn] = ()) -> None:
+        """Make the environment and the prompt of the first turn. With ``recorded`` turns, go on behind them: the
+        environment is stepped through them. Where it cannot be, or does not answer as it did, the episode begins anew,
+        and ``restarted`` says why."""
+        await self._begin()
+        if not recorded or self.error:
+            return
+        self.recording = True
+        try:
+            await self._replay(recorded)
+        except (_EnvFailed, _Differs) as difference:
+            await self.close()
+            self.restarted = str(difference)
+            self._reset()
+            await self._begin()
+
+    async def _begin(self) -> None:
         self.started = time.perf_counter()
         try:
             messages = await self._in_pool(self._open)
             self.conversation = self.config.conversation(messages)
         except _EnvFailed as failure:
             self.error = str(failure)
+
+    async def _replay(self, recorded: Sequence[RecordedTurn]) -> None:
+        if not getattr(self.env, "replayable", True):
+            raise _Differs(f"environment {self.env_class!r} declares that it cannot be replayed")
+        for number, turn in enumerate(recorded):
+            prompt = self.request()
+            if prompt is None or not starts_alike(turn, self._said, prompt):
+                raise _Differs(f"turn {number} of environment {self.env_class!r} does not start as it did")
+            self.asked = time.perf_counter() - turn.llm_seconds
+            self.started -= turn.llm_seconds
+            step = await self._take(turn.generation)
+            if answer_of(step) != turn.answer:
+                raise _Differs(f"environment {self.env_class!r} answers turn {number} otherwise than it did")
 
     def request(self) -> list[int] | None:
         """Return the tokens that the next turn starts from; None when the episode is over."""
@@ -107,18 +152,24 @@ class Episode:
 
     async def answer(self, generation: Generation) -> None:
         """Pass the sampled turn to the environment and record its step output."""
+        try:
+            await self._take(generation)
+        except _EnvFailed as failure:
+            self.error = str(failure)
+
+    async def _take(self, generation: Generation) -> Any:
+        """Do what :meth:`answer` says, and return the step output."""
         assert self.conversation is not None
-        self.llm_seconds += time.perf_counter() - self.asked
+        llm_seconds = time.perf_counter() - self.asked
+        self.llm_seconds += llm_seconds
         self.turns += 1
         self.stop_reason = generation.finish_reason
         text, at_stop = self._text_of(generation)
         last = self.turns >= self.config.max_turns
-        try:
-            step = await self._in_pool(self._step, text, last)
-            reward = self._reward_of(step)
-        except _EnvFailed as failure:
-            self.error = str(failure)
-            return
+        step = await self._in_pool(self._step, text, last)
+        reward = self._reward_of(step)
+        if self.recording:
+            self._record(generation, step, llm_seconds)
         rewritten = step.get("postprocessed_action")
         if rewritten is not None and rewritten != text:
             _warn_rewritten(self.env_class)
@@ -128,6 +179,13 @@ class Episode:
         self.done = bool(step["done"])
         if not (self.done or last):
             self.conversation.add_observations(list(step["observations"] or ()), at_stop_string=at_stop)
+        return step
+
+    def _record(self, generation: Generation, step: Any, llm_seconds: float) -> None:
+        assert self.conversation is not None
+        prompt = self.conversation.next_prompt()
+        self.recorded.append(record_turn(self._said, prompt, generation, step, llm_seconds))
+        self._said = [*prompt, *generation.token_ids]
 
     async def end(self) -> Trajectory:
         """Close the environment and return the trajectory."""

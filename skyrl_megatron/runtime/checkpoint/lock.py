@@ -1,4 +1,5 @@
-"""One writer per checkpoint folder: a lock that the kernel gives back when its process ends, however it ends."""
+"""One writer per folder of checkpoints or of a journal: a lock that the kernel gives back when its process ends,
+however it ends."""
 
 from __future__ import annotations
 
@@ -14,24 +15,25 @@ class FolderLock:
     """An exclusive lock on the file ``.lock`` of a folder, held from construction to :meth:`release`.
 
     A POSIX record lock: it works over NFS, children made by fork do not inherit it, and after ``kill -9`` it is free
-    at once. Raises CheckpointError, naming the holder, when another process has it.
+    at once. ``setting``: what chooses the folder. Raises CheckpointError, naming the holder, when another process has
+    it.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, setting: str = "trainer.ckpt_path") -> None:
         self.path = os.path.join(os.path.realpath(folder), ".lock")
         if self.path in _held:
             raise CheckpointError(f"{folder} is being written by this process already; close that store first")
         try:
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise CheckpointError(f"{folder} cannot be written ({error.strerror}); check trainer.ckpt_path") from error
+            raise CheckpointError(f"{folder} cannot be written ({error.strerror}); check {setting}") from error
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             holder = os.read(self._descriptor, 64).decode(errors="replace").strip() or "another process"
             os.close(self._descriptor)
             raise CheckpointError(
-                f"{folder} is being written by {holder}; end that run, or give this one another trainer.ckpt_path"
+                f"{folder} is being written by {holder}; end that run, or give this one another {setting}"
             ) from error
         os.truncate(self._descriptor, 0)
         os.write(self._descriptor, f"process {os.getpid()} on {os.uname().nodename}\n".encode())

@@ -1,0 +1,150 @@
+"""Values as bytes and back, exactly: a JSON tree of what is small, and the bytes of arrays behind it.
+
+Layout: uint32 length of the JSON text, the text, the arrays one after the other. The text is ``[arrays, tree]``;
+``arrays`` has ``[dtype, shape, packed]`` of each, ``packed`` where eight values of 0 and 1 share a byte. In the tree,
+None, bool, int, float and str are themselves, a dict with text as keys is an object, and everything else is a list
+that begins with what it is: ``l`` list, ``t`` tuple, ``d`` dict of pairs, ``a`` array, ``s`` numpy scalar, ``i`` and
+``f`` lists of integers and of floats in an array, ``z`` a list of floats of which most are 0, and a class by its name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import struct
+from typing import Any
+
+import numpy as np
+
+from skyrl_megatron.errors import DataError, JournalError
+from skyrl_megatron.trainer.stream.segment import Buffer
+
+_LENGTH = struct.Struct("<I")
+_SHORT = 8
+"""Lists of fewer numbers stay in the text."""
+
+
+class Codec:
+    """Encodes trees of None, bool, int, float, str, list, tuple, dict, numpy arrays and the given dataclasses."""
+
+    def __init__(self, *classes: type) -> None:
+        self._classes = {kind.__name__: kind for kind in classes}
+        self._fields = {kind: [field.name for field in dataclasses.fields(kind)] for kind in classes}
+
+    def encode(self, value: Any) -> list[Buffer]:
+        """Return the bytes in parts; arrays are not copied. Raises DataError naming a value of another type."""
+        arrays: list[tuple[list[Any], Buffer]] = []
+        tree = self._tree(value, arrays, "")
+        text = json.dumps([[about for about, _ in arrays], tree], separators=(",", ":")).encode()
+        return [_LENGTH.pack(len(text)), text, *(data for _, data in arrays)]
+
+    def decode(self, data: Buffer) -> Any:
+        """Return the value. Raises JournalError for one that another version of the package recorded."""
+        (length,) = _LENGTH.unpack_from(data)
+        at = _LENGTH.size + length
+        about, tree = json.loads(bytes(data[_LENGTH.size : at]))
+        arrays: list[np.ndarray] = []
+        for dtype, shape, packed in about:
+            array, at = _array(data, at, np.dtype(dtype), shape, packed)
+            arrays.append(array)
+        try:
+            return self._value(tree, arrays)
+        except (TypeError, LookupError) as error:
+            raise JournalError(f"a record does not fit this version of skyrl-megatron: {error}") from error
+
+    def _tree(self, value: Any, arrays: list[tuple[list[Any], Buffer]], path: str) -> Any:
+        kind = type(value)
+        if value is None or kind in (bool, int, float, str):
+            return value
+        if kind is np.ndarray:
+            return ["a", _add(value, arrays, path)]
+        if kind is list:
+            return _numbers(value, arrays) or [
+                "l",
+                *(self._tree(v, arrays, f"{path}[{i}]") for i, v in enumerate(value)),
+            ]
+        if kind is tuple:
+            return ["t", *(self._tree(each, arrays, path) for each in value)]
+        if kind is dict:
+            if all(type(key) is str for key in value):
+                return {key: self._tree(each, arrays, f"{path}.{key}") for key, each in value.items()}
+            pairs = ((self._tree(k, arrays, path), self._tree(v, arrays, path)) for k, v in value.items())
+            return ["d", *pairs]
+        if kind in self._fields:
+            values = ((name, getattr(value, name)) for name in self._fields[kind])
+            return [kind.__name__, {name: self._tree(each, arrays, f"{path}.{name}") for name, each in values}]
+        if isinstance(value, np.generic):
+            return ["s", _add(np.asarray(value), arrays, path)]
+        raise DataError(
+            f"{path.lstrip('.') or 'the value'} is a {kind.__module__}.{kind.__qualname__}, which cannot be recorded:"
+            " return numbers, text, lists, dicts or numpy arrays"
+        )
+
+    def _value(self, tree: Any, arrays: list[np.ndarray]) -> Any:
+        if isinstance(tree, dict):
+            return {key: self._value(each, arrays) for key, each in tree.items()}
+        if not isinstance(tree, list):
+            return tree
+        tag, *rest = tree
+        if tag == "l":
+            return [self._value(each, arrays) for each in rest]
+        if tag == "t":
+            return tuple(self._value(each, arrays) for each in rest)
+        if tag == "d":
+            return {self._value(key, arrays): self._value(each, arrays) for key, each in rest}
+        if tag == "a":
+            return arrays[rest[0]]
+        if tag == "s":
+            return arrays[rest[0]][()]
+        if tag in ("i", "f"):
+            return arrays[rest[0]].tolist()
+        if tag == "z":
+            length, places, values = rest
+            numbers = [0.0] * length
+            for place, number in zip(places, values, strict=True):
+                numbers[place] = number
+            return numbers
+        return self._classes[tag](**self._value(rest[0], arrays))
+
+
+def _add(array: np.ndarray, arrays: list[tuple[list[Any], Buffer]], path: str) -> int:
+    """Add an array to those behind the text, and return its number."""
+    if array.dtype.hasobject or array.dtype.names:
+        raise DataError(f"{path.lstrip('.')} is an array of {array.dtype}, which cannot be recorded")
+    flat = array.reshape(-1)  # a copy where it is not contiguous
+    packed = array.dtype.itemsize == 1 and array.dtype.kind in "ub" and flat.size > 64 and bool(flat.max() <= 1)
+    data = np.packbits(flat) if packed else flat.view(np.uint8)
+    arrays.append(([array.dtype.str, array.shape, int(packed)], data.data if data.size else b""))
+    return len(arrays) - 1
+
+
+def _array(data: Buffer, at: int, dtype: np.dtype, shape: list[int], packed: int) -> tuple[np.ndarray, int]:
+    """Return (a writable array, where the next one begins)."""
+    size = math.prod(shape)
+    if packed:
+        nbytes = (size + 7) // 8
+        flat = np.unpackbits(np.frombuffer(data, np.uint8, nbytes, at), count=size).view(dtype)
+    else:
+        nbytes = size * dtype.itemsize
+        flat = np.frombuffer(data, np.uint8, nbytes, at).copy().view(dtype) if nbytes else np.zeros(size, dtype)
+    return flat.reshape(shape), at + nbytes
+
+
+def _numbers(values: list[Any], arrays: list[tuple[list[Any], Buffer]]) -> list[Any] | None:
+    """Return the tree of a list of nothing but integers, or nothing but floats; None for others and short ones."""
+    if len(values) < _SHORT:
+        return None
+    kinds = set(map(type, values))
+    if kinds == {float}:
+        array = np.asarray(values)
+        places = np.flatnonzero((array != 0) | np.signbit(array))
+        if 4 * len(places) < len(values):
+            return ["z", len(values), places.tolist(), array[places].tolist()]
+        return ["f", _add(array, arrays, "")]
+    if kinds == {int}:
+        least, most = min(values), max(values)
+        if -(2**63) <= least and most < 2**63:
+            far = min(least, -most - 1) if least < 0 else most  # the narrowest type that holds it holds all
+            return ["i", _add(np.asarray(values, np.min_scalar_type(far)), arrays, "")]
+    return None

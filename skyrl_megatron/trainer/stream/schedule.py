@@ -1,0 +1,116 @@
+"""Which group was consumed at which step: the schedule of a run, durable and never shortened.
+
+It is what decides, after a crash, which groups are trained already, and from which a run can be repeated: with the
+recorded groups, a replay trains the same batches in the same order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from skyrl_megatron.errors import JournalError
+from skyrl_megatron.trainer.stream.codec import Codec
+from skyrl_megatron.trainer.stream.journal import Journal
+from skyrl_megatron.trainer.stream.records import Spans
+
+
+@dataclass(slots=True)
+class ConsumedGroup:
+    """A group in the batch of a step."""
+
+    number: int
+    """Place of its prompt in the data."""
+    trained: bool = True
+    """False where it was left out: dynamic sampling took it and did not train on it."""
+    versions: Spans | None = None
+    """Of its rows; None where it gave none."""
+
+
+@dataclass(slots=True)
+class ScheduledStep:
+    """The groups of a step, in the order in which they were taken."""
+
+    step: int
+    """``global_step`` once the step is complete."""
+    groups: list[ConsumedGroup]
+
+
+@dataclass(slots=True)
+class ResumedAt:
+    """A run went on from the checkpoint of a step: what was recorded of later steps came to nothing."""
+
+    step: int
+
+
+@dataclass(slots=True)
+class Discarded:
+    """What the journal of groups holds of a group below a sequence number is void; it is sampled again."""
+
+    number: int
+    below: int
+
+
+_CODEC = Codec(ScheduledStep, ConsumedGroup, ResumedAt, Discarded)
+
+
+class Schedule:
+    """The schedule in a folder. Raises JournalError and CheckpointError as :class:`Journal` does."""
+
+    def __init__(self, folder: str | Path, *, setting: str = "folder") -> None:
+        self.steps: dict[int, ScheduledStep] = {}
+        """By step, without those that came to nothing."""
+        self.discarded: dict[int, int] = {}
+        """Number of a group → sequence number below which its records are void."""
+        self.reached = 0
+        """The last step that was recorded or resumed from."""
+        self.journal = Journal(folder, setting=setting)
+        try:
+            for _, payload in self.journal.records():
+                self._apply(_CODEC.decode(payload))
+        except BaseException:
+            self.close()
+            raise
+
+    async def record(self, step: ScheduledStep) -> None:
+        """Add a step; it is on the disk on return."""
+        await self._add(step)
+
+    async def resume(self, step: int) -> None:
+        """Go on behind a step, and forget later ones. Raises JournalError where the schedule does not reach it."""
+        if step > self.reached:
+            raise JournalError(
+                f"{self.journal.folder} ends with step {self.reached}, and the run resumes from step {step}: it does"
+                " not belong to this checkpoint. Restore it, or move it away to go on without its groups"
+            )
+        if self.reached > step:
+            await self._add(ResumedAt(step))
+
+    async def discard(self, number: int, below: int) -> None:
+        """Make the records of a group below a sequence number void."""
+        await self._add(Discarded(number, below))
+
+    def close(self) -> None:
+        """Give the folder back."""
+        self.journal.close()
+
+    async def _add(self, entry: ScheduledStep | ResumedAt | Discarded) -> None:
+        await self.journal.append(*_CODEC.encode(entry))
+        self._apply(entry)
+
+    def _apply(self, entry: ScheduledStep | ResumedAt | Discarded) -> None:
+        if isinstance(entry, Discarded):
+            self.discarded[entry.number] = entry.below
+            return
+        self.reached = entry.step
+        if isinstance(entry, ScheduledStep):
+            self.steps[entry.step] = entry
+        else:
+            self.steps = {step: each for step, each in self.steps.items() if step <= entry.step}
+
+
+def read_schedule(folder: str | Path) -> list[ScheduledStep]:
+    """Return the steps of a run that is over, first one first."""
+    schedule = Schedule(folder)
+    schedule.close()
+    return [schedule.steps[step] for step in sorted(schedule.steps)]

@@ -1,0 +1,27 @@
+"""What a process does that writes a journal until it is killed."""
+
+import random
+
+from skyrl_megatron.trainer.stream.journal import Journal
+
+
+def write(folder, seed, said):
+    """Append, settle and compact without end; ``said`` gets what was acknowledged, and what is about to be settled."""
+    rng, journal = random.Random(seed), Journal(folder, segment_bytes=4000)
+    held = sorted(sequence for sequence, _ in journal.records())
+    count = 0
+    while True:
+        futures = []
+        for _ in range(rng.randrange(1, 8)):
+            name, count = f"{seed}-{count}", count + 1
+            filling = rng.randbytes(rng.randrange(900)).hex()
+            futures.append((name, journal.submit(f"{name}:".encode(), filling.encode())))
+        for name, future in futures:
+            held.append(future.result())
+            said.send(("appended", held[-1], name))
+        if rng.random() < 0.4:
+            gone = rng.sample(held, len(held) * 2 // 3)
+            said.send(("settling", gone))
+            journal.settle(gone)
+            held = [sequence for sequence in held if sequence not in gone]
+            journal.compact()
