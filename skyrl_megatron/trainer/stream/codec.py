@@ -13,6 +13,7 @@ import dataclasses
 import json
 import math
 import struct
+from array import array as Doubles
 from typing import Any
 
 import numpy as np
@@ -137,8 +138,8 @@ def _numbers(values: list[Any], arrays: list[tuple[list[Any], Buffer]]) -> list[
         return None
     kinds = set(map(type, values))
     if kinds == {float}:
-        array = np.asarray(values)
-        places = np.flatnonzero((array != 0) | np.signbit(array))
+        array = np.frombuffer(Doubles("d", values))  # several times as fast as np.asarray
+        places = np.flatnonzero(array.view(np.int64))  # of what is not 0.0, and -0.0 is not
         if 4 * len(places) < len(values):
             return ["z", len(values), places.tolist(), array[places].tolist()]
         return ["f", _add(array, arrays, "")]

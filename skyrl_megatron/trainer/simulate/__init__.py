@@ -1,0 +1,1 @@
+"""``python -m skyrl_megatron.trainer.simulate``: step times, how busy machines are, how old samples get."""
