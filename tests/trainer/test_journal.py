@@ -171,6 +171,7 @@ def test_a_limit_frees_first_and_refuses_then(tmp_path):
     journal.close()
 
 
+@pytest.mark.process
 def test_one_writer_only(tmp_path):
     journal = Journal(tmp_path, setting="trainer.ckpt_path")
     with pytest.raises(CheckpointError, match="is being written by this process already"):

@@ -47,6 +47,8 @@ LEAVES = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=9)
     | hnp.arrays(DTYPES, SHAPES)
     | hnp.arrays(np.uint8, st.integers(60, 200), elements=st.integers(0, 1))
+    | st.lists(hnp.arrays(np.int16, st.integers(0, 4)), max_size=4)
+    | st.lists(hnp.arrays(np.float32, st.tuples(st.integers(0, 3), st.just(2))), min_size=2, max_size=3)
     | st.sampled_from([np.float32(0.1), np.int64(-3), np.bool_(True)])
     | st.lists(st.integers(-(2**64), 2**64), min_size=8, max_size=20)
     | st.lists(st.integers(0, 9), min_size=8, max_size=20)

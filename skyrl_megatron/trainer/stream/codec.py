@@ -3,8 +3,9 @@
 Layout: uint32 length of the JSON text, the text, the arrays one after the other. The text is ``[arrays, tree]``;
 ``arrays`` has ``[dtype, shape, packed]`` of each, ``packed`` where eight values of 0 and 1 share a byte. In the tree,
 None, bool, int, float and str are themselves, a dict with text as keys is an object, and everything else is a list
-that begins with what it is: ``l`` list, ``t`` tuple, ``d`` dict of pairs, ``a`` array, ``s`` numpy scalar, ``i`` and
-``f`` lists of integers and of floats in an array, ``z`` a list of floats of which most are 0, and a class by its name.
+that begins with what it is: ``l`` list, ``t`` tuple, ``d`` dict of pairs, ``a`` array, ``c`` list of arrays as one and
+their lengths, ``s`` numpy scalar, ``i`` and ``f`` lists of integers and of floats in an array, ``z`` a list of floats
+of which most are 0, and a class by its name.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from skyrl_megatron.errors import DataError, JournalError
 from skyrl_megatron.trainer.stream.segment import Buffer
 
 _LENGTH = struct.Struct("<I")
+_PLAIN = frozenset((type(None), bool, int, float, str))
 _SHORT = 8
 """Lists of fewer numbers stay in the text."""
 
@@ -56,16 +58,19 @@ class Codec:
 
     def _tree(self, value: Any, arrays: list[tuple[list[Any], Buffer]], path: str) -> Any:
         kind = type(value)
-        if value is None or kind in (bool, int, float, str):
+        if kind in _PLAIN:
             return value
         if kind is np.ndarray:
             return ["a", _add(value, arrays, path)]
         if kind is list:
-            return _numbers(value, arrays) or [
-                "l",
-                *(self._tree(v, arrays, f"{path}[{i}]") for i, v in enumerate(value)),
-            ]
+            if whole := _numbers(value, arrays) or _column(value, arrays, path):
+                return whole
+            if _PLAIN.issuperset(map(type, value)):
+                return ["l", *value]
+            return ["l", *(self._tree(each, arrays, f"{path}[{i}]") for i, each in enumerate(value))]
         if kind is tuple:
+            if _PLAIN.issuperset(map(type, value)):
+                return ["t", *value]
             return ["t", *(self._tree(each, arrays, path) for each in value)]
         if kind is dict:
             if all(type(key) is str for key in value):
@@ -96,6 +101,8 @@ class Codec:
             return {self._value(key, arrays): self._value(each, arrays) for key, each in rest}
         if tag == "a":
             return arrays[rest[0]]
+        if tag == "c":
+            return [part.copy() for part in np.split(arrays[rest[0]], np.cumsum(rest[1])[:-1])]
         if tag == "s":
             return arrays[rest[0]][()]
         if tag in ("i", "f"):
@@ -149,3 +156,13 @@ def _numbers(values: list[Any], arrays: list[tuple[list[Any], Buffer]]) -> list[
             far = min(least, -most - 1) if least < 0 else most  # the narrowest type that holds it holds all
             return ["i", _add(np.asarray(values, np.min_scalar_type(far)), arrays, "")]
     return None
+
+
+def _column(values: list[Any], arrays: list[tuple[list[Any], Buffer]], path: str) -> list[Any] | None:
+    """Return the tree of a list of arrays that differ in length alone; None for others."""
+    if len(values) < 2 or not all(type(value) is np.ndarray and value.ndim for value in values):
+        return None
+    first = values[0]
+    if any(value.dtype != first.dtype or value.shape[1:] != first.shape[1:] for value in values):
+        return None
+    return ["c", _add(np.concatenate(values), arrays, path), [len(value) for value in values]]
