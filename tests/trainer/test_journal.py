@@ -1,7 +1,6 @@
 """The journal on a real disk: what was acknowledged is there, and damage is never passed over."""
 
 import asyncio
-import multiprocessing
 import os
 import random
 import subprocess
@@ -15,6 +14,7 @@ from skyrl_megatron.errors import CheckpointError, JournalError
 from skyrl_megatron.trainer.stream.journal import Journal
 from skyrl_megatron.trainer.stream.segment import scan, segment_name
 from tests.trainer import journal_writer
+from tests.trainer.lives import killed
 
 LIVES = 10
 
@@ -221,22 +221,10 @@ except JournalError as error:
 def test_killed_at_any_time(tmp_path):
     """A process that appends, settles and compacts is killed, again and again; each life checks what the one before
     acknowledged, and that nothing else came back."""
-    rng, context = random.Random(0), multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.trainer.journal_writer"])
+    rng = random.Random(0)
     acknowledged, settled = {}, set()
     for life in range(LIVES):
-        here, there = context.Pipe(duplex=False)
-        child = context.Process(target=journal_writer.write, args=(str(tmp_path), life, there))
-        child.start()
-        there.close()
-        said = [here.recv() for _ in range(rng.randrange(1, 60))]
-        child.kill()
-        while here.poll(60):
-            try:
-                said.append(here.recv())
-            except (EOFError, OSError):
-                break
-        child.join(60)
+        said = killed(journal_writer.write, str(tmp_path), life, after=rng.randrange(1, 60))
         acknowledged |= {what[1]: what[2] for what in said if what[0] == "appended"}
         settled |= {sequence for what in said if what[0] == "settling" for sequence in what[1]}
         journal = Journal(tmp_path)

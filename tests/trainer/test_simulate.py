@@ -160,7 +160,7 @@ def test_distributions():
 
 def test_the_plan_of_a_run(capsys):
     """A synchronous run is found again; what it would take with sampling ahead follows from its phases."""
-    assert main(["--run", str(RUN), "--json"]) == 0
+    assert main(["--run", str(RUN), "--json", "--steps", "8", "--warmup", "2"]) == 0
     answer = json.loads(capsys.readouterr().out)
     measured = answer["measured"]
     sync, off, ahead = answer["predicted"]

@@ -1,7 +1,6 @@
 """The store of groups: nothing lost, nothing twice, whatever ends the process."""
 
 import asyncio
-import multiprocessing
 import random
 
 import numpy as np
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from skyrl_megatron.errors import JournalError
 from skyrl_megatron.trainer.stream.schedule import read_schedule
 from tests.trainer import store_runner
+from tests.trainer.lives import killed
 from tests.trainer.store_runner import group_of
 
 LIVES = 8
@@ -166,28 +166,11 @@ def test_the_schedule_is_read_back_for_a_replay(tmp_path):
 def test_killed_at_any_time_no_group_is_lost_or_trained_twice(tmp_path):
     """A run's life: sample, train, save, and be killed. The checkpoint is a file that holds the numbers of all groups
     that were trained, as weights would. After every kill the next life goes on from it."""
-    rng, context = random.Random(1), multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.trainer.store_runner", "skyrl_megatron.trainer.stream.store"])
+    rng = random.Random(1)
     sampled: list[int] = []
     for life in range(LIVES):
-        here, there = context.Pipe(duplex=False)
-        child = context.Process(target=store_runner.run, args=(str(tmp_path), life, there))
-        child.start()
-        there.close()
-        try:
-            for _ in range(rng.randrange(5, 80)):
-                said = here.recv()
-                sampled += [said[1]] if said[0] == "finished" else []
-        except EOFError:
-            pytest.fail("the run ended by itself")
-        child.kill()
-        while here.poll(60):
-            try:
-                said = here.recv()
-            except (EOFError, OSError):
-                break
-            sampled += [said[1]] if said[0] == "finished" else []
-        child.join(60)
+        said = killed(store_runner.run, str(tmp_path), life, after=rng.randrange(5, 80))
+        sampled += [what[1] for what in said if what[0] == "finished"]
     assert len(sampled) == len(set(sampled)) > 5 * LIVES  # nothing that was finished is sampled again
     trained = store_runner.checkpoint(tmp_path)[1]
     assert len(trained) == len(set(trained)) > LIVES
