@@ -3,8 +3,8 @@
     python benchmarks/journal.py [--groups 768] [--tokens 1024] [--folder FOLDER]
 
 Groups of eight samples with ids, log-probs, masks and versions, all finished at the same time, as those of as many
-workers can be. One flush for all that wait (the store), against a flush for each (the same bytes, written one after
-the other): seconds on the clock. Beside it what the event loop spends on a group, milliseconds of its thread's
+workers can be. One flush for all that wait, against one group after the other, each with its flush: seconds on the
+clock, of the same store. Beside it what the event loop spends on a group, milliseconds of its thread's
 processor time, and that of the whole process, the writer's thread included.
 """
 
@@ -47,27 +47,20 @@ def group(number: int, tokens: int, rng: np.random.Generator) -> FinishedGroup:
     return FinishedGroup(number, str(number), 0, output)
 
 
-async def stored(folder: Path, groups: list[FinishedGroup]) -> tuple[float, float, float, int]:
+async def stored(folder: Path, groups: list[FinishedGroup], together: bool) -> tuple[float, float, float, int]:
     """Return (seconds, the loop's and the process's seconds of the processor, flushes)."""
     store = GroupStore(folder)
     flushes = store.journal.log.flushes
     began, loop, process = time.perf_counter(), time.thread_time(), time.process_time()
-    await asyncio.gather(*(store.finished(each) for each in groups))
+    if together:
+        await asyncio.gather(*(store.finished(each) for each in groups))
+    else:
+        for each in groups:
+            await store.finished(each)
     spent = time.perf_counter() - began, time.thread_time() - loop, time.process_time() - process
     flushes = store.journal.log.flushes - flushes
     store.close()
     return *spent, flushes
-
-
-def one_by_one(path: Path, groups: list[FinishedGroup]) -> float:
-    """Return seconds to write the same bytes with a flush for each group."""
-    encoded = [b"".join(bytes(part) for part in CODEC.encode(each)) for each in groups]
-    began = time.perf_counter()
-    with path.open("wb", buffering=0) as file:
-        for data in encoded:
-            file.write(data)
-            os.fdatasync(file.fileno())
-    return time.perf_counter() - began
 
 
 def main() -> None:
@@ -82,16 +75,14 @@ def main() -> None:
     size = sum(len(part) for part in CODEC.encode(groups[0]))
     folder = Path(tempfile.mkdtemp(dir=options.folder))
     try:
-        seconds, loop, process, flushes = asyncio.run(stored(folder / "store", groups))
-        alone = one_by_one(folder / "alone", groups)
+        seconds, loop, process, flushes = asyncio.run(stored(folder / "together", groups, True))
+        alone, *_, each = asyncio.run(stored(folder / "alone", groups, False))
     finally:
         shutil.rmtree(folder)
     count = options.groups
     tokens = SAMPLES * options.tokens
     print(f"{count} groups of {size} bytes, {size / tokens:.2f} a response token; load {os.getloadavg()[0]:.1f}")
-    print(
-        f"store: {seconds:.2f} s, {flushes} flushes; one by one: {alone:.2f} s, {count}; ratio {seconds / alone:.2f}x"
-    )
+    print(f"together {seconds:.2f} s, {flushes} flushes; alone {alone:.2f} s, {each} flushes: {seconds / alone:.2f}x")
     print(f"event loop {1000 * loop / count:.3f} ms a group, process {1000 * process / count:.3f} ms")
 
 
