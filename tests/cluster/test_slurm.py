@@ -64,6 +64,16 @@ def test_a_job_over_two_hosts_and_its_requeue(hosts, model, undisturbed, tmp_pat
     assert nothing_left(hosts)
 
 
+def test_the_embedded_job_over_two_hosts_reaches_its_score(hosts, tmp_path):
+    home = {"SKYRL_MEGATRON_HOME": str(tmp_path), "SKYRL_WITHIN": str(WAIT_S)}
+    words = [BATCH, "--recipe=embedded", f"trainer.phase_timeout_s={WAIT_S}", *OVER_BOTH]
+    job = hosts.submit(*words, options=BOTH, **home)
+    hosts.await_state(job, "COMPLETED", within_s=3000)
+    score = re.search(r"score: (\S+) before · (\S+) after", hosts.output(job))
+    assert score and float(score[2]) >= 0.8, hosts.output(job)[-3000:]
+    assert nothing_left(hosts)
+
+
 def test_the_time_limit_leaves_the_last_step(hosts, model, tmp_path):
     job = submit(hosts, *arguments(model, tmp_path, 1000, *OVER_BOTH))
     hosts.await_output(job, "step 2/1000", WAIT_S)
