@@ -80,6 +80,11 @@ class ChatConversation:
         """Return the tokens that the next turn starts from."""
         return self.ids
 
+    def routed(self) -> int:
+        """Return of how many tokens of :meth:`next_prompt` the engine's routes are known: those need no second way."""
+        routes = _routes_of(self.turns)
+        return 0 if routes is None else len(routes)
+
     def add_turn(
         self, generation: Generation, text: str, reward: float, *, at_stop_string: bool, rewritten: str | None = None
     ) -> None:
@@ -179,6 +184,9 @@ class RetokenizedConversation(ChatConversation):
         self.messages += observations
         self.ids = self.chat.prompt(self.messages)
 
+    def routed(self) -> int:
+        return 0
+
     def sequences(self, stop_reason: str) -> list[TrajectoryOutput]:
         prompt, response, mask = self.chat.answers(self.messages[: self.end], self.first_answer)
         marked = np.asarray(mask, dtype=np.int8)
@@ -233,16 +241,18 @@ def _support_of(turns: list[Turn], prompt_length: int, n: int) -> TokenSupport |
 def _routes_of(turns: list[Turn]) -> np.ndarray | None:
     """Return the experts of the first n tokens, [n, L, K]: each token's are those of the turn that first computed it.
     No engine has computed the last sampled token and what the environment answers at the end. None where the engine
-    does not say it of every turn. Raises DataError for a turn with fewer than it computed."""
+    does not say it of every turn. Raises DataError for a turn with fewer than it computed, those apart that it was
+    asked to leave out (:meth:`ChatConversation.routed`)."""
     pieces, known = [], 0
     for turn in turns:
         routes = turn.generation.routed_experts
         if routes is None:
             return None
         computed = turn.start + len(turn.generation.token_ids) - 1
-        if len(routes) < computed:
+        first = max(computed - len(routes), 0)
+        if first > known:
             raise DataError(f"the engine returned routes of {len(routes)} tokens for a sequence that needs {computed}")
         end = min(computed, turn.start + turn.kept)
-        pieces.append(np.asarray(routes)[known:end])
+        pieces.append(np.asarray(routes)[known - first : end - first])
         known = max(known, end)
     return np.concatenate(pieces) if known else None

@@ -150,6 +150,12 @@ class Episode:
         self.asked = time.perf_counter()
         return prompt
 
+    def sampling(self, keys: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return ``keys`` of the next turn's request. An engine that returns routes is asked for none of the tokens
+        that an earlier turn brought with theirs."""
+        routed = 0 if self.conversation is None else self.conversation.routed()
+        return {**keys, "routed_experts_prompt_start": routed} if routed else keys
+
     async def answer(self, generation: Generation) -> None:
         """Pass the sampled turn to the environment and record its step output."""
         try:

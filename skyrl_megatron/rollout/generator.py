@@ -124,7 +124,7 @@ class SkyRLGymGenerator(GeneratorInterface):
             while (tokens := episode.request()) is not None:
                 session = trajectory_id.to_string()
                 (generation,) = await self.inference_engine_client.generate(
-                    [tokens], config.sampling, [session], **self._adapters_of([env_extras])
+                    [tokens], episode.sampling(config.sampling), [session], **self._adapters_of([env_extras])
                 )
                 await episode.answer(generation)
             trajectory = await episode.end()
@@ -193,7 +193,10 @@ class SkyRLGymGenerator(GeneratorInterface):
             ]:
                 generations = await self.inference_engine_client.generate(
                     [tokens for *_, tokens in waiting],
-                    [self._request(config.sampling, e.trajectory_id, metadata, e.turns) for e, *_ in waiting],
+                    [
+                        e.sampling(self._request(config.sampling, e.trajectory_id, metadata, e.turns))
+                        for e, *_ in waiting
+                    ],
                     [e.trajectory_id.to_string() for e, *_ in waiting],
                     **self._adapters_of([extra for _, extra, _ in waiting]),
                 )

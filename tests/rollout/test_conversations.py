@@ -294,8 +294,10 @@ def test_text_that_the_environment_rewrites_is_not_trained_on():
     assert output["rollout_logprobs"][0].tolist()[:-2] == [0.0] * (len(mask) - 2)
 
 
-def test_versions_and_routes_are_carried_through():
-    """Routes of a token are those of the turn that computed it first; the last sampled one was not computed."""
+@pytest.mark.parametrize("left_out", [False, True])
+def test_versions_and_routes_are_carried_through(left_out):
+    """Routes of a token are those of the turn that computed it first; the last sampled one was not computed. Engines
+    are asked for none that an earlier turn brought, and may leave these out."""
     tokenizer = tokenizer_of("chatml")
     end = tokenizer.eos_token_id
     p = len(tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True)["input_ids"])
@@ -307,9 +309,11 @@ def test_versions_and_routes_are_carried_through():
     second = rng.integers(0, 8, (p + 3 + gap + 1, 3, 2), dtype=np.uint8)  # + 2 sampled − 1
     script = [
         generation([300, 301, end], versions=[("4", 0, 3)], routes=first),
-        generation([302, end], versions=[("4", 0, 1), ("5", 1, 2)], routes=second),
+        generation([302, end], versions=[("4", 0, 1), ("5", 1, 2)], routes=second[p + 2 :] if left_out else second),
     ]
-    output = run(generator_of("chatml", ScriptedEngine(script)), QUESTION, [say("wrong"), say(done=True)])
+    engine = ScriptedEngine(script)
+    output = run(generator_of("chatml", engine), QUESTION, [say("wrong"), say(done=True)])
+    assert [keys.get("routed_experts_prompt_start") for keys in engine.sampling] == [None, p + 2]
     assert output["rollout_versions"] == [[("4", 0, 3), ("4", 3 + gap, 4 + gap), ("5", 4 + gap, 5 + gap)]]
     routes = output["rollout_expert_indices"][0]
     assert routes.shape == (p + 4 + gap, 3, 2) and routes.dtype == np.uint8
