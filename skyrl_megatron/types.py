@@ -131,7 +131,8 @@ class TrainingBatch:
     the same. Empty: over the whole vocabulary."""
     rollout_routes: list[np.ndarray | None] = field(default_factory=list)
     """[B] of [n, L, K] uint8/uint16: the experts that the engine chose for the first n tokens of a row, by layer of
-    the model; None: unknown for all of them. Empty: of all rows."""
+    the model, or with ``moe_routing_replay_source=trainer`` the trainer before the update; None: unknown for all of
+    them. Empty: of all rows."""
 
     def __len__(self) -> int:
         return self.sequences.shape[0]

@@ -59,6 +59,7 @@ from skyrl_megatron.runtime.offload import PARTS, Offload, Part
 from skyrl_megatron.runtime.optimizer import StepResult, build_lr_schedule, step_if_finite, together
 from skyrl_megatron.runtime.packed_inputs import pack
 from skyrl_megatron.runtime.profiling import MemoryRecorder, profiled
+from skyrl_megatron.runtime.recording import Recorder, RecordingStep
 from skyrl_megatron.runtime.schedule import run_schedule, share_from_last_stage
 from skyrl_megatron.runtime.trained import Trained, prepare_training
 from skyrl_megatron.runtime.vocab_parallel import SoftmaxSettings
@@ -128,6 +129,12 @@ class MegatronEngine:
         for chunk in self.model.chunks:
             replay_routes(chunk, routers_of([chunk]))
         return tuple(router.layer_number - 1 for router in routers_of(self.model.chunks))
+
+    @property
+    def _missing_routes(self) -> str:
+        """What becomes of a token without routes. A batch on which one step is taken needs none of the trainer's."""
+        of_engine = self.megatron.moe_routing_replay_source == "rollout"
+        return self.megatron.moe_routing_replay_missing if of_engine else "natural"
 
     @property
     def is_adapted(self) -> bool:
@@ -239,12 +246,18 @@ class MegatronEngine:
     # ------------------------------------------------------------------ forward only
     @torch.no_grad()
     def compute_logprobs(
-        self, batch: TrainingBatch, *, temperature: float | None = None, adapters: bool = True
+        self,
+        batch: TrainingBatch,
+        *,
+        temperature: float | None = None,
+        adapters: bool = True,
+        recorder: Recorder | None = None,
     ) -> Tensor:
         """Return log-probs of the response tokens under the current weights: [B, T] float32 in nats, 0 elsewhere.
 
         ``batch``: the rows of this replica. ``temperature`` defaults to ``algorithm.temperature``. ``adapters`` false:
-        of the base model, which is the reference of a policy with adapters. Every rank gets the result of its replica.
+        of the base model, which is the reference of a policy with adapters. ``recorder``: what is to see the passes.
+        Every rank gets the result of its replica.
         """
         self.onload("weights")
         out = torch.zeros(batch.response_mask.shape)
@@ -252,11 +265,10 @@ class MegatronEngine:
             self.set_adapter(name)
             base = self.adapters is not None and not adapters
             with self.adapters.disabled() if self.adapters and base else contextlib.nullcontext():
-                out[torch.from_numpy(rows)] = self._logprobs(_picked(batch, rows), temperature)
+                head = self.head(temperature)
+                step = LogprobStep(head) if recorder is None else RecordingStep(head, recorder, rows)
+                out[torch.from_numpy(rows)] = self.forward_only(step, _picked(batch, rows))
         return out
-
-    def _logprobs(self, batch: TrainingBatch, temperature: float | None) -> Tensor:
-        return self.forward_only(LogprobStep(self.head(temperature)), batch)
 
     def forward_only(self, step: ForwardStep, batch: TrainingBatch, *, width: int | None = None) -> Tensor:
         """Return what ``step`` makes of the response tokens of every row of this replica: [B, T] float32, or with
@@ -324,7 +336,7 @@ class MegatronEngine:
             positions = self.model.hf.config.get("max_position_embeddings")
             problem = too_long(batch, positions) or find_problem(batch, objective)
             if self._replayed:
-                problem = problem or find_route_problem(batch, self.model, self.megatron.moe_routing_replay_missing)
+                problem = problem or find_route_problem(batch, self.model, self._missing_routes)
             raise_on_all_ranks(problem)
             for name, rows in self._turns(batch):
                 part = _picked(batch, rows)

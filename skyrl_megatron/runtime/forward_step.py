@@ -78,7 +78,11 @@ class ForwardStep:
     def __call__(self, micro_batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Closure]:
         micro_batch = next(micro_batches)
         output = model(**micro_batch.packed.model_arguments())
+        self.passed(micro_batch)
         return output, partial(self.on_last_stage, micro_batch)
+
+    def passed(self, micro_batch: MicroBatch) -> None:
+        """Note that a micro-batch went through a model chunk of this rank."""
 
     def on_last_stage(self, micro_batch: MicroBatch, output: Tensor) -> Any:
         """Return what the schedule stores for the micro-batch (``loss_scale.loss_for_schedule``)."""

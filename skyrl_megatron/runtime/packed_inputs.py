@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
@@ -69,6 +70,17 @@ class PackedInputs:
         whole = gather_tokens(per_token, self.padded_lengths, self.groups.cp, shared_loss=True)
         valid = self.response_valid.view(*self.response_valid.shape, *[1] * (whole.dim() - 1))
         return torch.where(valid, whole[self.response_columns], 0.0)
+
+    def to_rows(self, seen: Tensor) -> list[Tensor]:
+        """Map values of the tokens as this rank's layers see them, [s, b, …] → [n, …] of each row with its padding, on
+        every tp and cp rank."""
+        if self.groups.parallel.sequence_parallel:
+            parts = [torch.empty_like(seen) for _ in range(self.groups.tp.size())]
+            dist.all_gather(parts, seen.contiguous(), group=self.groups.tp)
+            seen = torch.cat(parts)
+        tokens = seen.transpose(0, 1).flatten(0, 1)
+        whole = gather_tokens(tokens, self.padded_lengths, self.groups.cp, shared_loss=True)
+        return list(whole.split(self.padded_lengths))
 
     def to_positions(self, per_response: Tensor) -> Tensor:
         """Map [b, T, …] → [p, …], each at the position of this rank that predicts the token; 0 elsewhere."""

@@ -28,13 +28,15 @@ def score_tokens(
     ones = torch.ones(1, len(token_ids) - 1)
     batch = TrainingBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), ones, ones)
     batch.adapters = [adapter] if adapter else []
-    with _perturbed_embeddings(engine, perturbation) if perturbation else contextlib.nullcontext():
+    with perturbed_embeddings(engine, perturbation) if perturbation else contextlib.nullcontext():
         logprobs = engine.compute_logprobs(batch, temperature=1.0)
     return logprobs[0].tolist() if engine.is_collection_rank and engine.dp_rank == 0 else None
 
 
 @contextlib.contextmanager
-def _perturbed_embeddings(engine: MegatronEngine, change: float) -> Iterator[None]:
+def perturbed_embeddings(engine: MegatronEngine, change: float) -> Iterator[None]:
+    """Change every embedding by so much of itself, up or down, at least half a unit in its last place."""
+
     def perturb(module: Any, arguments: Any, embedded: Tensor) -> Tensor:
         seeded = torch.Generator().manual_seed(0)  # the same signs on all ranks of a tensor-parallel group
         signs = torch.randint(0, 2, embedded.shape, generator=seeded).to(embedded) * 2 - 1

@@ -1,12 +1,10 @@
-"""Preparing what a step trains on: a reward for each token, rows that teach nothing masked, the batch dumped."""
+"""Preparing what a step trains on: a reward for each token, rows that teach nothing masked."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +15,7 @@ from skyrl_megatron.config.schema.algorithm import correction_enabled
 from skyrl_megatron.data.splitting import mini_batches, rows_by_adapter
 from skyrl_megatron.rollout.interface import GeneratorOutput
 from skyrl_megatron.trainer.metrics import advantage_metrics
-from skyrl_megatron.types import TokenSupport, TrainingBatch
+from skyrl_megatron.types import TrainingBatch
 
 
 def with_token_rewards(output: GeneratorOutput) -> GeneratorOutput:
@@ -85,23 +83,3 @@ def training_pass_is_enough(cfg: SkyRLTrainConfig, batch: TrainingBatch) -> bool
         and trainer.update_epochs_per_batch == 1
         and len(mini_batches(batch, trainer.policy_mini_batch_size)) == 1
     )
-
-
-def dump_batch(batch: TrainingBatch, folder: Path, step: int) -> None:
-    """Write the tensors of ``batch`` to ``folder/global_step_N.safetensors``; of ``rollout_support`` the vocabulary
-    entries, and how many each response token has, row after row; of ``rollout_routes`` [tokens, L, K] of all rows, and
-    of how many tokens each row has some."""
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    fields = {item.name: getattr(batch, item.name) for item in dataclasses.fields(batch)}
-    tensors = {name: value.contiguous() for name, value in fields.items() if isinstance(value, Tensor)}
-    if batch.rollout_support:
-        joined = TokenSupport.joined(batch.rollout_support)
-        tensors["rollout_support_ids"] = torch.from_numpy(joined.ids.astype("int32"))
-        tensors["rollout_support_counts"] = torch.from_numpy(joined.counts)
-    if known := [routes for routes in batch.rollout_routes if routes is not None]:
-        tensors["rollout_routes"] = torch.from_numpy(np.concatenate(known).astype("int32"))
-        counts = [0 if routes is None else len(routes) for routes in batch.rollout_routes]
-        tensors["rollout_routes_counts"] = torch.tensor(counts)
-    save_file(tensors, str(folder / f"global_step_{step}.safetensors"))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,7 +40,6 @@ from skyrl_megatron.rollout.dynamic_sampling import DynamicSampler
 from skyrl_megatron.rollout.interface import GeneratorInput, GeneratorOutput, TrainingPhase
 from skyrl_megatron.rollout.outputs import prepare_generator_input, to_training_batch
 from skyrl_megatron.trainer.batches import (
-    dump_batch,
     for_each_adapter,
     mask_groups_without_variety,
     training_pass_is_enough,
@@ -49,6 +47,7 @@ from skyrl_megatron.trainer.batches import (
 )
 from skyrl_megatron.trainer.callbacks import TrainerCallback, notify
 from skyrl_megatron.trainer.checkpoints import run_checkpointer
+from skyrl_megatron.trainer.dump import dump_batch, dump_path
 from skyrl_megatron.trainer.evaluate import evaluate
 from skyrl_megatron.trainer.hf_export import export_due, prepare_export
 from skyrl_megatron.trainer.loop_thread import LoopThread
@@ -323,7 +322,9 @@ class RayPPOTrainer:
         batch.loss_mask *= keep[:, None]
         self.metrics["generate/nonfinite_samples"] = float((~keep).sum())
         if self.cfg.trainer.dump_data_batch:
-            dump_batch(batch, Path(self.cfg.trainer.export_path) / "dumped_data", self.global_step + 1)
+            dump_batch(
+                batch, dump_path(self.cfg, self.global_step + 1), generator_output.get("rollout_versions") or ()
+            )
         return batch
 
     def fwd_logprobs_values_reward(self, batch: TrainingBatch) -> TrainingBatch:
@@ -344,10 +345,12 @@ class RayPPOTrainer:
             with self.phases("teacher"):
                 self.teachers.score(batch, self.train_dataset.teachers_of(batch.metadata[PROMPT_UIDS]))
         read = self._old_logprobs_in_reward or PolicyObjective(self.cfg.trainer.algorithm).needs_old_log_probs
+        if self._replays_itself:
+            batch.rollout_routes = []
         if read and self._policy_learns and training_pass_is_enough(self.cfg, batch):
             batch.metadata[OWN_LOGPROBS] = True
-        elif read:
-            batch.old_logprobs = self.policy.compute_logprobs(batch, "policy log-probs")
+        elif read or (self._replays_itself and self._policy_learns):
+            batch.old_logprobs = self._score_before_update(batch)
             self.metrics |= logprob_diff_metrics(batch)
         if self._takes_turns("critic"):  # which trains next
             self._leave_to("critic")
@@ -355,6 +358,14 @@ class RayPPOTrainer:
         for name, scores in apart.items():
             setattr(batch, SCORES[name], scores())
         return batch
+
+    def _score_before_update(self, batch: TrainingBatch) -> Tensor:
+        """Return the policy's log-probs; with ``moe_routing_replay_source=trainer`` the experts that it takes become
+        those of the update."""
+        if not self._replays_itself:
+            return self.policy.compute_logprobs(batch, "policy log-probs")
+        logprobs, batch.rollout_routes = self.policy.logprobs_and_routes(batch, "policy log-probs")
+        return logprobs
 
     def _start_scores(self, name: str, batch: TrainingBatch) -> Callable[[], Tensor]:
         """Begin what a role besides the policy adds to a batch."""
@@ -598,6 +609,11 @@ class RayPPOTrainer:
     @property
     def _old_logprobs_in_reward(self) -> bool:
         return self._kl_in_reward or bool(self.cfg.trainer.algorithm.distillation.reward_coef)
+
+    @property
+    def _replays_itself(self) -> bool:
+        megatron = self.cfg.trainer.policy.megatron_config
+        return megatron.moe_enable_routing_replay and megatron.moe_routing_replay_source == "trainer"
 
     @property
     def _kl_in_reward(self) -> bool:

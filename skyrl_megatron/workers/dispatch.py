@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,19 @@ class ShardedBatch:
                 out[mine] = result[: len(mine)]
         assert out is not None, "no rank collects"
         return torch.from_numpy(out)
+
+    def collect_recorded(
+        self, ranks: Sequence[RankInfo], results: Sequence[Mapping[str, Mapping[int, np.ndarray]] | None]
+    ) -> list[dict[str, np.ndarray]]:
+        """Return what was recorded of each row of the batch, by name, from the ranks of all pipeline stages."""
+        found: list[dict[str, np.ndarray]] = [{} for _ in range(self.size)]
+        for rank, result in zip(ranks, results, strict=True):
+            mine = self.rows[rank.dp_rank]
+            for name, by_row in (result or {}).items():
+                for row, value in by_row.items():
+                    if row < len(mine):  # the others are blank
+                        found[mine[row]][name] = value
+        return found
 
 
 def dispatch(batch: TrainingBatch, dp_size: int, flops: ModelFlops) -> ShardedBatch:

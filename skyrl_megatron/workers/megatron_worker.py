@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
+import re
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -106,6 +108,36 @@ class MegatronWorker:
 
         logprobs = self.engine.compute_logprobs(from_arrays(chunk), adapters=adapters)
         return logprobs.numpy() if self.engine.is_collection_rank else None
+
+    def compute_recorded(
+        self, temperature: float | None, layers: bool, perturbation: float, chunk: Arrays
+    ) -> tuple[np.ndarray | None, dict[str, dict[int, np.ndarray]] | None]:
+        """Return log-probs as :meth:`compute_logprobs` does, and on one rank of each pipeline stage of a replica what
+        its layers chose and, with ``layers``, gave (``runtime/recording.py``), by the rows of the chunk.
+
+        ``perturbation``: relative change of every embedding first (``runtime/scoring.py``)."""
+        from skyrl_megatron.runtime.recording import Recorder
+        from skyrl_megatron.runtime.scoring import perturbed_embeddings
+        from skyrl_megatron.workers.dispatch import from_arrays
+
+        engine = self.engine
+        perturbed = perturbed_embeddings(engine, perturbation) if perturbation else contextlib.nullcontext()
+        with perturbed, Recorder(engine.model.chunks, layers=layers) as recorder:
+            logprobs = engine.compute_logprobs(from_arrays(chunk), temperature=temperature, recorder=recorder)
+        first = engine.groups.tp.rank() == 0 and engine.groups.cp.rank() == 0
+        return logprobs.numpy() if engine.is_collection_rank else None, recorder.found if first else None
+
+    def layer_weights(self, layer: int | None) -> dict[str, np.ndarray]:
+        """Return what this rank gathers of the tensors of a layer, by HF's names, as float32; None: of all that no
+        layer has. Of one that all experts share, each expert's as ``<name>.<expert>``."""
+        from skyrl_megatron.runtime.hf.export import stream_hf
+
+        engine, found = self.engine, {}
+        for piece in stream_hf(engine.model, engine.groups):
+            if layer_of(piece.name) == layer:
+                name = piece.name if piece.index is None else f"{piece.name}.{piece.index}"
+                found[name] = piece.tensor.float().cpu().numpy()
+        return found
 
     def compute_values(self, chunk: Arrays) -> np.ndarray | None:
         """Return a critic's values, [rows, T] float32, of this replica's rows on the rank that collects."""
@@ -306,6 +338,12 @@ class MegatronWorker:
         engine.onload("weights", "optimizer")
         engine.set_adapter(adapter)
         return RankState(list(engine.chunks), engine.groups, engine.optimizer, engine.lr_schedule, engine.base)
+
+
+def layer_of(name: str) -> int | None:
+    """Return the layer of a tensor by its HF name; None of one outside of the layers."""
+    found = re.search(r"\.layers\.(\d+)\.", name)
+    return int(found[1]) if found else None
 
 
 def _redirect_output(path: Path) -> None:

@@ -9,7 +9,9 @@ import ray
 
 from skyrl_megatron.algorithms.registry import registry_versions
 from skyrl_megatron.config.adapters import adapter_names, role_part
+from skyrl_megatron.config.hf_model import model_dimensions, read_hf_config
 from skyrl_megatron.config.rules.role_layout import active_roles, role_world_size, shares_policy_gpus
+from skyrl_megatron.data.routes import routes_of
 from skyrl_megatron.runtime.offload import PARTS
 from skyrl_megatron.workers.actor_group import ActorGroup
 from skyrl_megatron.workers.dispatch import RankInfo, ShardedBatch, dispatch
@@ -17,6 +19,7 @@ from skyrl_megatron.workers.megatron_worker import MegatronWorker
 from skyrl_megatron.workers.ray_setup import rank_environment
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -88,6 +91,41 @@ class WorkerGroup:
         phase = phase or f"{self.name} log-probs"
         pending = self.group.start("compute_logprobs", adapters, phase=phase, each=each)
         return lambda: sharded.collect(self.ranks, pending.results())
+
+    def compute_recorded(
+        self,
+        batch: TrainingBatch,
+        *,
+        temperature: float | None = None,
+        layers: bool = False,
+        perturbation: float = 0.0,
+        phase: str = "",
+    ) -> tuple[Tensor, list[dict[str, np.ndarray]]]:
+        """Return log-probs as :meth:`compute_logprobs` does, and what was recorded of each row on the way
+        (``runtime/recording.py``): routes, where routers can replay them, and with ``layers`` what layers gave.
+
+        ``temperature``: ``algorithm.temperature`` unless given. ``perturbation``: relative change of every embedding.
+        """
+        sharded = self.dispatch(batch)
+        arguments = (temperature, layers, perturbation)
+        phase = phase or f"{self.name} log-probs"
+        results = self.group.call("compute_recorded", *arguments, phase=phase, each=sharded.arguments(self.ranks))
+        logprobs = sharded.collect(self.ranks, [result[0] for result in results])
+        return logprobs, sharded.collect_recorded(self.ranks, [result[1] for result in results])
+
+    def logprobs_and_routes(self, batch: TrainingBatch, phase: str = "") -> tuple[Tensor, list[np.ndarray | None]]:
+        """Return log-probs as :meth:`compute_logprobs` does, and the experts that the model took on the way: [n, L, K]
+        of all n tokens of each row."""
+        logprobs, found = self.compute_recorded(batch, phase=phase)
+        dims = model_dimensions(read_hf_config(self.cfg, self.name) or {})
+        assert dims is not None, "a model with experts whose config.json names no layers"
+        return logprobs, [routes_of(each, dims.num_layers) for each in found]
+
+    def layer_weights(self, layer: int | None) -> dict[str, np.ndarray]:
+        """Return the tensors of a layer by HF's names, as float32; None: those that no layer has. Each expert's of one
+        that all share is ``<name>.<expert>``."""
+        results = self.group.call("layer_weights", layer, phase="layer weights")
+        return {name: tensor for found in results for name, tensor in found.items()}
 
     def start_values(self, batch: TrainingBatch) -> Callable[[], Tensor]:
         """Begin to compute a critic's values, [B, T] float32; call the result."""

@@ -298,6 +298,16 @@ RULES = {
         f"{M}moe_enable_routing_replay",
         "enable_return_routed_experts",
     ),
+    "the policy's routes for its reference": (
+        [
+            f"{M}moe_enable_routing_replay=true",
+            f"{E}enable_return_routed_experts=true",
+            "trainer.ref.megatron_config.moe_enable_routing_replay=true",
+            "trainer.ref.megatron_config.moe_routing_replay_source=trainer",
+        ],
+        "trainer.ref.megatron_config.moe_routing_replay_source",
+        "before the policy's routes are known",
+    ),
     "replay of a critic": (
         [
             "trainer.critic.megatron_config.moe_enable_routing_replay=true",

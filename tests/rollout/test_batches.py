@@ -220,7 +220,7 @@ def test_what_tokens_were_sampled_from_goes_with_their_rows(tmp_path):
     from safetensors.torch import load_file
 
     from skyrl_megatron.data.batch import collate
-    from skyrl_megatron.trainer.batches import dump_batch
+    from skyrl_megatron.trainer.dump import dump_batch, read_dump
     from skyrl_megatron.types import TokenSupport
 
     supports = [TokenSupport.of([[2, 7], []]), None, TokenSupport.of([[4, 70000], [9], [1, 5, 6]])]
@@ -231,10 +231,15 @@ def test_what_tokens_were_sampled_from_goes_with_their_rows(tmp_path):
     assert picked.rollout_support[0].ids.tolist() == [4, 70000, 9, 1, 5, 6]
     assert [each.ids.dtype for each in picked.rollout_support] == ["int32", "uint16"]
     assert collate([[1]], [[2]], uids=["a"], rewards=[0.0], rollout_support=[None]).rollout_support == []
-    dump_batch(batch, tmp_path, 3)
-    dumped = load_file(tmp_path / "global_step_3.safetensors")
+    path, versions = tmp_path / "dumped" / "step.safetensors", [[["4", 0, 2]], [], [["4", 0, 1], ["5", 1, 3]]]
+    dump_batch(batch, path, versions)
+    dumped = load_file(path)
     assert dumped["rollout_support_counts"].tolist() == [2, 0, 0, 2, 1, 3]
     assert dumped["rollout_support_ids"].tolist() == [2, 7, 4, 70000, 9, 1, 5, 6]
+    again, sampled_by = read_dump(path)
+    assert again.uids == batch.uids and sampled_by == versions and (again.sequences == batch.sequences).all()
+    for one, other in zip(again.rollout_support, batch.rollout_support, strict=True):
+        assert one.ids.tolist() == other.ids.tolist() and one.counts.tolist() == other.counts.tolist()
 
 
 def test_a_token_outside_its_support_is_named():

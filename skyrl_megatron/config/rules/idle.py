@@ -155,8 +155,13 @@ IDLE: tuple[Idle, ...] = (
     ),
     Idle(
         "moe_enable_routing_replay=false",
-        f"{_M}moe_routing_replay_missing",
+        f"{_M}moe_routing_replay_missing {_M}moe_routing_replay_source",
         lambda cfg, hardware: not cfg.trainer.policy.megatron_config.moe_enable_routing_replay,
+    ),
+    Idle(
+        "moe_routing_replay_source=trainer: no token comes without",
+        f"{_M}moe_routing_replay_missing",
+        lambda cfg, hardware: cfg.trainer.policy.megatron_config.moe_routing_replay_source == "trainer",
     ),
     Idle(
         "adapters are off: policy.model.lora.rank=0",

@@ -59,6 +59,9 @@ def megatron_problems(
     if megatron.moe_enable_routing_replay and role not in ("policy", "ref"):
         fix = "the policy and its reference alone take the experts of the policy's engine: leave it out"
         yield Problem(f"{section}moe_enable_routing_replay", True, fix)
+    if role == "ref" and megatron.moe_routing_replay_source == "trainer":
+        fix = "the reference scores before the policy's routes are known: set rollout"
+        yield Problem(f"{section}moe_routing_replay_source", "trainer", fix)
     yield from _experts(cfg, megatron, section, hardware)
     yield from _recompute(megatron, section)
     ddp = megatron.ddp_config
@@ -123,8 +126,12 @@ def _rotary(kwargs: Mapping[str, Any], section: str, hardware: Hardware, hf: Map
 def _experts(cfg: SkyRLTrainConfig, megatron: MegatronConfig, section: str, hardware: Hardware) -> Iterator[Problem]:
     """Check options of mixture-of-experts layers."""
     if megatron.moe_enable_routing_replay:
-        if not cfg.generator.inference_engine.enable_return_routed_experts:
-            fix = "needs the engine's routes: set generator.inference_engine.enable_return_routed_experts=true"
+        of_engine = megatron.moe_routing_replay_source == "rollout"
+        if of_engine and not cfg.generator.inference_engine.enable_return_routed_experts:
+            fix = (
+                "needs the engine's routes: set generator.inference_engine.enable_return_routed_experts=true, or "
+                "moe_routing_replay_source=trainer"
+            )
             yield Problem(f"{section}moe_enable_routing_replay", True, fix)
         if megatron.transformer_config_kwargs.get("moe_router_fusion"):
             fix = "the fused router cannot replay routes: set moe_enable_routing_replay=false, or leave this out"

@@ -44,7 +44,8 @@ def _turns(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
         if not generator.step_wise_trajectories:
             fix = "joins the turns of step-wise trajectories: set generator.step_wise_trajectories=true"
             yield Problem("generator.merge_stepwise_output", True, fix)
-        if cfg.trainer.policy.megatron_config.moe_enable_routing_replay:
+        megatron = cfg.trainer.policy.megatron_config
+        if megatron.moe_enable_routing_replay and megatron.moe_routing_replay_source == "rollout":
             fix = "loses the routes of the joined turns: set moe_enable_routing_replay=false, or false here"
             yield Problem("generator.merge_stepwise_output", True, fix)
     if generator.batched:

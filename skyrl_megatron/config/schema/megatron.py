@@ -133,8 +133,11 @@ class MegatronConfig(BaseConfig):
     moe_z_loss_coeff: NonNegative | None = None
     """Weight of the z-loss on router logits (arXiv:2202.08906). None or 0: none."""
     moe_enable_routing_replay: bool = False
-    """Compute log-probs and gradients with the experts that the engine chose in the rollout (arXiv:2510.11370). Needs
-    `generator.inference_engine.enable_return_routed_experts`."""
+    """Compute log-probs and gradients with given experts, those of `moe_routing_replay_source`."""
+    moe_routing_replay_source: Annotated[str, OneOf("rollout", "trainer")] = "rollout"
+    """Whose experts these are: those that the engine chose in the rollout (arXiv:2510.11370), which needs
+    `generator.inference_engine.enable_return_routed_experts`; or those that the trainer itself took when it computed
+    log-probs before the update, so that all optimizer steps on a batch have the same."""
     moe_routing_replay_missing: Annotated[str, OneOf("natural", "error")] = "natural"
     """What becomes of a token that counts in the loss and came without the engine's experts: the model routes it, or
     the step ends with an error."""

@@ -37,6 +37,8 @@ class RoutingReplay:
         self.keeps = False
         """Whether the router's training pass may be recomputed: routes are kept for it."""
         self.kept: deque[Tensor | None] = deque()
+        self.listener: Callable[[Tensor], None] | None = None
+        """Gets the experts [t, K] of each pass that is not a training pass."""
         self.mismatch: Tensor | None = None
         """[2] float64, since it was last read: tokens that got routes, and those of them that would have gone to other
         experts. Of training passes only; a pass that is recomputed counts once."""
@@ -46,14 +48,16 @@ class RoutingReplay:
     ) -> tuple[Tensor, Tensor]:
         """Return (scores, experts) [t, K] of the given routes; ``choose`` is the model's own choice."""
         routes = self._routes()
-        values, natural = choose(scores, topk, num_groups, group_topk)
-        if routes is None:
-            return values, natural
-        known = routes >= 0
-        chosen = torch.where(known, routes.long(), natural)
-        if torch.is_grad_enabled():
-            self._count(known[:, 0], natural, chosen)
-        return scores.gather(1, chosen), chosen
+        values, chosen = choose(scores, topk, num_groups, group_topk)
+        if routes is not None:
+            natural, known = chosen, routes >= 0
+            chosen = torch.where(known, routes.long(), natural)
+            values = scores.gather(1, chosen)
+            if torch.is_grad_enabled():
+                self._count(known[:, 0], natural, chosen)
+        if self.listener is not None and not torch.is_grad_enabled():
+            self.listener(chosen)
+        return values, chosen
 
     def _routes(self) -> Tensor | None:
         if self.in_pass:

@@ -110,6 +110,26 @@ def plan(cfg):
     return notes, trainer.updates
 
 
+def scores(cfg):
+    """What the policy is asked for before the update."""
+    notes = []
+
+    class Policy:
+        def compute_logprobs(self, batch, phase):
+            return notes.append("log-probs") or batch.response_mask
+
+        def logprobs_and_routes(self, batch, phase):
+            notes.append("log-probs and routes")
+            return batch.response_mask, []
+
+    trainer = trainer_of(cfg)
+    trainer.roles["policy"] = Policy()
+    batch = _batch_of(list("abcd"))
+    batch.rollout_logprobs = batch.response_mask
+    trainer.fwd_logprobs_values_reward(batch)
+    return notes
+
+
 def _batch_of(uids):
     from skyrl_megatron.data.batch import collate
     from skyrl_megatron.data.splitting import PROMPT_UIDS

@@ -297,6 +297,7 @@ MODELS = {
     f"{M}moe_per_layer_logging": Row(True, "metrics"),
     f"{M}moe_enable_routing_replay": Row(True, "replayed", ROUTED),
     f"{T}ref.megatron_config.moe_enable_routing_replay": Row(True, "replayed", ROUTED),
+    f"{M}moe_routing_replay_source": Row("trainer", loop.scores, ROUTED | {f"{M}moe_enable_routing_replay": True}),
     f"{M}moe_routing_replay_missing": Row("error", "routes", ROUTED | {f"{M}moe_enable_routing_replay": True}),
     f"{M}ddp_config.grad_reduce_in_fp32": Row(False, "buffers"),
     f"{M}ddp_config.overlap_grad_reduce": Row(True, ranks.buffers),

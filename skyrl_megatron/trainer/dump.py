@@ -1,0 +1,75 @@
+"""A step's batch in a file, ``trainer.dump_data_batch``, written before the step and read by who wants to know why."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from skyrl_megatron.config import SkyRLTrainConfig
+from skyrl_megatron.types import TokenSupport, TrainingBatch
+
+type Versions = list[list[tuple[str, int, int]]]
+"""Of each row (policy version, first response token, token after the last) of each span that it was sampled in."""
+
+
+def dump_path(cfg: SkyRLTrainConfig, step: int) -> Path:
+    """Return the file of a step."""
+    return Path(cfg.trainer.export_path) / "dumped_data" / f"global_step_{step}.safetensors"
+
+
+def dump_batch(batch: TrainingBatch, path: Path, versions: Sequence[Sequence[Sequence[Any]]] = ()) -> None:
+    """Write the tensors of ``batch`` to ``path``; of ``rollout_support`` the vocabulary
+    entries, how many each response token has, row after row, and of how many tokens each row has some; of
+    ``rollout_routes`` [tokens, L, K] of all rows, and of how many tokens each row has some. Uids, adapters and
+    ``versions`` are in the file's metadata, as JSON."""
+    from safetensors.torch import save_file
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fields = {item.name: getattr(batch, item.name) for item in dataclasses.fields(batch)}
+    tensors = {name: value.contiguous() for name, value in fields.items() if isinstance(value, Tensor)}
+    if batch.rollout_support:
+        joined = TokenSupport.joined(batch.rollout_support)
+        tensors["rollout_support_ids"] = torch.from_numpy(joined.ids.astype("int32"))
+        tensors["rollout_support_counts"] = torch.from_numpy(joined.counts)
+        tensors["rollout_support_tokens"] = torch.tensor([len(support) for support in batch.rollout_support])
+    if known := [routes for routes in batch.rollout_routes if routes is not None]:
+        tensors["rollout_routes"] = torch.from_numpy(np.concatenate(known).astype("int32"))
+        counts = [0 if routes is None else len(routes) for routes in batch.rollout_routes]
+        tensors["rollout_routes_counts"] = torch.tensor(counts)
+    metadata: dict[str, Any] = {"uids": batch.uids, "adapters": batch.adapters, "versions": list(versions)}
+    save_file(tensors, str(path), {name: json.dumps(value) for name, value in metadata.items()})
+
+
+def read_dump(path: Path) -> tuple[TrainingBatch, Versions]:
+    """Return the batch of :func:`dump_batch`, and the versions that sampled it. Raises OSError and ValueError for a
+    file that is not there or not one of these."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            metadata = {name: json.loads(value) for name, value in (file.metadata() or {}).items()}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no dumped batch ({error})") from error
+    ragged = {
+        name: tensors.pop(name).numpy()
+        for name in list(tensors)
+        if name.startswith(("rollout_support", "rollout_routes"))
+    }
+    batch = TrainingBatch(**tensors, uids=metadata.get("uids", []), adapters=metadata.get("adapters", []))
+    if "rollout_support_ids" in ragged:
+        rest = TokenSupport(ragged["rollout_support_ids"], ragged["rollout_support_counts"])
+        for tokens in ragged["rollout_support_tokens"].tolist():
+            batch.rollout_support.append(rest.first(tokens))
+            rest = rest.last(len(rest) - tokens)
+    if "rollout_routes" in ragged:
+        pieces = np.split(ragged["rollout_routes"], np.cumsum(ragged["rollout_routes_counts"])[:-1])
+        batch.rollout_routes = [piece if len(piece) else None for piece in pieces]
+    return batch, metadata.get("versions", [])
