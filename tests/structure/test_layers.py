@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYER = {
     "cluster": 9,
     "entrypoints": 8,
+    "explain_gap": 8,
     "trainer": 7,
     "workers": 6,
     "rollout": 5,

@@ -37,6 +37,7 @@ from skyrl_megatron.inference.vllm.adapters import Held
 from skyrl_megatron.inference.vllm.answers import AnswerExtension, answers_of
 from skyrl_megatron.inference.vllm.cpu_experts import choose_experts_with_adapters
 from skyrl_megatron.inference.vllm.cpu_routes import allow_routes_on_cpu, return_routes
+from skyrl_megatron.inference.vllm.layers import LayerExtension
 from skyrl_megatron.weight_sync.vllm_adapters import AdapterExtension
 from skyrl_megatron.weight_sync.vllm_backend import WeightExtension
 
@@ -133,7 +134,7 @@ async def openai_app(llm: AsyncLLM, model: str, served_model_name: str) -> Any:
 
 
 # ------------------------------------------------------------------ workers
-class WorkerExtension(WeightExtension, AdapterExtension, AnswerExtension):
+class WorkerExtension(WeightExtension, AdapterExtension, LayerExtension, AnswerExtension):
     """Methods that ``collective_rpc`` finds on every worker, which this class is mixed into."""
 
     def skyrl_ping(self) -> None:
