@@ -105,3 +105,12 @@ def test_requests_that_are_frozen_while_the_cache_is_emptied(engine, routes_of):
         return await running
 
     agree(engine(work), [PROMPTS[0], PROMPTS[2]], routes_of)
+
+
+def test_tokens_whose_experts_are_known_are_left_out(engine, routes_of):
+    """Also where the first of them lies inside a cached block, or in a piece of a long prompt."""
+    for number, start in enumerate((0, 1, 37, len(PROMPTS[4]))):
+        keys = SAMPLING | {"routed_experts_prompt_start": start}
+        sample = engine(lambda e, n=number, keys=keys: e.generate(f"known-{n}", PROMPTS[4], keys))
+        wanted = routes_of([*PROMPTS[4], *sample.token_ids])[start:-1]
+        np.testing.assert_array_equal(np.sort(sample.routed_experts, -1), wanted)
