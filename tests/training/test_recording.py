@@ -1,0 +1,77 @@
+"""What routers choose and layers give, recorded in forward passes: transformers' own, wherever the layers run."""
+
+import pytest
+
+from tests.training import bodies, reference
+from tests.training.test_routing_replay import LAYOUTS, REPLAY
+
+SOURCE = REPLAY | {f"{bodies.MEGATRON}moe_routing_replay_source": "trainer"}
+PADDED = {"trainer.use_sample_packing": False}
+CASES = [(layout, {}) for layout in LAYOUTS] + [("tp2", PADDED), ("pp2·vpp2", PADDED)]
+PLAIN = [("tp2", {}), ("pp2·vpp2", {})]
+every_layout = pytest.mark.parametrize(
+    "layout, way",
+    [pytest.param(*case, marks=[] if case in PLAIN else pytest.mark.full_matrix) for case in CASES],
+    ids=[f"{layout}-{'padded' if way else 'packed'}" for layout, way in CASES],
+)
+
+
+def recorded(folder, batch, layout, overrides):
+    """Rows of this rank, and what it recorded of each by name."""
+    from skyrl_megatron.data.splitting import split_for_dp
+    from skyrl_megatron.runtime.engine import MegatronEngine
+    from skyrl_megatron.runtime.recording import Recorder
+
+    engine = MegatronEngine(bodies.config(folder, **layout, overrides=overrides))
+    rows = split_for_dp(engine.flops.forward(batch.lengths), engine.dp_size)[engine.dp_rank]
+    with Recorder(engine.model.chunks, layers=True) as recorder:
+        engine.compute_logprobs(batch.select(rows), recorder=recorder)
+    seen = dict(recorder.found)
+    engine.compute_logprobs(batch.select(rows))
+    assert recorder.found == seen, "nothing is recorded afterwards"
+    return rows, recorder.found
+
+
+def hidden_states(folder, batch):
+    """Of each row, name → [n, H] by transformers."""
+    import torch
+
+    model, rows = reference.load_model(folder), []
+    found = {}
+    for number, layer in enumerate(model.model.layers):
+        for part, module in (("attention", layer.self_attn), ("mlp", layer.mlp), ("output", layer)):
+
+            def keep(_, arguments, output, name=f"{number}.{part}"):
+                found[name] = (output[0] if isinstance(output, tuple) else output)[0].clone().numpy()
+
+            module.register_forward_hook(keep)
+    model.model.embed_tokens.register_forward_hook(lambda _, a, output: found.update(embedding=output[0].numpy()))
+    model.model.norm.register_forward_hook(lambda _, a, output: found.update(norm=output[0].numpy()))
+    with torch.no_grad():
+        for row, length in enumerate(batch.lengths.tolist()):
+            model(batch.sequences[row, -length:][None], use_cache=False)
+            rows.append(dict(found))
+    return rows
+
+
+@every_layout
+def test_every_rank_has_whole_rows_of_its_layers(ranks, folder, batch, layout, way):
+    """Experts are transformers' choice, hidden states its own within rounding; all layers are somewhere."""
+    import numpy as np
+
+    from skyrl_megatron.data.routes import routes_of
+
+    world = LAYOUTS[layout]["world"]
+    routes, states = reference.natural_routes(folder, batch).rollout_routes, hidden_states(folder, batch)
+    merged = [{} for _ in states]
+    for rows, found in ranks(world, recorded, folder, batch, LAYOUTS[layout], SOURCE | way):
+        for name, by_row in found.items():
+            assert sorted(by_row) == list(range(len(rows)))
+            for row, value in by_row.items():
+                known = merged[rows[row]].setdefault(name, value)
+                np.testing.assert_array_equal(known, value, f"{name}: two ranks of a stage")
+    for row, found in enumerate(merged):
+        assert found.keys() == {*states[row], *(f"routes.{layer}" for layer in range(4))}
+        np.testing.assert_array_equal(np.sort(routes_of(found, 4), -1), np.sort(routes[row], -1))
+        for name, wanted in states[row].items():
+            np.testing.assert_allclose(found[name], wanted, atol=2e-5 * np.abs(wanted).max(), err_msg=name)
