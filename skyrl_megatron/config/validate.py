@@ -13,6 +13,7 @@ from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron.config.hf_model import read_hf_config
 from skyrl_megatron.config.resolve import fit_to_hardware
 from skyrl_megatron.config.rules.adapters import adapter_problems
+from skyrl_megatron.config.rules.fully_async import fully_async_problems
 from skyrl_megatron.config.rules.idle import idle_settings
 from skyrl_megatron.config.rules.placement import placement_problems
 from skyrl_megatron.config.rules.role_layout import active_roles, weight_transport
@@ -42,6 +43,7 @@ def find_problems(cfg: SkyRLTrainConfig, hardware: Hardware) -> list[Problem]:
     problems += training_problems(cfg)
     problems += rollout_problems(cfg, configs.get("policy", {}))
     problems += adapter_problems(cfg)
+    problems += fully_async_problems(cfg)
     problems += placement_problems(cfg, hardware, configs)
     return list({str(problem): problem for problem in problems}.values())
 

@@ -34,6 +34,7 @@ class PromptLoader:
         """Epoch of the next batch, from 0."""
         self.batch = 0
         """Number of the next batch in its epoch, from 0."""
+        self._orders: dict[int, np.ndarray] = {}
         if not len(self):
             raise DataError(
                 f"{len(dataset)} prompts do not fill one batch of {batch_size}: lower trainer.train_batch_size, or"
@@ -53,6 +54,25 @@ class PromptLoader:
             items = [self.dataset[int(row)] for row in rows]
             yield getattr(self.dataset, "collate_fn", list)(items)
         self.epoch, self.batch = self.epoch + 1, 0
+
+    def prompt(self, number: int) -> Any:
+        """Return the prompt that comes ``number``-th (from 0) where all epochs follow one another, as a batch of one
+        has it; the position stays."""
+        epoch, place = divmod(number, len(self) * self.batch_size)
+        if epoch not in self._orders:
+            self._orders = {known: order for known, order in self._orders.items() if known >= epoch - 1}
+            self._orders[epoch] = self._order(epoch)
+        items = [self.dataset[int(self._orders[epoch][place])]]
+        return getattr(self.dataset, "collate_fn", list)(items)[0]
+
+    def seek(self, number: int) -> None:
+        """Go to the batch that has the prompt which comes ``number``-th."""
+        self.epoch, self.batch = divmod(number // self.batch_size, len(self))
+
+    @property
+    def number(self) -> int:
+        """Number of the first prompt of the next batch, see :meth:`prompt`."""
+        return (self.epoch * len(self) + self.batch) * self.batch_size
 
     @property
     def finished_epochs(self) -> int:

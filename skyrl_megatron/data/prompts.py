@@ -109,7 +109,7 @@ class PromptDataset:
         if not self.adapters or ADAPTER_KEY not in self.rows.column_names:
             return [self.adapters[0]] * len(uids) if self.adapters else []
         column = self.rows.select_columns([ADAPTER_KEY])
-        return [column[int(uid)][ADAPTER_KEY] or self.adapters[0] for uid in uids]
+        return [column[_row_of(uid)][ADAPTER_KEY] or self.adapters[0] for uid in uids]
 
     def teachers_of(self, uids: Sequence[str]) -> list[str]:
         """Return the teacher that judges the answers to each of some items, "" where a row names none; [] without such
@@ -117,7 +117,7 @@ class PromptDataset:
         if TEACHER_KEY not in self.rows.column_names:
             return []
         column = self.rows.select_columns([TEACHER_KEY])
-        return [column[int(uid)][TEACHER_KEY] or "" for uid in uids]
+        return [column[_row_of(uid)][TEACHER_KEY] or "" for uid in uids]
 
     def env_classes(self, default: str) -> set[str]:
         """Return the environments that the rows name; ``default`` for rows that name none."""
@@ -159,6 +159,11 @@ class PromptDataset:
         only_prompts = self.rows.select_columns([self.prompt_key])
         for first in range(0, len(only_prompts), BATCH_ROWS):
             yield first, only_prompts[first : first + BATCH_ROWS][self.prompt_key]
+
+
+def _row_of(uid: str) -> int:
+    """Return the number of a row; a prompt that a batch has twice has a uid such as ``12#1`` the second time."""
+    return int(uid.partition("#")[0])
 
 
 def require_prompts(rows: Dataset, name: str, prompt_key: str = "prompt") -> None:

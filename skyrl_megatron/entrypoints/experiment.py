@@ -10,6 +10,7 @@ import ray
 
 from skyrl_megatron import hub, start_times
 from skyrl_megatron.config.dict_config import AnyConfig, typed_config
+from skyrl_megatron.config.rules.fully_async import samples_repeatably
 from skyrl_megatron.config.rules.role_layout import active_roles
 from skyrl_megatron.config.rules.unavailable import require_available
 from skyrl_megatron.config.run_folder import run_folder, save_config
@@ -21,7 +22,7 @@ from skyrl_megatron.errors import ConfigError
 from skyrl_megatron.plugins import GENERATORS, load_plugins
 from skyrl_megatron.progress import heartbeat, under_way
 from skyrl_megatron.rollout.generator import SkyRLGymGenerator
-from skyrl_megatron.trainer import RayPPOTrainer
+from skyrl_megatron.trainer import FullyAsyncRayPPOTrainer, RayPPOTrainer
 from skyrl_megatron.trainer.checkpoints import recorded_hub_commits
 from skyrl_megatron.trainer.console import ConsoleSink
 from skyrl_megatron.trainer.phases import StartUp
@@ -99,14 +100,15 @@ class BasePPOExp:
             cfg.environment.skyrl_gym,
             inference_engine_client,
             tokenizer,
-            seed=cfg.trainer.seed if cfg.trainer.deterministic else None,
+            seed=cfg.trainer.seed if samples_repeatably(cfg) else None,
             nonfinite=cfg.trainer.algorithm.nonfinite,
             **several,
         )
 
     def get_trainer(self, *args: Any, **kwargs: Any) -> RayPPOTrainer:
         """Make what drives the run; the arguments are those of :class:`RayPPOTrainer`."""
-        return RayPPOTrainer(*args, **kwargs)
+        kind = FullyAsyncRayPPOTrainer if self.cfg.trainer.fully_async.enabled else RayPPOTrainer
+        return kind(*args, **kwargs)
 
     def get_tracker(self) -> Tracking:
         """Make what logs numbers and lines."""

@@ -127,7 +127,7 @@ class InferenceClient:
             else:
                 answers = await slot.engine.generate_batch(requests)
             for generation in answers:
-                if not self.pool.accepts(generation):
+                if not await self.pool.published_soon(generation):
                     raise EngineGoneError(
                         f"{slot.name} generated with weights {generation.versions}, published is {self.pool.published}"
                     )

@@ -213,6 +213,13 @@ class EnginePool:
         """Return whether every token was sampled from published weights."""
         return all(version in self.published_before for version, _, _ in generation.versions)
 
+    async def published_soon(self, generation: Generation) -> bool:
+        """Return whether every token is from published weights, once no sync is under way that may publish them."""
+        if not self.accepts(generation):
+            async with self.changing:
+                pass
+        return self.accepts(generation)
+
     # ------------------------------------------------------------------ engines that join and leave
     def join(self, engine: InferenceEngine) -> EngineSlot:
         """Take in an engine that was started elsewhere. It serves nothing until its weights were verified."""

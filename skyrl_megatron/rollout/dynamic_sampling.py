@@ -67,7 +67,7 @@ class DynamicSampler:
         if not self._kept:
             return None
         joined = concatenate_generator_outputs([output for output, _ in self._kept])
-        names = _distinct([names for _, names in self._kept])
+        names = distinct_uids([names for _, names in self._kept])
         starts = [row for row, name in enumerate(names) if row == 0 or name != names[row - 1]]
         if len(starts) < self.prompts:
             return None
@@ -82,7 +82,7 @@ class DynamicSampler:
         poor = len(found) - len(useful)
         chosen = self.rng.choice(len(useful), size=poor, replace=poor > len(useful)).tolist()
         taken = [rows if good else useful[chosen.pop()] for rows, good in found]
-        names = _distinct([[uids[row] for row in rows] for rows in taken])
+        names = distinct_uids([[uids[row] for row in rows] for rows in taken])
         return select_rows(output, [row for rows in taken for row in rows]), names
 
 
@@ -108,8 +108,9 @@ def groups(output: GeneratorOutput, uids: list[str]) -> list[tuple[list[int], bo
     ]
 
 
-def _distinct(names: list[list[str]]) -> list[str]:
-    """Join the uids of several batches; a prompt that occurs again in a later batch gets a uid of its own."""
+def distinct_uids(names: list[list[str]]) -> list[str]:
+    """Join the uids of several batches; a prompt that occurs again in a later batch gets a uid of its own, its uid and
+    ``#`` with a number."""
     seen: dict[str, int] = {}
     joined: list[str] = []
     for batch in names:

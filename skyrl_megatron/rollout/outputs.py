@@ -52,6 +52,12 @@ def prepare_generator_input(
     return made, uids
 
 
+def row_uids(output: GeneratorOutput, uids: Sequence[str]) -> list[str]:
+    """Return the uid of each row: step-wise, a trajectory has several rows. ``uids``: of the trajectories."""
+    ids = output.get("trajectory_ids")
+    return [each.instance_id for each in ids] if ids and output.get("is_last_step") else list(uids)
+
+
 def make_generator_output(
     trajectories: Sequence[Trajectory],
     env_classes: Sequence[str],

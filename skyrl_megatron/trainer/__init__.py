@@ -1,13 +1,14 @@
-"""The training loop. ``RayPPOTrainer`` is loaded on first use: it brings Ray and torch."""
+"""The training loops. The trainers are loaded on first use: they bring Ray and torch."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from skyrl_megatron.trainer.fully_async import FullyAsyncRayPPOTrainer
     from skyrl_megatron.trainer.ppo import RayPPOTrainer
 
-__all__ = ["RayPPOTrainer"]
+__all__ = ["FullyAsyncRayPPOTrainer", "RayPPOTrainer"]
 
 
 def __getattr__(name: str) -> Any:
@@ -15,4 +16,8 @@ def __getattr__(name: str) -> Any:
         from skyrl_megatron.trainer.ppo import RayPPOTrainer
 
         return RayPPOTrainer
+    if name == "FullyAsyncRayPPOTrainer":
+        from skyrl_megatron.trainer.fully_async import FullyAsyncRayPPOTrainer
+
+        return FullyAsyncRayPPOTrainer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

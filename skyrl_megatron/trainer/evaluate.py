@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 from skyrl_megatron.config.adapters import ADAPTER_KEY
 from skyrl_megatron.inference.sampling import engine_sampling
 from skyrl_megatron.rollout.interface import GeneratorInterface, GeneratorOutput
-from skyrl_megatron.rollout.outputs import concatenate_generator_outputs, prepare_generator_input, select_rows
+from skyrl_megatron.rollout.outputs import (
+    concatenate_generator_outputs,
+    prepare_generator_input,
+    row_uids,
+    select_rows,
+)
 from skyrl_megatron.rollout.rewards import get_metrics_from_generator_output, total_reward
 from skyrl_megatron.trainer.loop_thread import within
 
@@ -48,7 +53,7 @@ async def evaluate(
         )
         work = generator.generate(generator_input, disable_tqdm=True)
         outputs.append(await within(work, cfg.trainer.phase_timeout_s, "eval"))
-        uids += _uids_of_rows(outputs[-1], batch_uids)
+        uids += row_uids(outputs[-1], batch_uids)
         by_uid = {str(prompt["uid"]): prompt["env_extras"] or {} for prompt in prompts}
         extras = [by_uid[uid] for uid in uids[len(sources) :]]
         sources += [str(extra.get(DATASET_KEY, "unknown")) for extra in extras]
@@ -66,12 +71,6 @@ async def evaluate(
             own = select_rows(output, rows)
             metrics |= _scores(f"adapter/{adapter}", own, [uids[row] for row in rows], samples)
     return metrics
-
-
-def _uids_of_rows(output: GeneratorOutput, uids: Sequence[str]) -> list[str]:
-    """Return the uid of each row: step-wise, a trajectory has several rows."""
-    ids = output.get("trajectory_ids")
-    return [each.instance_id for each in ids] if ids and output.get("is_last_step") else list(uids)
 
 
 def _scores(source: str, output: GeneratorOutput, uids: Sequence[str], samples: int) -> dict[str, float]:

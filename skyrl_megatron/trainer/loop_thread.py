@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError
 from contextlib import nullcontext
 from typing import Any
@@ -67,6 +67,14 @@ class LoopThread:
         except BaseException:
             future.cancel()
             raise
+
+    def call[T](self, function: Callable[..., T], *arguments: Any) -> T:
+        """Return what a function returns that is called on the loop, between two steps of whatever runs there."""
+
+        async def call() -> T:
+            return function(*arguments)
+
+        return self.run(call())
 
 
 async def within[T](work: Coroutine[Any, Any, T], timeout_s: float, phase: str) -> T:

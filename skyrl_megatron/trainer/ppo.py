@@ -11,7 +11,7 @@ wants done differently. Scripts written for SkyRL override these by their names 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from skyrl_megatron.runtime.checkpoint.checkpointer import Checkpointer, RoleRanks
     from skyrl_megatron.trainer.tracking import Tracking
     from skyrl_megatron.workers.placement import Placement
-    from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
+    from skyrl_megatron.workers.weight_synchronizer import SyncReport, WeightSynchronizer
 
 SCORES = {"ref": "ref_logprobs", "critic": "values"}
 """Roles besides the policy → what each adds to a batch."""
@@ -185,9 +185,7 @@ class RayPPOTrainer:
                     batch = self.compute_advantages_and_returns(batch)
                 with self.phases("train_critic_and_policy"):
                     self.train_critic_and_policy(batch)
-                self.global_step += 1
-                self.update_reference()
-                self.position = self.train_dataloader.state_dict()
+                self.complete_step()
                 if self._due(self.cfg.trainer.ckpt_interval) or self.is_last_step:
                     self.save_checkpoints()
                 if export_due(self.global_step, self.cfg.trainer.hf_save_interval, is_last=self.is_last_step):
@@ -195,6 +193,12 @@ class RayPPOTrainer:
                 self.sync_weights()
             self.metrics |= start_times.first_step()
             self.end_step()
+
+    def complete_step(self) -> None:
+        """Count a step whose updates were made, and note where the data goes on behind it."""
+        self.global_step += 1
+        self.update_reference()
+        self.position = self.train_dataloader.state_dict()
 
     def end_step(self) -> None:
         """Evaluate the policy when that is due, and log the step."""
@@ -207,14 +211,18 @@ class RayPPOTrainer:
         """Return responses and rewards for a step; dynamic sampling takes as many batches of prompts as it needs."""
         chosen = None
         while chosen is None:
-            generator_input, uids = self.prepare_generator_input(next(self._prompts), "train")
-            with self.phases("generate"):
-                output = self.generate(generator_input)
+            output, uids = self.sample_batch()
             with self.phases("postprocess_generator_output"):
                 output = self.postprocess_generator_output(output, uids)
             chosen = self.handle_dynamic_sampling(output, uids)
         with self.phases("convert_to_training_input"):
             return self.convert_to_training_input(*chosen)
+
+    def sample_batch(self) -> tuple[GeneratorOutput, list[str]]:
+        """Return the rows of a batch of prompts, and the uid of each."""
+        generator_input, uids = self.prepare_generator_input(next(self._prompts), "train")
+        with self.phases("generate"):
+            return self.generate(generator_input), uids
 
     # ------------------------------------------------------------------ start
     def build_models(self) -> None:
@@ -258,10 +266,8 @@ class RayPPOTrainer:
         if loaded is not None:
             self.global_step = loaded.step
             self.train_dataloader.load_state_dict(loaded.data)
+            self.load_trainer_state(loaded.trainer_state)
             self.epochs = self.train_dataloader.finished_epochs
-            self.sampler.rng.bit_generator.state = loaded.trainer_state["sampler_rng"]
-            if self.kl_controller is not None:
-                self.kl_controller.value = loaded.trainer_state["kl_coef"]
             self.tracker.say(f"resumed from {loaded.folder} (step {loaded.step} of {self.total_steps})")
             self.start_up.done(f"checkpoint: step {self.global_step} loaded")
         self.position = self.train_dataloader.state_dict()
@@ -479,7 +485,7 @@ class RayPPOTrainer:
         assert self.weights is not None
         self.loop.run(self.weights.begin_training())
 
-    def sync_weights(self) -> None:
+    def sync_weights(self) -> SyncReport:
         """Bring the policy's weights into every engine, as version ``global_step``."""
         assert self.weights is not None
         with self.phases("sync_weights"):
@@ -492,6 +498,7 @@ class RayPPOTrainer:
                 g.largest for g in report.logprob_diffs.values()
             )
         self.metrics["trainer/weight_sync_gb_per_second"] = report.gigabytes_per_second
+        return report
 
     # ------------------------------------------------------------------ evaluation, saving, logging
     def eval(self) -> dict[str, float]:
@@ -508,15 +515,26 @@ class RayPPOTrainer:
     def save_checkpoints(self) -> None:
         """Save everything that is needed to go on from here."""
         assert self.checkpoints is not None
+        state = self.trainer_state()
+        with self.phases("save_checkpoints"):
+            folder = self.checkpoints.save(self.global_step, self.position, state, last_step_finite=self.finite)
+        if folder is not None:
+            notify(self.callbacks, "on_save", self, folder)
+
+    def trainer_state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the trainer itself, as plain values."""
         state: dict[str, Any] = {"global_step": self.global_step, "sampler_rng": self.sampler.rng.bit_generator.state}
         if self.kl_controller is not None:
             state["kl_coef"] = self.kl_controller.value
         if self.logged_step < self.global_step:
             state["unlogged"] = {"metrics": as_numbers(self.metrics), "timings": self.phases.so_far()}
-        with self.phases("save_checkpoints"):
-            folder = self.checkpoints.save(self.global_step, self.position, state, last_step_finite=self.finite)
-        if folder is not None:
-            notify(self.callbacks, "on_save", self, folder)
+        return state
+
+    def load_trainer_state(self, state: Mapping[str, Any]) -> None:
+        """Take on what :meth:`trainer_state` returned; the position in the data is loaded already."""
+        self.sampler.rng.bit_generator.state = state["sampler_rng"]
+        if self.kl_controller is not None:
+            self.kl_controller.value = state["kl_coef"]
 
     def save_models(self) -> None:
         """Export policy and critic as Hugging Face folders, ``export_path/global_step_N/{policy,critic}``."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import ray
 
+from skyrl_megatron.config.rules.fully_async import samples_repeatably
 from skyrl_megatron.config.run_folder import run_folder
 from skyrl_megatron.errors import LaunchError
 from skyrl_megatron.inference.client import InferenceClient
@@ -47,7 +48,7 @@ class InferenceEngineClient(InferenceClient):
         self.cfg, self.settings = cfg, engine_settings(cfg)
         made = _started(cfg, allocation) if allocation is not None else _elsewhere(cfg)
         pool = EnginePool(made, wait_s=cfg.trainer.phase_timeout_s)
-        super().__init__(pool, deterministic=bool(cfg.trainer.deterministic))
+        super().__init__(pool, deterministic=samples_repeatably(cfg))
         self._endpoint: HttpServer | None = None
         self._registry: HttpServer | None = None
         self.fleet: Fleet | None = None

@@ -141,7 +141,6 @@ def _busy_port() -> Iterator[None]:
         yield
 
 
-_LATER = "not available in this version"
 MISTAKES: tuple[Mistake, ...] = (
     # folders
     Mistake("logs below a file", _keys("trainer.log_path=/etc/hostname/x"), ("log_path=/etc/hostname/x", "is a file")),
@@ -281,11 +280,11 @@ MISTAKES: tuple[Mistake, ...] = (
         ),
         ("generator.sampling_params.temperature=0.7", "gives log-probs at temperature 1"),
     ),
-    # features to come
+    # rollouts that run ahead
     Mistake(
-        "asynchronous training",
-        _keys("trainer.fully_async.max_staleness_steps=3"),
-        ("trainer.fully_async.max_staleness_steps=3", _LATER),
+        "a loss that knows no lag",
+        _keys("trainer.fully_async.enabled=true", "trainer.policy_mini_batch_size=2"),
+        ("policy_loss_type=regular", "off_policy_correction.tis_ratio_type=token", "rollout_is or dppo"),
     ),
 )
 

@@ -1,5 +1,6 @@
 """Each mistake gets one message with key, value and fix, from ``--check`` and from the run, before anything starts."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -50,7 +51,7 @@ def test_a_mistake_is_told(mistake: Mistake, folder, capsys, monkeypatch):
 
 
 def test_all_mistakes_of_a_command_are_told_at_once(folder, capsys):
-    some = ("exports in /proc", "engine_init_kwargs", "asynchronous training", "no tokenizer")
+    some = ("exports in /proc", "engine_init_kwargs", "a loss that knows no lag", "no tokenizer")
     wrong = [mistake for mistake in MISTAKES if mistake.name in some]
     args = [argument for mistake in wrong for argument in mistake.arguments(folder)]
     assert run_moe.main(["--check", *usual(folder), *args, "trainer.sed=1"]) == 2
@@ -70,11 +71,14 @@ def test_a_script_is_refused_what_a_command_is(folder):
     args = [argument.replace("model=", "trainer.policy.model.path=") for argument in usual(folder)[:1]]
     args += usual(folder)[1:]
     validate_cfg(SkyRLTrainConfig.from_cli_overrides(args))
-    later = [*args, "trainer.fully_async.max_staleness_steps=3"]
-    with pytest.raises(ConfigError, match=r"(?s)max_staleness_steps.*trainer.resume_path"):
+    gpt_oss = shutil.copytree(folder / "model", folder / "gpt_oss")
+    config = json.loads((gpt_oss / "config.json").read_text())
+    (gpt_oss / "config.json").write_text(json.dumps(config | {"model_type": "gpt_oss"}))
+    later = [*args, f"trainer.policy.model.path={gpt_oss}"]
+    with pytest.raises(ConfigError, match=r"(?s)trainer.resume_path.*gpt_oss cannot be given|gpt_oss.*resume_path"):
         wrong = ["trainer.resume_mode=from_path", "trainer.resume_path=/none"]
         validate_cfg(SkyRLTrainConfig.from_cli_overrides([*later, *wrong]))
-    with pytest.raises(ConfigError, match="max_staleness_steps"):
+    with pytest.raises(ConfigError, match="weights of gpt_oss cannot be given"):
         BasePPOExp(SkyRLTrainConfig.from_cli_overrides(later))
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from skyrl_megatron.config.derive import derive
 from skyrl_megatron.config.fields import Section, default_of, get_path, leaves, owner_of
 from skyrl_megatron.config.names import AdvantageEstimator, PolicyLossType
+from skyrl_megatron.config.rules.fully_async import UNCORRECTED, runs_ahead
 from skyrl_megatron.config.rules.role_layout import active_roles, has_teacher, needs_reference
 from skyrl_megatron.config.rules.sampling import truncations
 from skyrl_megatron.hub.names import is_hub_name
@@ -82,8 +83,6 @@ def _in_all(prefix: str, names: str) -> str:
 _T, _P, _A = "trainer.", "trainer.policy.", "trainer.algorithm."
 _M, _C = f"{_P}megatron_config.", f"{_A}off_policy_correction."
 _G, _E = "generator.", "generator.inference_engine."
-_UNCORRECTED = ("clip_cov", "kl_cov", "importance_sampling", "cross_entropy")
-"""Built-in losses without an off-policy correction."""
 _OF_LOCAL_ENGINES = """
     model_dtype num_engines backend tensor_parallel_size pipeline_parallel_size expert_parallel_size
     data_parallel_size enable_prefix_caching enable_chunked_prefill max_num_batched_tokens enforce_eager
@@ -108,6 +107,17 @@ IDLE: tuple[Idle, ...] = (
     Idle("an old update group is always replaced", f"{_E}override_existing_update_group"),
     Idle("transformers has one kind of tokenizer", f"{_T}disable_fast_tokenizer"),
     Idle("log-probs come from a fused kernel", f"{_P}use_torch_compile"),
+    # ------------------------------------------------------------ rollouts that run ahead
+    Idle(
+        "trainer.fully_async.enabled is false",
+        f"{_T}fully_async.max_staleness_steps",
+        lambda cfg, hardware: not cfg.trainer.fully_async.enabled,
+    ),
+    Idle(
+        "nothing runs ahead: that takes trainer.fully_async.enabled=true and max_staleness_steps above 0",
+        _in_all(f"{_T}fully_async.", "num_parallel_generation_workers stale_policy clear_kv_cache_on_weight_sync"),
+        lambda cfg, hardware: not runs_ahead(cfg),
+    ),
     # ------------------------------------------------------------ roles
     *(
         Idle("the model is a folder", f"{_T}{role}.model.revision", _model_is_a_folder(role))
@@ -193,7 +203,7 @@ IDLE: tuple[Idle, ...] = (
     Idle(
         "the loss has no off-policy correction",
         _C,
-        _algorithm(lambda a: a.policy_loss_type in _UNCORRECTED),
+        _algorithm(lambda a: a.policy_loss_type in UNCORRECTED),
     ),
     Idle(
         "tis_ratio_type is not token",

@@ -14,13 +14,22 @@ from skyrl_megatron.config.schema.roles import CriticConfig, PlacementConfig, Po
 
 @dataclass
 class FullyAsyncConfig(BaseConfig):
-    """Rollouts that run on while the policy trains."""
+    """Rollouts that run on while the policy trains (docs/guides/async.md)."""
 
     max_staleness_steps: NonNegativeInt = 4
-    """Training steps by which a response may lag: started at step i, trained on at step j ≤ i + this."""
+    """Training steps by which a response may lag: sampled from the weights of step i, its oldest token included, it is
+    trained on at step j ≤ i + this. 1: one step off. 0: nothing runs ahead, the run is the synchronous one."""
     num_parallel_generation_workers: Count = 768
-    """Prompts generated at the same time: at least `policy_mini_batch_size`, at most
-    `policy_mini_batch_size · (max_staleness_steps + 1)`."""
+    """Prompts generated at the same time. At most `train_batch_size · (max_staleness_steps + 1)` are under way or wait
+    to be trained on."""
+    enabled: bool = False
+    """Sample while the policy trains. The other keys of this section have no effect without it."""
+    stale_policy: Annotated[str, OneOf("wait", "drop", "retry")] = "wait"
+    """What becomes of a prompt that is still being sampled at the last step which may train on it: the step waits for
+    it; it is dropped; it is sampled again from newer weights."""
+    clear_kv_cache_on_weight_sync: bool = False
+    """Compute keys and values of requests in flight anew with each new weights; false: they go on with those that they
+    have. Keys and values of old weights never become the prefix of another request."""
 
 
 @dataclass

@@ -58,6 +58,7 @@ class VLLMEngine(InferenceEngine):
         self._openai: Any = None
         self._paused, self._pausing = False, asyncio.Lock()
         slots = settings.adapters
+        self._cache_salt: str | None = None
         self._adapters = HeldAdapters(slots.slots, slots.names) if slots else None
 
     # ------------------------------------------------------------------ start and end
@@ -161,7 +162,7 @@ class VLLMEngine(InferenceEngine):
                     if not self._paused:
                         await compat.pause(self._llm, "keep")
                     for (request, parameters), held in zip(prepared, adapters, strict=True):
-                        prompt = compat.tokens_input(list(request.prompt_token_ids))
+                        prompt = compat.tokens_input(list(request.prompt_token_ids), cache_salt=self._cache_salt)
                         options = compat.adapter_option(held)
                         with refusals(request.request_id):
                             queue = await self._llm.add_request(request.request_id, prompt, parameters, **options)
@@ -209,7 +210,8 @@ class VLLMEngine(InferenceEngine):
             output = None
             with self._alive(), refusals(request_id), self._use(request_id, adapter) as serving:
                 held = candidate or serving
-                prompt, options = compat.tokens_input(list(token_ids)), compat.adapter_option(held)
+                prompt = compat.tokens_input(list(token_ids), cache_salt=self._cache_salt)
+                options = compat.adapter_option(held)
                 async for latest in self._llm.generate(prompt, parameters, request_id, **options):
                     output = latest
             if output is None:
@@ -350,7 +352,9 @@ class VLLMEngine(InferenceEngine):
         with self._alive("finish"):
             if self._adapters is None:
                 await self._llm.finish_weight_update(version)
-                await self._llm.reset_prefix_cache()
+                cleared = await self._llm.reset_prefix_cache(reset_running_requests=self.settings.clear_kv_cache)
+                if not cleared:  # frozen requests hold blocks: nothing of old weights becomes a prefix of new requests
+                    self._cache_salt = version
                 return
             versions = {self._adapters.names[0]: version} if adapters is None else adapters
             added = {name: self._adapters.add(own, name) for name, own in versions.items()}

@@ -178,7 +178,8 @@ class RemoteEngine(InferenceEngine):
         """Take on ``version``; no ``adapters`` travel to a server elsewhere."""
         with _sync_errors("finish"):
             await self._control("/finish_weight_update", {"weight_version": version})
-            await self._control("/reset_prefix_cache")
+            # frozen requests would keep the cache from being cleared: they compute their keys and values anew
+            await self._control("/reset_prefix_cache?reset_running_requests=true")
 
     async def abort_update(self) -> None:
         with _sync_errors("abort"):

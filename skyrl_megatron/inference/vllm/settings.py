@@ -76,6 +76,8 @@ class EngineSettings:
     """Return what each token was sampled from, and take log-probs over it."""
     enable_return_routed_experts: bool = False
     """Return the experts that tokens were routed to."""
+    clear_kv_cache: bool = False
+    """Frozen requests compute their keys and values anew with each new weights."""
     start_timeout_s: float = 1800.0
     log_file: Path | None = None
     """Where the processes' output goes. None: a temporary file."""
@@ -179,6 +181,7 @@ def engine_settings(cfg: SkyRLTrainConfig, **changes: Any) -> EngineSettings:
         "rope": rope,
         "logprobs_at_temperature": bool(truncations(generator.sampling_params)) and not support_travels(cfg),
         "return_support": support_travels(cfg),
+        "clear_kv_cache": cfg.trainer.fully_async.clear_kv_cache_on_weight_sync,
         "extra": extra,
         "adapters": adapters,
     }

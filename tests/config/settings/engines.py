@@ -11,6 +11,13 @@ def arguments(cfg):
     return engine_settings(cfg).arguments()
 
 
+def settings(cfg):
+    """What an engine is told besides vLLM's arguments."""
+    from skyrl_megatron.inference.vllm.settings import engine_settings
+
+    return engine_settings(cfg)
+
+
 def arguments_on_gpus(cfg):
     """The same where the device says that there is a GPU."""
     from unittest.mock import patch

@@ -1,6 +1,7 @@
 """The trainer's loop: what it does in which order, with ranks and engines that only take notes."""
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,10 +37,10 @@ class Silent:
 
 
 def trainer_of(cfg, cls=None):
-    """A real trainer that was never started."""
-    from skyrl_megatron.trainer.ppo import RayPPOTrainer
+    """A real trainer that was never started: the experiment's, or one of the class."""
+    from skyrl_megatron.entrypoints.experiment import BasePPOExp
 
-    return (cls or RayPPOTrainer)(
+    return (cls or partial(BasePPOExp.get_trainer, SimpleNamespace(cfg=cfg)))(
         cfg=cfg,
         tracker=Silent(cfg),
         tokenizer=None,
@@ -137,6 +138,12 @@ def _batch_of(uids):
     batch = collate([[1, 2]] * len(uids), [[3, 4]] * len(uids), uids=list(uids), rewards=[1.0] * len(uids))
     batch.metadata[PROMPT_UIDS] = list(uids)
     return batch
+
+
+def stream(cfg):
+    """What a stream of rollouts keeps to; None where nothing runs ahead."""
+    stream = getattr(trainer_of(cfg), "stream", None)
+    return stream and stream.limits
 
 
 def resumes(cfg):

@@ -112,7 +112,12 @@ OBJECTIVE = {
     f"{A}temperature": Row(2.0, "logprobs"),
 }
 
+ASYNC = APART | TIS | {f"{T}fully_async.enabled": True}
 LOOP = {
+    f"{T}fully_async.enabled": Row(True, loop.stream, APART | TIS),
+    f"{T}fully_async.max_staleness_steps": Row(2, loop.stream, ASYNC),
+    f"{T}fully_async.num_parallel_generation_workers": Row(2, loop.stream, ASYNC),
+    f"{T}fully_async.stale_policy": Row("drop", loop.stream, ASYNC),
     f"{T}update_ref_every_epoch": Row(True, loop.plan),
     f"{T}epochs": Row(2, loop.plan),
     f"{T}max_training_steps": Row(1, loop.plan),
@@ -199,6 +204,7 @@ ROLLOUT = {
 }
 
 ENGINES = {
+    f"{T}fully_async.clear_kv_cache_on_weight_sync": Row(True, engines.settings, ASYNC),
     f"{E}model_dtype": Row("float16", engines.arguments),
     f"{E}tensor_parallel_size": Row(2, engines.arguments),
     f"{E}pipeline_parallel_size": Row(2, engines.arguments),
@@ -365,8 +371,6 @@ REFUSED = {
     f"{T}teacher.models": {"a": "/model"},
     f"{M}moe_token_dispatcher_type": "allgather",
     f"{T}ref.megatron_config.moe_token_dispatcher_type": "allgather",
-    f"{T}fully_async.max_staleness_steps": 2,
-    f"{T}fully_async.num_parallel_generation_workers": 2,
     **{f"{T}{role}.fsdp_config.{name}": value for role in ("policy", "ref") for name, value in _FSDP.items()},
     **{
         f"{T}{role}.fsdp_config.mixed_precision.{name}": value

@@ -1,0 +1,21 @@
+"""Train with rollouts that run ahead: ``python -m skyrl_megatron.entrypoints.fully_async [key=value …]``
+
+The command of :mod:`.main_base` with ``trainer.fully_async.enabled=true``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from skyrl_megatron.config.rules.fully_async import KEY
+from skyrl_megatron.entrypoints import main_base
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code (0 done, 1 failed, 2 the configuration is wrong)."""
+    return main_base.main([*(sys.argv[1:] if argv is None else argv), f"{KEY}=true"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""The main loop with sampling that runs ahead: groups are sampled while the ranks train.
+
+It differs from :class:`RayPPOTrainer` only in where a batch comes from: a :class:`RolloutStream` on the event loop,
+whose groups may span the versions of several steps. Engines stand still for each weight sync, with requests in flight
+frozen. With ``max_staleness_steps=0`` nothing may run ahead, and the run is the synchronous one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from skyrl_megatron.config.rules.fully_async import runs_ahead
+from skyrl_megatron.errors import ConfigError, Problem
+from skyrl_megatron.rollout.dynamic_sampling import distinct_uids, groups
+from skyrl_megatron.rollout.interface import GeneratorOutput
+from skyrl_megatron.rollout.outputs import concatenate_generator_outputs, row_uids
+from skyrl_megatron.trainer.ppo import RayPPOTrainer
+from skyrl_megatron.trainer.stream.group import Group
+from skyrl_megatron.trainer.stream.rollouts import RolloutStream, StalePolicy, StreamLimits
+
+if TYPE_CHECKING:
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.workers.weight_synchronizer import SyncReport
+
+
+class FullyAsyncRayPPOTrainer(RayPPOTrainer):
+    """A trainer whose generation workers run ahead, by at most ``trainer.fully_async.max_staleness_steps``.
+
+    Raises ConfigError unless ``trainer.fully_async.enabled``, on which rules of the configuration depend.
+    """
+
+    def __init__(self, cfg: SkyRLTrainConfig, *args: Any, **kwargs: Any) -> None:
+        if not cfg.trainer.fully_async.enabled:
+            raise ConfigError([Problem("trainer.fully_async.enabled", False, "FullyAsyncRayPPOTrainer needs true")])
+        super().__init__(cfg, *args, **kwargs)
+        self.stream = self.make_stream() if runs_ahead(cfg) else None
+        """What samples; None where nothing runs ahead."""
+        self._taken: list[Group] = []
+        self._oldest, self._ahead = 0, list[int]()  # where the stream starts
+
+    def make_stream(self) -> RolloutStream:
+        """Make the stream of the run's groups."""
+        trainer = self.cfg.trainer
+        sampling, ahead = trainer.algorithm.dynamic_sampling, trainer.fully_async
+        filters = sampling.type == "filter"
+        limits = StreamLimits(
+            batch=trainer.train_batch_size,
+            steps=self.total_steps,
+            bound=ahead.max_staleness_steps,
+            workers=ahead.num_parallel_generation_workers,
+            stale_policy=cast("StalePolicy", ahead.stale_policy),
+            timeout_s=trainer.phase_timeout_s,
+            sample_batches=sampling.max_sample_batches if filters else -1,
+        )
+        return RolloutStream(
+            self.sample_group,
+            self.train_dataloader.prompt,
+            limits,
+            useful=has_variety if filters else lambda output: True,
+            say=self.tracker.say,
+        )
+
+    async def sample_group(self, group: Group) -> GeneratorOutput:
+        """Sample the rows of a group."""
+        generator_input, _ = self.prepare_generator_input([group.prompt], "train")
+        output: GeneratorOutput = await self.generator.generate(generator_input, disable_tqdm=True)
+        return output
+
+    # ------------------------------------------------------------------ the loop
+    def train_steps(self) -> None:
+        """Start the stream, and take the steps that are left."""
+        if self.stream is not None:
+            start = partial(self.stream.start, oldest=self._oldest, ahead=self._ahead)
+            self.loop.call(start, self.global_step)
+        super().train_steps()
+
+    def sample_batch(self) -> tuple[GeneratorOutput, list[str]]:
+        """Take the groups of a batch from the stream; the phase ``generate`` is the wait for them."""
+        if self.stream is None:
+            return super().sample_batch()
+        with self.phases("generate"):
+            found = self.loop.run(self.stream.take(), stop=self.stop)
+        self._taken += found
+        self._note_staleness(self.stream, found)
+        outputs = [group.output for group in found if group.output is not None]
+        uids = [
+            row_uids(each, [group.uid] * len(each["response_ids"])) for group, each in zip(found, outputs, strict=True)
+        ]
+        return concatenate_generator_outputs(outputs), distinct_uids(uids)
+
+    def handle_dynamic_sampling(
+        self, generator_output: GeneratorOutput, uids: list[str]
+    ) -> tuple[GeneratorOutput, list[str]] | None:
+        """Return the rows to train on, or None; groups that are not trained make room for others."""
+        chosen = super().handle_dynamic_sampling(generator_output, uids)
+        if chosen is None and self.stream is not None:
+            self.loop.call(self.stream.give_back, self._taken[-self.cfg.trainer.train_batch_size :])
+        return chosen
+
+    def complete_step(self) -> None:
+        """Note which groups are trained, and go on in the data behind them."""
+        if self.stream is not None:
+            self.metrics |= self.loop.call(self.stream.metrics)
+            self.loop.call(self.stream.trained, self._taken)
+            self._taken = []
+            self.train_dataloader.seek(self.stream.oldest)
+        super().complete_step()
+
+    def sync_weights(self) -> SyncReport:
+        """Bring the weights into every engine; the stream's new groups are of that version."""
+        report = super().sync_weights()
+        if self.stream is not None:
+            self.loop.call(self.stream.advance, self.global_step)
+            self.metrics["async/pause_seconds"] = report.total_seconds
+        return report
+
+    def finish(self) -> None:
+        """End the stream, and the run."""
+        try:
+            if self.stream is not None:
+                self.loop.run(self.stream.close())
+        finally:
+            super().finish()
+
+    # ------------------------------------------------------------------ checkpoints
+    def trainer_state(self) -> dict[str, Any]:
+        """Return the state with the stream's position: what is trained may lie behind what is not."""
+        state = super().trainer_state()
+        if self.stream is not None:
+            state["stream"] = self.loop.call(self.stream.state)
+        return state
+
+    def load_trainer_state(self, state: Mapping[str, Any]) -> None:
+        """Take on the position; that of a synchronous run is one without anything trained behind it."""
+        super().load_trainer_state(state)
+        if self.stream is not None and (position := state.get("stream")) is not None:
+            self._oldest, self._ahead = position["oldest"], position["ahead"]
+            self.train_dataloader.seek(self._oldest)
+        else:
+            self._oldest = self.train_dataloader.number
+
+    def _note_staleness(self, stream: RolloutStream, found: list[Group]) -> None:
+        ages = stream.staleness(found)
+        if ages:
+            self.metrics |= {
+                "async/staleness_mean": sum(ages) / len(ages),
+                "async/staleness_max": float(max(ages)),
+                "async/staleness_min": float(min(ages)),
+            }
+
+
+def has_variety(output: GeneratorOutput) -> bool:
+    """Return whether the rows of one prompt got different rewards."""
+    return any(useful for _, useful in groups(output, [""] * len(output["response_ids"])))
