@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 NEEDED_GIB = 5.0
 WARM_MODEL = "warmed_up_model"
-"""Folder, beside the seeded model, of what the warm-up made of it: where runs with adapters, a critic or a teacher
-begin."""
-ADAPTERS, CRITIC, TEACHER = "adapters", "critic", "teacher"
+"""Folder, beside the seeded model, of what the warm-up made of it: where runs with adapters, a critic, a teacher or
+rollouts that run ahead begin."""
+ADAPTERS, CRITIC, TEACHER, ASYNC = "adapters", "critic", "teacher", "async"
 TAUGHT_AFTER = 64
 """Step of the embedded run whose export teaches."""
 GPUS = "trainer.placement.policy_num_gpus_per_node"
@@ -102,7 +102,7 @@ def arguments(args: Sequence[str], hardware: Hardware) -> list[str]:
             "trainer.teacher.megatron_config.expert_model_parallel_size": 1
         }
     added = [f"{key}={value}" for key, value in defaults.items() if not names_key(given, key)]
-    files = ["embedded", "embedded-lora"] if variant == ADAPTERS else ["embedded"]
+    files = ["embedded", *{ADAPTERS: ["embedded-lora"], ASYNC: ["embedded-async"]}.get(variant, [])]
     return [*(f"--config={config_dir}/{name}.yaml" for name in files), *added, *args]
 
 
@@ -137,7 +137,9 @@ def _variant(args: Sequence[str]) -> str:
     if trainer.policy.model.lora.rank > 0:
         return ADAPTERS
     taught = trainer.algorithm.distillation.loss_coef or trainer.algorithm.distillation.reward_coef
-    return CRITIC if trainer.algorithm.advantage_estimator == "gae" else TEACHER if taught else ""
+    if trainer.algorithm.advantage_estimator == "gae":
+        return CRITIC
+    return TEACHER if taught else ASYNC if trainer.fully_async.enabled else ""
 
 
 def _asked(args: Sequence[str]) -> TrainerConfig:

@@ -20,7 +20,7 @@ from skyrl_megatron.errors import ConfigError, Problem
 EMBEDDED = "embedded"
 EMBEDDED_RUNS: dict[str, list[str]] = {EMBEDDED: []} | {
     name: [f"--config={main_base.config_dir}/{name}.yaml"]
-    for name in ("embedded-lora", "embedded-ppo", "embedded-distill")
+    for name in ("embedded-lora", "embedded-ppo", "embedded-distill", "embedded-async")
 }
 """Recipes with a program of their own, and what it is given."""
 

@@ -12,7 +12,7 @@ from tests.support.whole_folder import write_sums, write_whole_folder
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "launch" / "recipes"
 NO_RECIPES = {"ppo_base_config"}  # Hydra's base file
-SMALL = {"tiny-moe-cpu", "embedded", "embedded-lora", "embedded-ppo", "embedded-distill"}
+SMALL = {"tiny-moe-cpu", "embedded", "embedded-lora", "embedded-ppo", "embedded-distill", "embedded-async"}
 SHAPES = {
     "qwen3-30b-a3b": QWEN3_30B_A3B,
     "qwen3-30b-a3b-2x8": QWEN3_30B_A3B,

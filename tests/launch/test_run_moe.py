@@ -170,6 +170,16 @@ def test_critic_and_teacher_of_the_embedded_run(folder, capsys, home):
     assert value(config, "trainer.ckpt_path") == str(seed / "teacher" / "ckpts")
 
 
+def test_the_embedded_run_that_samples_ahead(folder, capsys, home):
+    """By its recipe or by the key alone, in a folder of its own."""
+    for args in (["--recipe", "embedded-async"], ["trainer.fully_async.enabled=true"]):
+        code, config, _, err = run(capsys, "--check", *args, "trainer.seed=7")
+        assert code == 0, err
+        assert value(config, "trainer.ckpt_path") == str(home / "embedded" / "seed_7" / "async" / "ckpts")
+        assert value(config, "trainer.fully_async.max_staleness_steps") == 1
+        assert value(config, "generator.batched") is False
+
+
 def test_a_model_alone_takes_no_recipe(folder, capsys):
     _, config, _, _ = run(capsys, "--check", "model=models/moe", *DATA, *SMALL)
     assert value(config, "environment.env_class") == "gsm8k"

@@ -37,7 +37,7 @@ NAMES = {
         "SkyRLGymGenerator TrajectoryOutput concatenate_generator_outputs get_metrics_from_generator_output "
         "get_rollout_metrics prepare_generator_input"
     ),
-    "skyrl_megatron.trainer": "RayPPOTrainer",
+    "skyrl_megatron.trainer": "FullyAsyncRayPPOTrainer RayPPOTrainer",
     "skyrl_megatron.envs": "BaseTextEnv BaseTextEnvStepOutput register make",
     "skyrl_megatron.entrypoints.main_base": "BasePPOExp skyrl_entrypoint main config_dir",
     "skyrl_megatron.entrypoints.main_generate": "main",
