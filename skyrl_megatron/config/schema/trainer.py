@@ -135,7 +135,8 @@ class TrainerConfig(BaseConfig):
     fused_lm_head_logprob: bool = False
     """Compute log-probabilities from hidden states chunk by chunk, so that the full logits never exist."""
     deterministic: bool | None = None
-    """Same configuration, seed and layout: the same run, bit for bit, at some cost in speed. None: true on CPU."""
+    """Same configuration, seed and layout: the same run, bit for bit, at some cost in speed. None: true on CPU. What
+    is sampled ahead of training (`fully_async`) depends on time."""
     trust_remote_code: bool = False
     """Run Python code that comes with a Hugging Face model or tokenizer."""
     phase_timeout_s: Positive = 1800.0
