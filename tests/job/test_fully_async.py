@@ -1,0 +1,100 @@
+"""Whole runs whose rollouts run ahead: real Ray, Megatron ranks and vLLM engine."""
+
+import signal
+
+import pytest
+
+from tests.job import runs
+
+pytestmark = pytest.mark.vllm
+
+AHEAD = {
+    "trainer__fully_async__enabled": "true",
+    "trainer__fully_async__max_staleness_steps": 1,
+    "trainer__algorithm__off_policy_correction__tis_ratio_type": "token",
+    "trainer__policy_mini_batch_size": 2,
+    "trainer__max_training_steps": 5,
+}
+NOTES = """
+import json
+from skyrl_megatron.trainer import FullyAsyncRayPPOTrainer
+class Trainer(FullyAsyncRayPPOTrainer):
+    def sample_batch(self):
+        output, uids = super().sample_batch()
+        groups = self._taken[-self.cfg.trainer.train_batch_size:]
+        versions = [span for row in output["rollout_versions"] for span in row]
+        with open("notes.jsonl", "a") as file:
+            note = {"step": self.global_step, "numbers": [g.number for g in groups], "versions": versions}
+            file.write(json.dumps(note) + chr(10))
+        return output, uids
+"""
+"""Takes down which groups each step was given, and which versions sampled their tokens."""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return runs.prepare(tmp_path)
+
+
+def notes(folder):
+    import json
+
+    return [json.loads(line) for line in (folder / "notes.jsonl").read_text().splitlines()]
+
+
+FAILS_OFTEN = '''
+import hashlib, time
+from skyrl_megatron.envs import BaseTextEnv
+
+
+class Moody(BaseTextEnv):
+    """Every fourth prompt has an environment that breaks; every fifth takes its time."""
+
+    def init(self, prompt):
+        self.kind = int(prompt[-1]["content"].partition("+")[0])
+        return super().init(prompt)
+
+    def step(self, action):
+        if self.kind % 4 == 0:
+            raise RuntimeError("broken")
+        time.sleep(3.0 if self.kind % 5 == 0 else 0.3)
+        reward = sum(character.isdigit() for character in action) / 6
+        return {"observations": [], "reward": reward, "done": True, "metadata": {}}
+'''
+MOODY = 'register("moody", "moody:Moody")\n'
+
+
+def test_sampling_runs_ahead_within_the_bound(folder):
+    """Several mini-batches a step; environments that break and dawdle cost their own groups; the second command goes
+    on where the first was asked to end, and no group is trained twice."""
+    (folder / "moody.py").write_text(FAILS_OFTEN)
+    keys = AHEAD | {"environment__env_class": "moody", "trainer__ckpt_interval": 1}
+    process = runs.start(folder, NOTES + MOODY, **keys | {"trainer__max_training_steps": 40})
+    try:
+        for line in process.stdout:
+            if "step 3/40" in line:
+                break
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 130, err[-4000:]
+    saved = int((folder / "ckpts/latest_ckpt_global_step.txt").read_text())
+    assert 3 <= saved <= 5 and f"stopped after step {saved}" in out
+    first = [note for note in notes(folder) if note["step"] < saved]
+    (folder / "notes.jsonl").unlink()
+    done = runs.run(folder, NOTES + MOODY, **keys | {"trainer__max_training_steps": saved + 2}).check()
+    assert f"(step {saved} of {saved + 2})" in done.out and "is left out: DataError: 4 of 4 traj" in out + done.out
+    taken = [*first, *notes(folder)]
+    numbers = [number for note in taken for number in note["numbers"]]
+    assert [note["step"] for note in taken] == list(range(saved + 2))
+    assert len(numbers) == len(set(numbers)) == 4 * (saved + 2), "each group is trained once"
+    for note in taken:
+        oldest = min(int(version) for version, _, _ in note["versions"])
+        assert note["step"] - 1 <= oldest <= note["step"]
+    lines = done.lines
+    assert max(line["async/staleness_max"] for line in lines) == 1.0
+    assert sum(line["async/failed_groups"] for line in lines) >= 1
+    assert all(line["async/pause_seconds"] > 0 for line in lines[:-1])
+    assert all("policy/final_loss" in line for line in lines)
