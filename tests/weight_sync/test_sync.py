@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -201,6 +202,34 @@ def test_a_request_in_flight_is_frozen_and_tells_its_versions(pool, sync, loop):
     spans = running.result(120).versions
     assert [version for version, _, _ in spans] == ["before", "after"]
     assert spans[0][1] == 0 and spans[0][2] == spans[1][1] and spans[1][2] == 300
+
+
+@pytest.mark.parametrize("clear", [False, True])
+def test_keys_and_values_of_old_weights(pool, sync, loop, clear):
+    """A frozen request goes on with those that it has, or computes them anew. Another one with the same prompt never
+    takes them for its prefix."""
+    engine, prompt = pool.slots[0].engine, (TOKENS * 5)[:300]
+    settings, engine.settings = engine.settings, replace(engine.settings, clear_kv_cache=clear)
+    try:
+        sync("old", "A")
+        long = {"max_tokens": 180, "temperature": 1.0, "seed": 0, "ignore_eos": True}
+        running = loop.start(engine.generate("frozen", prompt, long))
+        loop(asyncio.sleep(0.3))
+        sync("new", "B")
+        beside = loop(engine.generate("beside", prompt, SAMPLING))
+        assert not running.done(), "it was to be under way all the time"
+        frozen = running.result(120)
+    finally:
+        engine.settings = settings
+    (_, _, first), (version, _, last) = frozen.versions
+    assert version == "new" and last - first > 20
+    scored = loop(engine.score([*prompt, *frozen.token_ids]))[len(prompt) - 1 :]
+    gap = max(abs(one - other) for one, other in zip(frozen.logprobs[first:], scored[first:], strict=True))
+    assert (gap < 1e-3) == clear, gap
+    sync("new again", "B")
+    alone = loop(engine.generate("alone", prompt, SAMPLING))
+    assert alone.token_ids == beside.token_ids
+    assert max(abs(a - b) for a, b in zip(alone.logprobs, beside.logprobs, strict=True)) < 1e-4
 
 
 @pytest.mark.parametrize(
