@@ -98,3 +98,52 @@ def test_sampling_runs_ahead_within_the_bound(folder):
     assert sum(line["async/failed_groups"] for line in lines) >= 1
     assert all(line["async/pause_seconds"] > 0 for line in lines[:-1])
     assert all("policy/final_loss" in line for line in lines)
+
+
+def weights(folder, step):
+    from safetensors.numpy import load_file
+
+    files = sorted((folder / f"exports/global_step_{step}/policy").glob("*.safetensors"))
+    return {name: tensor.tobytes() for file in files for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.full_matrix
+def test_bound_0_is_the_synchronous_run(folder, tmp_path):
+    """Numbers of every step and exported weights, bit for bit."""
+    other = tmp_path / "other"
+    other.mkdir()
+    runs.prepare(other)
+    keys = {"trainer__hf_save_interval": 2, "trainer__policy_mini_batch_size": 2}
+    plain = runs.run(folder, **keys).check()
+    bound = {"trainer__fully_async__enabled": "true", "trainer__fully_async__max_staleness_steps": 0}
+    ahead = runs.run(other, NOTES, **keys | bound).check()
+    lasting = ("policy/", "reward/", "loss/", "generate/avg_num")
+    for one, two in zip(plain.lines, ahead.lines, strict=True):
+        kept = [name for name in one if name.startswith(lasting) and "_per_" not in name and "memory" not in name]
+        assert len(kept) > 18 and {name: two[name] for name in kept} == {name: one[name] for name in kept}
+    assert weights(folder, 2) == weights(other, 2) != {}
+
+
+KILLS_THE_ENGINE = """
+import psutil
+def begin_training(self):
+    FullyAsyncRayPPOTrainer.begin_training(self)
+    if self.global_step == 1:
+        slot, = self.inference_engine_client.pool.slots
+        assert slot.in_flight
+        for pid in self.loop.run(slot.engine.process_ids())[1:]:
+            psutil.Process(pid).kill()
+Trainer.begin_training = begin_training
+"""
+
+
+@pytest.mark.full_matrix
+def test_an_engine_that_dies_mid_stream_is_replaced(folder):
+    """While the ranks train, with requests in flight: they are sampled again once the next version is there."""
+    long = {"generator__sampling_params__max_generate_length": 90}
+    done = runs.run(folder, NOTES + KILLS_THE_ENGINE, **AHEAD, **long).check()
+    assert [line["step"] for line in done.lines] == [1, 2, 3, 4, 5]
+    numbers = [number for note in notes(folder) for number in note["numbers"]]
+    assert sorted(numbers) == list(range(20))
+    assert max(line["async/staleness_max"] for line in done.lines) <= 1.0
+    assert all(line["async/failed_groups"] == 0 for line in done.lines)
