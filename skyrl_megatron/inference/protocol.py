@@ -102,7 +102,11 @@ class InferenceEngine(Protocol):
         self, senders: Sequence[tuple[str, int]], rank_offset: int, world_size: int, **options: Any
     ) -> None:
         """Join the group of every trainer rank that sends weights. ``options``: ``transport``, ``bucket_bytes``,
-        ``timeout_s``."""
+        ``timeout_s``, and ``parcels`` where tensors travel by routes (``weight_sync/vllm_backend.py``)."""
+
+    async def weight_routes(self, metadata: Sequence[Any]) -> list[Any] | str:
+        """Return the route of each worker for whole tensors (``weight_sync/routes.py``, ``Route.plain``), or why there
+        is none. The engine must be paused, and has the weights that it had."""
 
     async def start_update(self) -> None:
         """Get ready for new weights. The engine must be paused, and serves nothing until :meth:`finish_update`."""

@@ -21,6 +21,7 @@ from skyrl_megatron.weight_sync.adapter_tensors import FactorName, stacked
 from skyrl_megatron.weight_sync.bucket import TensorMeta
 from skyrl_megatron.weight_sync.megatron_source import MegatronWeightSource, ranges_in_shards
 from skyrl_megatron.weight_sync.merged_source import MergedWeightSource
+from skyrl_megatron.weight_sync.routes import Unroutable
 from skyrl_megatron.weight_sync.source import RowRange, TensorShard, WeightSource, as_rows, dtype_name, place_of
 
 
@@ -51,6 +52,9 @@ class AdapterSource:
                         shards += [self._shard(adapter, factor, place + n, *each) for n, each in enumerate(found)]
                     place += len(found)
         return shards
+
+    def held(self) -> tuple[Sequence[TensorShard], Sequence[int]]:
+        raise Unroutable("adapters travel alone")
 
     def refresh(self) -> None:
         """Do nothing: shards are views of the factors themselves."""

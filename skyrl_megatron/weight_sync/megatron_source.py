@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from bridges.rules import BoundRow, Entry
 from bridges.shard import unshard
 from skyrl_megatron.errors import WeightSyncError
 from skyrl_megatron.runtime.model.build import ModelChunks
-from skyrl_megatron.runtime.model.local_weights import local_weights
+from skyrl_megatron.runtime.model.local_weights import LocalWeight, local_weights
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
 from skyrl_megatron.weight_sync.bucket import TensorMeta
 from skyrl_megatron.weight_sync.metadata import FUSED_EXPERTS
@@ -37,7 +38,19 @@ class MegatronWeightSource:
 
     def shards(self) -> Sequence[TensorShard]:
         """Raise WeightSyncError for a family whose tensors on disk are not rows of Megatron's."""
-        shards: list[TensorShard] = []
+        return [
+            shard if shard.rank else replace(shard, finish=self._finish(weight.entry, shard))
+            for weight, over, replicas, shard in self._all()
+            if replicas.rank() == 0 and (weight.entry.split.dim is not None or over.rank() == 0)
+        ]
+
+    def held(self) -> tuple[Sequence[TensorShard], Sequence[int]]:
+        """List what this rank holds of any replica, see ``WeightSource``."""
+        found = [(shard, over.rank()) for weight, over, _, shard in self._all()]
+        return [shard for shard, _ in found], [0 if shard.group is None else rank for shard, rank in found]
+
+    def _all(self) -> Iterator[tuple[LocalWeight, Any, Any, TensorShard]]:
+        """Yield (weight, group that it is split over, group of its replicas, shard) of all that this rank holds."""
         known: dict[tuple[BoundRow, int, int], tuple[RowRanges, ...]] = {}
         place = 0  # of a HF tensor, the same on all ranks of the groups it is put together in
         for weight in local_weights(self.model, self.groups):
@@ -45,20 +58,16 @@ class MegatronWeightSource:
                 continue
             entry, groups = weight.entry, self.groups
             over, replicas = (groups.etp, groups.edp) if entry.is_expert else (groups.tp, groups.dp_cp)
-            place += len(entry.hf)
-            if replicas.rank() != 0 or (entry.split.dim is None and over.rank() != 0):
-                continue
             size = 1 if entry.split.dim is None else over.size()
             local = as_rows(weight.name, weight.tensor)
             key = (entry.bound, size, len(local))
             if key not in known:
                 known[key] = ranges_in_shards(entry, size, local)
-            first = place - len(entry.hf)
             for number, (name, shape, rows, ranges) in enumerate(self._tensors(entry, known[key])):
-                meta = TensorMeta(name, dtype_name(local), shape, rows, position=first + number)
+                meta = TensorMeta(name, dtype_name(local), shape, rows, position=place + number)
                 shard = TensorShard(meta, local, ranges, over if size > 1 else None, make=weight.make)
-                shards.append(replace(shard, finish=self._finish(entry, shard) if shard.rank == 0 else None))
-        return shards
+                yield weight, over, replicas, shard
+            place += len(entry.hf)
 
     def _finish(self, entry: Entry, shard: TensorShard) -> Callable[[Tensor, range], None] | None:
         """Return what is still to be done to the rows of ``shard`` in a bucket: nothing."""

@@ -7,7 +7,7 @@ has gone back to zero sends the base bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from skyrl_megatron.runtime.lora.attach import Adapters
 from skyrl_megatron.runtime.lora.names import stream_factors
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
 from skyrl_megatron.weight_sync.megatron_source import MegatronWeightSource
+from skyrl_megatron.weight_sync.routes import Unroutable
 from skyrl_megatron.weight_sync.source import TensorShard
 
 
@@ -47,6 +48,9 @@ class MergedWeightSource(MegatronWeightSource):
             halves.setdefault(factor.module, {})[factor.letter] = factor.tensor.float()
             scales[factor.module] = factor.scale
         self._products = {name: _Product(pair["A"], pair["B"], scales[name]) for name, pair in halves.items()}
+
+    def held(self) -> tuple[Sequence[TensorShard], Sequence[int]]:
+        raise Unroutable("an adapter is added to the weights while they are sent")
 
     def _finish(self, entry: Entry, shard: TensorShard) -> Callable[[Tensor, range], None] | None:
         named = [piece for piece in entry.hf if piece.name == shard.meta.name]

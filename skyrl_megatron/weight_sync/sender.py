@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -16,7 +17,10 @@ from skyrl_megatron import device
 from skyrl_megatron.errors import DistributedError, EngineGoneError, SkyRLMegatronError, WeightSyncError
 from skyrl_megatron.weight_sync import DEFAULT_BUCKET_BYTES
 from skyrl_megatron.weight_sync.bucket import TensorMeta, checksum
+from skyrl_megatron.weight_sync.parcel_sender import ParcelSender
+from skyrl_megatron.weight_sync.parcels import Parcels
 from skyrl_megatron.weight_sync.plan import ExportPlan
+from skyrl_megatron.weight_sync.routes import Holdings, Unroutable
 from skyrl_megatron.weight_sync.source import WeightSource
 from skyrl_megatron.weight_sync.transport import (
     DEFAULT_TIMEOUT_S,
@@ -49,10 +53,24 @@ class WeightSender:
         self._listener: socket.socket | None = None
         self._transport: Transport | None = None
         self._plan: ExportPlan | None = None
+        self._parcels: ParcelSender | None = None
+        self._route: tuple[Parcels, dict[int, int]] | None = None
+        self._addresses: list[int] = []
 
     def metadata(self) -> Sequence[TensorMeta]:
         """List what this rank will send, in order."""
         return self.source.metadata()
+
+    def holdings(self) -> Holdings | str:
+        """List what this rank holds, for a plan of routes, or why there can be none."""
+        try:
+            return Holdings.of(*self.source.held())
+        except Unroutable as error:
+            return str(error)
+
+    def take_route(self, buckets: bytes, copies: bytes, ranks_of: dict[int, int]) -> None:
+        """Send these parcels (``Parcels.plain``) from now on. ``ranks_of``: worker → its rank in this rank's group."""
+        self._route, self._parcels = (Parcels.of_plain(buckets, copies), ranks_of), None
 
     def listen(self, host: str) -> tuple[str, int]:
         """Take a free port of ``host``; return the address for the receivers."""
@@ -78,10 +96,11 @@ class WeightSender:
         """Leave the group and free the buckets."""
         if self._transport is not None:
             self._transport.close()
-        self._transport = self._plan = None
+        self._transport = self._plan = self._parcels = self._route = None
 
-    def send(self) -> list[int]:
-        """Send every bucket; return their checksums, in order. The next bucket is filled while one travels.
+    def send(self) -> list[Any]:
+        """Send every bucket; return their checksums, in order, by routes (worker, checksum) each. The next bucket is
+        filled while one travels.
 
         A rank that sends nothing to engines calls it too, without :meth:`connect`: others may need its shards.
 
@@ -89,7 +108,7 @@ class WeightSender:
         The group is then closed: receivers get an error too, and it has to be made anew.
         """
         try:
-            return self._send(self._transport)
+            return self._send(self._transport) if self._route is None else self._send_parcels(self._transport)
         except BaseException:
             self.close()
             raise
@@ -129,6 +148,24 @@ class WeightSender:
         while travelling:
             arrived()
         return torch.stack(sums).tolist() if sums else []
+
+    def _send_parcels(self, transport: Transport | None) -> list[list[int]]:
+        assert self._route is not None
+        parcels, ranks_of = self._route
+        if not len(parcels.buckets):
+            return []
+        if transport is None:
+            raise WeightSyncError("send: no engine is connected: connect() comes first")
+        addresses = self.source.addresses()
+        if self._parcels is None or self._addresses != addresses:
+            self._parcels = None  # its buckets are freed before there are new ones
+            shards = [shard.local for shard in self.source.held()[0]]
+            self._parcels = ParcelSender(parcels, shards, ranks_of, device.device())
+            self._addresses = addresses
+        with _raising(
+            EngineGoneError, "an engine worker is gone or silent", lambda: f"of {parcels.nbytes / 1e6:.1f} MB"
+        ):
+            return self._parcels.send(transport)
 
     def _current_plan(self) -> ExportPlan:
         """Return the plan made before, or a new one where the weights have moved."""

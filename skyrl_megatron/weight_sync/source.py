@@ -57,6 +57,12 @@ class WeightSource(Protocol):
     def shards(self) -> Sequence[TensorShard]:
         """List the shards that this rank holds, of tensors that it sends and of tensors that others send."""
 
+    def held(self) -> tuple[Sequence[TensorShard], Sequence[int]]:
+        """List all that this rank holds, replicas of what others send too, and its number among the owners of each.
+
+        Raises Unroutable for tensors that are not sent as they are held.
+        """
+
     def refresh(self) -> None:
         """Prepare for the next pass: what ``finish`` reads may have changed. Every rank calls it before each pass."""
 

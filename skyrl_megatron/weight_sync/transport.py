@@ -93,6 +93,24 @@ class Transport(ABC):
 
         return wait
 
+    def send(self, buffer: Tensor, rank: int) -> Callable[[], None]:
+        """Start sending ``buffer`` to one member; call what is returned to wait until it may be filled again."""
+        work = self.group.send([buffer], rank, 0)
+
+        def wait() -> None:
+            work.wait(self.timeout)
+
+        return wait
+
+    def receive(self, buffer: Tensor) -> Callable[[], None]:
+        """Start receiving into ``buffer`` what rank 0 sends to this member next; call what is returned to wait."""
+        work = self.group.recv([buffer], 0, 0)
+
+        def wait() -> None:
+            work.wait(self.timeout)
+
+        return wait
+
     def close(self) -> None:
         """Leave the group. A member that waits for this one gets an error."""
         self.group = self._store = None

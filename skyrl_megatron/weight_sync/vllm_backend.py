@@ -27,8 +27,12 @@ from skyrl_megatron import device
 from skyrl_megatron.errors import WeightSyncError
 from skyrl_megatron.weight_sync import DEFAULT_BUCKET_BYTES
 from skyrl_megatron.weight_sync.metadata import metadata_of
+from skyrl_megatron.weight_sync.parcel_receiver import ParcelReceiver
+from skyrl_megatron.weight_sync.parcels import Parcels, check_parcels
 from skyrl_megatron.weight_sync.receiver import WeightReceiver
+from skyrl_megatron.weight_sync.routes import Route, Target, Unroutable
 from skyrl_megatron.weight_sync.transport import DEFAULT_TIMEOUT_S, default_transport, open_transport
+from skyrl_megatron.weight_sync.vllm_routes import ModelTargets, record_route
 
 __all__ = ["BACKEND", "WeightExtension", "WeightTransferInitRequest", "WeightTransferUpdateRequest"]
 BACKEND = "skyrl_megatron"
@@ -44,6 +48,9 @@ class InitInfo(WeightTransferInitInfo):
     transport: str | None = None
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     timeout_s: float = DEFAULT_TIMEOUT_S
+    parcels: list[list[Any]] | None = None
+    """Of each worker of this engine, where tensors travel by routes: its :class:`Parcels`, and the groups of the ranks
+    that send them: (rank, number of the sender, rank in its group, size of the group). None: buckets for all."""
 
 
 @dataclass
@@ -54,7 +61,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Buckets broadcast by trainer ranks, loaded through vLLM's layerwise reload, with a checksum for each bucket.
+    """Weights of trainer ranks for vLLM's layerwise reload, with a checksum for each bucket: broadcast, and loaded by
+    the model's loaders, or each worker's own, copied to where those would have.
 
     What goes wrong is kept for :meth:`WeightExtension.skyrl_checksums` and :meth:`WeightExtension.skyrl_connected`:
     ``inference/vllm/answers.py`` says why.
@@ -62,8 +70,12 @@ class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
-    receiver: WeightReceiver | None = None
+    receiver: WeightReceiver | ParcelReceiver | None = None
     failure: Exception | None = None
+    route: Route
+    """What :meth:`record` found."""
+    dtypes: list[torch.dtype]
+    """Of the tensors that it numbers."""
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.shutdown()
@@ -75,7 +87,11 @@ class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _connect(self, init_info: InitInfo) -> None:
         config = self.parallel_config
-        rank = init_info.rank_offset + config.data_parallel_index * config.world_size + config.rank
+        worker = config.data_parallel_index * config.world_size + config.rank
+        if init_info.parcels is not None:
+            self._connect_parcels(init_info, *init_info.parcels[worker])
+            return
+        rank = init_info.rank_offset + worker
         transports = [
             open_transport(
                 init_info.transport or default_transport(), host, port, rank, init_info.world_size, init_info.timeout_s
@@ -84,12 +100,38 @@ class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         ]
         self.receiver = WeightReceiver(transports, init_info.bucket_bytes, torch.device(self.device))
 
+    def _connect_parcels(
+        self, info: InitInfo, buckets: bytes, copies: bytes, groups: list[tuple[int, int, int, int]]
+    ) -> None:
+        parcels, device = Parcels.of_plain(buckets, copies), torch.device(self.device)
+        check_parcels(parcels, self.route)
+        name = info.transport or default_transport()
+        transports = {
+            rank: open_transport(name, *info.senders[sender], own, size, info.timeout_s)
+            for rank, sender, own, size in groups
+        }
+        self.receiver = ParcelReceiver(parcels, transports, self.dtypes, info.bucket_bytes, device)
+
+    def record(self, tensors: list[list[Any]]) -> tuple[list[Target], bytes] | str:
+        """Return the route of the worker's model for ``tensors``, fields of :class:`TensorMeta`, or why it has
+        none."""
+        metadata = [metadata_of(*item) for item in tensors]
+        try:
+            self.route = record_route(self.model, metadata, torch.device(self.device))
+        except Unroutable as error:
+            return str(error)
+        self.dtypes = [meta.torch_dtype for meta in metadata]
+        return self.route.plain
+
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         self.failure = None
         try:
+            if isinstance(self.receiver, ParcelReceiver):
+                self.receiver.receive(ModelTargets(self.model, self.route))
+                return
             receiver = self.prepared(update_info.senders)
             self.model.load_weights(receiver.tensors())
             receiver.finish()
@@ -99,7 +141,7 @@ class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def prepared(self, senders: list[list[list[Any]]] | None) -> WeightReceiver:
         """Return the receiver, once it knows what comes. ``senders``: as in :class:`UpdateInfo`."""
-        if self.receiver is None:
+        if not isinstance(self.receiver, WeightReceiver):
             raise WeightSyncError("no trainer is connected")
         if senders is not None:
             self.receiver.set_metadata([[metadata_of(*item) for item in sender] for sender in senders])
@@ -134,6 +176,10 @@ class WeightExtension:
         self.skyrl_connected()
         receiver = self.weight_transfer_engine.receiver
         return [] if receiver is None else receiver.checksums
+
+    def skyrl_record_route(self, tensors: list[list[Any]]) -> tuple[list[Target], bytes] | str:
+        """Return the worker's route, see :meth:`BroadcastTransferEngine.record`."""
+        return self.weight_transfer_engine.record(tensors)
 
     def skyrl_abort_update(self) -> None:
         """Leave an update that was started and not finished. The weights are wrong until the next whole update."""

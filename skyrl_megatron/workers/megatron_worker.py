@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from skyrl_megatron.runtime.flops import ModelFlops
     from skyrl_megatron.runtime.offload import Part
     from skyrl_megatron.weight_sync.bucket import TensorMeta
+    from skyrl_megatron.weight_sync.routes import Holdings
     from skyrl_megatron.workers.dispatch import RankInfo
 
 type Arrays = dict[str, Any]
@@ -214,7 +215,15 @@ class MegatronWorker:
         """Open the group at that address and wait for the engines' workers."""
         self.sender.connect(*self._address, receivers, timeout_s)
 
-    def send_weights(self, adapters: Sequence[str] | None = None) -> list[int]:
+    def weight_holdings(self) -> Holdings | str:
+        """List what this rank holds for the engines, or why it cannot travel by routes."""
+        return self.sender.holdings()
+
+    def take_route(self, buckets: bytes, copies: bytes, ranks_of: dict[int, int]) -> None:
+        """Send by this plan from now on."""
+        self.sender.take_route(buckets, copies, ranks_of)
+
+    def send_weights(self, adapters: Sequence[str] | None = None) -> list[Any]:
         """Send this rank's tensors, or those of some adapters; returns the checksum of each bucket."""
         from skyrl_megatron.weight_sync.adapter_source import AdapterSource
 

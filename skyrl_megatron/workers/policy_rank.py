@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from skyrl_megatron.inference.pool import EnginePool
     from skyrl_megatron.runtime.offload import Part
     from skyrl_megatron.weight_sync.bucket import TensorMeta
+    from skyrl_megatron.weight_sync.routes import Holdings
     from skyrl_megatron.workers.worker_group import WorkerGroup
 
 
@@ -38,6 +39,7 @@ def weight_synchronizer(
         phase_s=cfg.trainer.phase_timeout_s,
         shared_gpus=cfg.trainer.placement.colocate_all,
         transport=weight_transport(cfg),
+        routes=cfg.generator.inference_engine.weight_sync_routes,
         adapters=configured_pairs(cfg),
     )
 
@@ -59,8 +61,15 @@ class PolicyRank:
     async def connect_engines(self, receivers: int, timeout_s: float) -> None:
         await self._call("connect_engines", receivers, timeout_s)
 
-    async def send_weights(self, adapters: Sequence[str] | None = None) -> list[int]:
-        sums: list[int] = await self._call("send_weights", adapters)
+    async def weight_holdings(self) -> Holdings | str:
+        holdings: Holdings | str = await self._call("weight_holdings")
+        return holdings
+
+    async def take_route(self, buckets: bytes, copies: bytes, ranks_of: dict[int, int]) -> None:
+        await self._call("take_route", buckets, copies, ranks_of)
+
+    async def send_weights(self, adapters: Sequence[str] | None = None) -> list[Any]:
+        sums: list[Any] = await self._call("send_weights", adapters)
         return sums
 
     async def score(

@@ -12,6 +12,7 @@ from skyrl_megatron.errors import EngineError, EngineGoneError
 from skyrl_megatron.inference.pool import EngineSlot
 from skyrl_megatron.inference.protocol import InferenceEngine
 from skyrl_megatron.weight_sync.bucket import TensorMeta
+from skyrl_megatron.weight_sync.routes import Holdings
 
 if TYPE_CHECKING:
     from skyrl_megatron.runtime.offload import Part
@@ -33,7 +34,13 @@ class TrainerRank(Protocol):
     async def connect_engines(self, receivers: int, timeout_s: float) -> None:
         """Open the group at that address (``WeightSender.connect``)."""
 
-    async def send_weights(self, adapters: Sequence[str] | None = None) -> list[int]:
+    async def weight_holdings(self) -> Holdings | str:
+        """List what the rank holds, for a plan of routes, or why there can be none (``WeightSender.holdings``)."""
+
+    async def take_route(self, buckets: bytes, copies: bytes, ranks_of: dict[int, int]) -> None:
+        """Send by a plan of routes from now on (``WeightSender.take_route``)."""
+
+    async def send_weights(self, adapters: Sequence[str] | None = None) -> list[Any]:
         """Send the weights, or these adapters; return the checksum of each bucket (``WeightSender.send``)."""
 
     async def score(

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from skyrl_megatron.errors import EngineError, WeightSyncError
 from skyrl_megatron.inference.pool import EnginePool, EngineSlot, same_failure
 from skyrl_megatron.inference.protocol import INITIAL_VERSION, InferenceEngine
+from skyrl_megatron.plugins import TRANSPORTS
 from skyrl_megatron.weight_sync import DEFAULT_BUCKET_BYTES
 from skyrl_megatron.weight_sync.adapter_tensors import Pairs, check_adapters, of_adapters
 from skyrl_megatron.weight_sync.bucket import TensorMeta
@@ -39,6 +40,7 @@ from skyrl_megatron.weight_sync.probe import (
 )
 from skyrl_megatron.weight_sync.transport import default_transport
 from skyrl_megatron.workers.sync_calls import AttemptFailed, EnginesDisagree, EnginesLost, SyncCalls, TrainerRank
+from skyrl_megatron.workers.weight_routes import Routes, compare_parcels, connect_routes, plan_routes
 
 if TYPE_CHECKING:
     from skyrl_megatron.runtime.offload import Part
@@ -78,7 +80,7 @@ class SyncReport:
 
     @property
     def gigabytes_per_second(self) -> float:
-        """Bytes sent per second of transfer, in 10⁹; each engine received as many."""
+        """Bytes sent per second of transfer, in 10⁹; each engine received as many, by routes all together."""
         return self.nbytes / self.seconds["transfer"] / 1e9
 
 
@@ -89,7 +91,8 @@ class WeightSynchronizer:
     one sync, restarts included; ``phase_s``: for any phase of it, and the longest wait of any rank or worker.
     ``probe_interval``: syncs from one probe to the next (``weight_sync_probe_interval``). ``shared_gpus``: trainer and
     engines take turns on the same GPUs, and engines sleep while the trainer works. ``adapters``: projections of those
-    that travel alone, by their names, to engines that hold the base; None: all weights travel.
+    that travel alone, by their names, to engines that hold the base; None: all weights travel. ``routes``: each worker
+    gets its own bytes alone, where that can be planned (``weight_routes.py``).
     """
 
     def __init__(
@@ -106,6 +109,7 @@ class WeightSynchronizer:
         phase_s: float = 600.0,
         shared_gpus: bool = False,
         adapters: Pairs | None = None,
+        routes: bool = False,
     ) -> None:
         self.pool, self.calls = pool, SyncCalls(ranks, phase_s)
         self.hf_config, self.dtype, self.probe_interval = hf_config, dtype, probe_interval
@@ -116,12 +120,15 @@ class WeightSynchronizer:
         }
         self.deadline_s, self.phase_s, self.shared_gpus = deadline_s, phase_s, shared_gpus
         self.adapters = adapters
+        self.routed = routes and adapters is None and self.options["transport"] in TRANSPORTS.built_in
         self.versions: dict[str, str] = {}
         """Adapter → the version that its weights changed last in, as of the sync under way."""
         self.syncs = 0
         self.training = True
         """Whether the trainer may have moved on from the weights of the last sync."""
         self._metadata: list[list[TensorMeta]] = []
+        self.plan: Routes | None = None
+        """Of the last sync; None: every worker got all buckets."""
         self._connected: list[InferenceEngine] = []  # engines that the ranks' groups were made for
         self._changed: set[str] = set(adapters or ())  # adapters that not all engines have as they are
         self._whole: list[InferenceEngine] = []  # engines that have all others
@@ -243,6 +250,8 @@ class WeightSynchronizer:
         connected = [sender for sender in self._metadata if sender]
         metadata = connected if names is None else [of_adapters(sender, names) for sender in connected]
         report.nbytes = sum(meta.nbytes for sender in metadata for meta in sender)
+        if self.plan is not None:
+            report.nbytes, metadata = self.plan.nbytes, []
         with _timed(report, "start"):
             await self.calls.on_engines(slots, "start", lambda engine: engine.start_update())
         with _timed(report, "transfer"):
@@ -252,7 +261,10 @@ class WeightSynchronizer:
                 lambda engine: engine.receive_weights(metadata),
                 lambda _, rank: rank.send_weights(*chosen),
             )
-        _compare(slots, received, [sums for sums, sender in zip(sent, self._metadata, strict=True) if sender])
+        if self.plan is not None:
+            compare_parcels(self.plan, slots, received, sent)
+        else:
+            _compare(slots, received, [sums for sums, sender in zip(sent, self._metadata, strict=True) if sender])
         versions = () if names is None else ({name: self.versions[name] for name in names},)
         with _timed(report, "finish"):
             await self.calls.on_engines(slots, "finish", lambda engine: engine.finish_update(version, *versions))
@@ -279,6 +291,23 @@ class WeightSynchronizer:
             check_metadata(self._metadata, self.hf_config)
         else:
             check_adapters(self._metadata, self.adapters)
+        self.plan = await self._planned(slots) if self.routed else None
+        if self.plan is not None:
+            await connect_routes(self.calls, slots, self.plan, self.options)
+        else:
+            await self._connect_all(slots)
+        self._connected = engines
+
+    async def _planned(self, slots: list[EngineSlot]) -> Routes | None:
+        """Return a plan of routes; None, and a line in the log, where there is none."""
+        planned = await plan_routes(self.calls, slots, self.options["bucket_bytes"])
+        if isinstance(planned, str):
+            log.info("every engine worker gets all weights, not its own alone: %s", planned)
+            return None
+        return planned
+
+    async def _connect_all(self, slots: list[EngineSlot]) -> None:
+        """Let every worker join the group of every rank that sends."""
         sends = [bool(sender) for sender in self._metadata]
         workers = await self.calls.on_engines(slots, "connect", lambda engine: engine.worker_count())
         addresses = await self.calls.on_ranks("connect", lambda rank: rank.listen_for_engines())
@@ -296,7 +325,6 @@ class WeightSynchronizer:
             lambda engine: engine.connect_weights(senders, offsets[id(engine)], world, **self.options),
             open_group,
         )
-        self._connected = engines
 
     async def _probe(self, slots: list[EngineSlot], report: SyncReport) -> None:
         """Let trainer and engines score the same tokens, if it is due.

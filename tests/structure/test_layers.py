@@ -40,6 +40,7 @@ HEAVY = {
             "skyrl_megatron/inference/vllm/cpu_routes.py",
             "skyrl_megatron/weight_sync/vllm_backend.py",
             "skyrl_megatron/weight_sync/vllm_adapters.py",
+            "skyrl_megatron/weight_sync/vllm_routes.py",
         },
     ),
     "megatron": (2, set()),

@@ -23,6 +23,10 @@ class StateSource:
         metadata = zip(self.metadata(), rows, strict=True)
         return [TensorShard(meta, local, (RowRange(0, 0, len(local), 0),)) for meta, local in metadata]
 
+    def held(self) -> tuple[Sequence[TensorShard], Sequence[int]]:
+        shards = self.shards()
+        return shards, [0] * len(shards)
+
     def refresh(self) -> None:
         pass
 

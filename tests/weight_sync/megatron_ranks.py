@@ -71,6 +71,12 @@ class Rank:
     def connect_engines(self, receivers, timeout_s):
         self.sender.connect(*self.address, receivers, timeout_s)
 
+    def weight_holdings(self):
+        return self.sender.holdings()
+
+    def take_route(self, *arguments):
+        self.sender.take_route(*arguments)
+
     def send_weights(self):
         return self.sender.send()
 
@@ -147,6 +153,12 @@ class Handle:
 
     async def connect_engines(self, receivers, timeout_s):
         await self("connect_engines", receivers, timeout_s)
+
+    async def weight_holdings(self):
+        return await self("weight_holdings")
+
+    async def take_route(self, *arguments):
+        await self("take_route", *arguments)
 
     async def send_weights(self, *adapters):
         return await self("send_weights", *adapters)

@@ -92,22 +92,30 @@ class Model:
             self.loop(pool.shutdown())
         return self.fresh[content]
 
-    def synchronizer(self, trainer, phase_s=60.0, deadline_s=200.0):
+    def synchronizer(self, trainer, phase_s=60.0, deadline_s=200.0, routes=False):
         from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
         times = {"phase_s": phase_s, "deadline_s": deadline_s}
         return WeightSynchronizer(
-            self.pool, trainer.handles, hf_config=self.config, dtype="float32", bucket_bytes=BUCKET_BYTES, **times
+            self.pool,
+            trainer.handles,
+            hf_config=self.config,
+            dtype="float32",
+            bucket_bytes=BUCKET_BYTES,
+            routes=routes,
+            **times,
         )
 
     def check(self, ranks, world, layout, exports) -> None:
-        """A → B → A from ranks in ``layout``, each compared with a fresh engine on what they export."""
+        """A → B → A from ranks in ``layout``, then by routes B → A → B, each compared with a fresh engine on what they
+        export."""
         with MegatronRanks(ranks, self.folders["A"], world, layout, BUCKET_BYTES) as trainer:
-            synchronizer = self.synchronizer(trainer)
-            for number, name in enumerate("ABA"):
+            for number, name in enumerate("ABABAB"):
+                if number in (0, 3):
+                    synchronizer = self.synchronizer(trainer, routes=number > 0)
                 trainer.together("load", self.folders[name])
                 report = self.loop(synchronizer.sync(f"{name}{number}"), 250)
-                assert not report.failures
+                assert not report.failures and (synchronizer.plan is not None) == (number > 2)
                 assert report.logprob_diffs["engine 0"].largest <= 1e-4
                 trainer.together("export", exports / f"{name}{number}")
                 assert digest(exports / f"{name}{number}") == digest(self.folders[name])

@@ -41,6 +41,10 @@ def serve(connection, transport: str | None) -> None:
                 answer = address = sender.listen("127.0.0.1")
             elif method == "connect":
                 answer = sender.connect(*address, *arguments)
+            elif method == "holdings":
+                answer = sender.holdings()
+            elif method == "route":
+                answer = sender.take_route(*arguments)
             elif method == "send":
                 answer = sender.send()
             connection.send(answer)
@@ -141,6 +145,12 @@ class TrainerProcess:
 
     async def connect_engines(self, receivers, timeout_s):
         await asyncio.to_thread(self._ask, "connect", receivers, timeout_s)
+
+    async def weight_holdings(self):
+        return await asyncio.to_thread(self._ask, "holdings")
+
+    async def take_route(self, *arguments):
+        await asyncio.to_thread(self._ask, "route", *arguments)
 
     async def send_weights(self):
         return await asyncio.to_thread(self._ask, "send")

@@ -324,7 +324,7 @@ IDLE: tuple[Idle, ...] = (
     ),
     Idle(
         "engines on the trainer's GPUs get weights there: placement.colocate_all=true",
-        f"{_E}weight_sync_backend",
+        _in_all(_E, "weight_sync_backend weight_sync_routes"),
         lambda cfg, hardware: (
             cfg.trainer.placement.colocate_all
             and cfg.generator.inference_engine.weight_sync_backend in TRANSPORTS.built_in

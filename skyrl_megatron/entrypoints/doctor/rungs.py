@@ -91,6 +91,11 @@ class Tensors:
             for meta, local in zip(self.metadata(), rows, strict=True)
         ]
 
+    def held(self) -> tuple[Sequence[TensorShard], Sequence[int]]:
+        """Return each tensor whole, and that it has one owner."""
+        shards = self.shards()
+        return shards, [0] * len(shards)
+
     def refresh(self) -> None:
         """Do nothing: what is sent does not change."""
 

@@ -302,6 +302,14 @@ class VLLMEngine(InferenceEngine):
             await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
             await compat.on_every_worker(self._llm, "skyrl_connected")
 
+    async def weight_routes(self, metadata: Sequence[Any]) -> list[Any] | str:
+        from skyrl_megatron.inference.vllm import compat
+
+        with self._alive("connect"):
+            (tensors,) = plain_metadata([metadata])
+            routes = await compat.on_every_worker(self._llm, "skyrl_record_route", tensors)
+        return next((route for route in routes if isinstance(route, str)), routes)
+
     async def start_update(self) -> None:
         with self._alive("start"):
             if self._adapters is None:

@@ -160,6 +160,10 @@ class RemoteEngine(InferenceEngine):
             await self._control("/init_weight_transfer_engine", {"init_info": info})
             await self._workers("skyrl_connected")
 
+    async def weight_routes(self, metadata: Sequence[Any]) -> list[Any] | str:
+        """Return that there are none: plans do not fit into requests."""
+        return f"{self.url} is reached over HTTP"
+
     async def start_update(self) -> None:
         with _sync_errors("start"):
             await self._control("/start_weight_update")

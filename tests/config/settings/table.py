@@ -144,6 +144,7 @@ LOOP = {
     f"{T}eval_batch_size": Row(3, loop.evaluation),
     f"{G}eval_n_samples_per_prompt": Row(2, loop.evaluation),
     f"{E}weight_sync_probe_interval": Row(7, loop.synchronizer),
+    f"{E}weight_sync_routes": Row(True, loop.synchronizer),
     **{
         f"{G}eval_sampling_params.{name}": Row(value, loop.evaluation)
         for name, value in {

@@ -1,0 +1,169 @@
+"""The plan of a sync by routes: for each pair of trainer rank and engine worker the copies between them, in buckets.
+
+Joined from what ranks hold and what workers need (``routes.py``), a pure function. Each element that a worker needs
+comes to it once, from one of the ranks that hold it; replicas take turns, so that they share the work. All buckets are
+in one order, and every rank and worker goes through its own in that order, so that none waits for another in a circle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from skyrl_megatron.weight_sync.bucket import ALIGNMENT, PAGE, TensorMeta
+from skyrl_megatron.weight_sync.parcels import Parcels
+from skyrl_megatron.weight_sync.routes import (
+    COLUMN,
+    COLUMN_STRIDE,
+    COLUMNS,
+    OFFSET,
+    ROW,
+    ROW_STRIDE,
+    ROWS,
+    TARGET,
+    TENSOR,
+    Holdings,
+    Route,
+    Table,
+    Unroutable,
+)
+from skyrl_megatron.weight_sync.tiles import Tiles, spread
+
+DIRECT_FRACTION = 64
+"""A contiguous copy of at least this part of a bucket travels alone, from memory to memory without a buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutePlan:
+    """What each rank sends and each worker receives."""
+
+    ranks: Sequence[Parcels]
+    workers: Sequence[Parcels]
+
+
+def join(
+    tensors: Sequence[TensorMeta], holdings: Sequence[Holdings], routes: Sequence[Route], bucket_bytes: int
+) -> RoutePlan:
+    """Join what ranks hold with what workers need of ``tensors``, which routes number them by.
+
+    Raises Unroutable where ranks do not hold all of a tensor, or hold parts that overlap.
+    """
+    tiles = Tiles(tensors, holdings)
+    itemsize = np.array([meta.torch_dtype.itemsize for meta in tensors], np.int64)
+    dtypes = np.array([meta.dtype for meta in tensors])
+    needed: dict[bytes, tuple[Route, _Pieces]] = {}  # workers with equal routes need equal pieces
+    workers: list[Parcels] = []
+    sources: list[Table] = []
+    for worker, route in enumerate(routes):
+        key = route.copies.tobytes()
+        if key not in needed or needed[key][0].targets != route.targets:
+            needed[key] = route, _Pieces(tiles, route, itemsize, dtypes, bucket_bytes)
+        parcels, source = needed[key][1].of_worker(worker)
+        workers.append(parcels)
+        sources.append(source)
+    return RoutePlan(_of_ranks(len(holdings), workers, sources), workers)
+
+
+class _Pieces:
+    """What workers of one route need, cut where tiles end and where a bucket is full."""
+
+    def __init__(self, tiles: Tiles, route: Route, itemsize: Table, dtypes: np.ndarray, bucket_bytes: int) -> None:
+        self.tiles, self.half = tiles, bucket_bytes // 2
+        which, tile = tiles.under(route.copies)
+        copies, held = route.copies[which], tiles.tiles[tile]
+        row = np.maximum(copies[:, ROW], held[:, 1])
+        rows = np.minimum(copies[:, ROW] + copies[:, ROWS], held[:, 1] + held[:, 2]) - row
+        column = np.maximum(copies[:, COLUMN], held[:, 3])
+        columns = np.minimum(copies[:, COLUMN] + copies[:, COLUMNS], held[:, 3] + held[:, 4]) - column
+        some = (rows > 0) & (columns > 0)
+        table = np.column_stack([copies[:, TENSOR], tile, row, rows, column, columns, which])[some]
+        table = self._cut(table, itemsize[table[:, 0]])
+        self.tensor, self.tile, self.row, self.rows, self.column, self.columns, which = table.T
+        self.nbytes = self.rows * self.columns * itemsize[self.tensor]
+        copies, held = route.copies[which], tiles.tiles[self.tile]
+        by_row, by_column = copies[:, ROW_STRIDE], copies[:, COLUMN_STRIDE]
+        offset = (
+            copies[:, OFFSET] + (self.row - copies[:, ROW]) * by_row + (self.column - copies[:, COLUMN]) * by_column
+        )
+        self.targets = np.column_stack([copies[:, TARGET], offset, by_row, by_column])
+        whole_rows = (self.columns == held[:, 4]) & ((held[:, 7] == 1) | (self.rows == 1))
+        in_place = ((by_column == 1) | (self.columns == 1)) & ((by_row == self.columns) | (self.rows == 1))
+        types = np.array([dtype for _, _, dtype, _ in route.targets] or [""])
+        same_type = dtypes[self.tensor] == types[copies[:, TARGET]]
+        aligned = (self.nbytes % PAGE == 0) & (offset * itemsize[self.tensor] % 8 == 0)
+        large = self.nbytes >= bucket_bytes // DIRECT_FRACTION
+        self.direct = whole_rows & in_place & same_type & aligned & large
+
+    def _cut(self, table: Table, itemsize: Table) -> Table:
+        """Cut pieces by rows into those of half a bucket."""
+        row_bytes = table[:, 5] * itemsize
+        if len(row_bytes) and row_bytes.max() > self.half:
+            raise Unroutable(f"a row of {row_bytes.max()} bytes does not fit into half a bucket")
+        most = np.maximum(self.half // row_bytes, 1)
+        which, nth = spread(np.zeros(len(table), np.int64), -(-table[:, 3] // most))
+        cut, most = table[which], most[which]
+        cut[:, 2] += nth * most
+        cut[:, 3] = np.minimum(most, cut[:, 3] - nth * most)
+        return cut
+
+    def of_worker(self, worker: int) -> tuple[Parcels, Table]:
+        """Return what a worker receives, and the copies of its buckets as their senders make them."""
+        holder = self.tiles.first[self.tile] + self._turns(worker)
+        rank = self.tiles.held[holder, 8]
+        order = np.lexsort((np.arange(len(rank)), self.direct, rank))
+        rank, direct, tensor = rank[order], self.direct[order], self.tensor[order]
+        padded = -(-self.nbytes[order] // ALIGNMENT) * ALIGNMENT
+        before = np.cumsum(padded) - padded
+        new = np.ones(len(rank), bool)
+        new[1:] = (rank[1:] != rank[:-1]) | (direct[1:] != direct[:-1])
+        filled = before - before[np.maximum.accumulate(np.where(new, np.arange(len(new)), 0))]
+        new[1:] |= direct[1:] | (filled[1:] // self.half != filled[:-1] // self.half)
+        first = np.flatnonzero(new)
+        stop = np.append(first[1:], len(new)).astype(np.int64)[: len(first)]
+        at = before - before[first][np.cumsum(new) - 1]
+        size = (at + padded)[stop - 1]
+        size = np.where(direct[first], size, np.maximum(-(-size // PAGE) * PAGE, PAGE))
+        buckets = np.column_stack([rank[first], size, direct[first], first, stop, tensor[stop - 1]])
+        turn = np.lexsort((first, rank[first], tensor[stop - 1]))
+        shape = np.column_stack([tensor, at, self.rows[order], self.columns[order]])
+        held, row, column = self.tiles.held[holder[order]], self.row[order], self.column[order]
+        first_row = held[:, 6] + (row - held[:, 1]) * held[:, 7]
+        source = np.column_stack([shape, held[:, 5], first_row, held[:, 7], column - held[:, 3]])
+        return Parcels(buckets[turn], np.column_stack([shape, self.targets[order]])), source
+
+    def _turns(self, worker: int) -> Table:
+        """Return which of those that hold it sends each piece. Replicas take turns, a share or half a bucket each."""
+        kind, copies = self.tiles.kind[self.tile], self.tiles.copies[self.tile]
+        order = np.argsort(kind, kind="stable")
+        before = np.empty(len(order), np.int64)
+        before[order] = np.cumsum(self.nbytes[order]) - self.nbytes[order]
+        total = np.bincount(kind, self.nbytes).astype(np.int64)
+        before -= (np.cumsum(total) - total)[kind]
+        share = np.clip(-(-total[kind] // copies), 1, self.half)
+        turns: Table = (before // share + worker) % copies
+        return turns
+
+
+def _of_ranks(count: int, workers: Sequence[Parcels], sources: Sequence[Table]) -> list[Parcels]:
+    """Sort the buckets of all workers by the rank that sends them."""
+    sizes = np.array([len(source) for source in sources], np.int64)
+    begins = np.cumsum(sizes) - sizes
+    worker = np.repeat(np.arange(len(workers)), [len(each.buckets) for each in workers])
+    buckets = np.concatenate([each.buckets for each in workers]) if workers else np.zeros((0, 6), np.int64)
+    buckets[:, 3:5] += begins[worker][:, None]
+    order = np.lexsort((buckets[:, 3], worker, buckets[:, 5], buckets[:, 0]))
+    buckets, worker = buckets[order], worker[order]
+    _, taken = spread(buckets[:, 3], buckets[:, 4])
+    copies = np.concatenate(sources).take(taken, axis=0) if sources else np.zeros((0, 8), np.int64)
+    stop = np.cumsum(buckets[:, 4] - buckets[:, 3])
+    first = stop - (buckets[:, 4] - buckets[:, 3])
+    lows, highs = (np.searchsorted(buckets[:, 0], range(count), side) for side in ("left", "right"))
+    found = []
+    for low, high in zip(lows, highs, strict=True):
+        begin, end = (first[low], stop[high - 1]) if low < high else (0, 0)
+        own = buckets[low:high].copy()
+        own[:, 0], own[:, 3], own[:, 4] = worker[low:high], first[low:high] - begin, stop[low:high] - begin
+        found.append(Parcels(own, copies[begin:end]))
+    return found

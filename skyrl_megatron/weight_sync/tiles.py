@@ -1,0 +1,87 @@
+"""What all ranks hold, each part once, to be looked up by rows and columns of a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from skyrl_megatron.weight_sync.bucket import TensorMeta
+from skyrl_megatron.weight_sync.rectangles import width_of
+from skyrl_megatron.weight_sync.routes import ROW, ROWS, TENSOR, Holdings, Table, Unroutable, rows_of
+
+# a tile's place in one number: tensor, first column, first row
+_TENSOR_BITS, _COLUMN_BITS, _ROW_BITS = 21, 18, 24
+
+
+class Tiles:
+    """What is held, each tile once, with those that hold it."""
+
+    def __init__(self, tensors: Sequence[TensorMeta], holdings: Sequence[Holdings]) -> None:
+        numbers = {meta.name: number for number, meta in enumerate(tensors)}
+        tables = []
+        for rank, each in enumerate(holdings):
+            own = np.array([numbers[meta.name] for meta in each.tensors], np.int64)
+            columns = each.tiles
+            tables.append(np.column_stack([own[columns[:, 0]], columns[:, 1:], np.full(len(columns), rank)]))
+        held = np.concatenate(tables)
+        if held[:, 0].max(initial=0) >> _TENSOR_BITS or held[:, 1].max(initial=0) >> _ROW_BITS:
+            raise Unroutable(f"{len(tensors)} tensors, or one of more than {1 << _ROW_BITS} rows, are too many")
+        if held[:, 3].max(initial=0) >> _COLUMN_BITS:
+            raise Unroutable(f"a tensor of more than {1 << _COLUMN_BITS} columns is too wide")
+        place = _place(held[:, 0], held[:, 3], held[:, 1])
+        order = np.argsort(place, kind="stable")
+        self.held = held[order]
+        """[n, 9]: the columns of ``Holdings.tiles``, and the rank."""
+        _, first, self.copies = np.unique(place[order], return_index=True, return_counts=True)
+        self.first: Table = first.astype(np.int64)
+        """Of each tile, where those that hold it begin in :attr:`held`."""
+        self.tiles = self.held[first]
+        self.place = place[order][first]
+        self._check(tensors)
+        self.bands = self._bands()
+        weights = np.random.default_rng(0).integers(1, 1 << 62, len(holdings))
+        _, self.kind = np.unique(np.add.reduceat(weights[self.held[:, 8]], self.first), return_inverse=True)
+        """Of each tile, a number that those held by the same ranks share."""
+
+    def _check(self, tensors: Sequence[TensorMeta]) -> None:
+        """Every element of every tensor lies in one tile."""
+        same = np.repeat(self.tiles[:, [2, 4]], self.copies, axis=0) == self.held[:, [2, 4]]
+        tensor, row, rows, column, columns = self.tiles[:, :5].T
+        follows = (tensor[1:] == tensor[:-1]) & (column[1:] == column[:-1])
+        overlap = follows & ((row[1:] < row[:-1] + rows[:-1]) | (columns[1:] != columns[:-1]))
+        aside = (tensor[1:] == tensor[:-1]) & ~follows & (column[1:] < column[:-1] + columns[:-1])
+        area = np.bincount(tensor, rows * columns, len(tensors)).astype(np.int64)
+        for number in [*tensor[1:][overlap | aside].tolist(), *self.held[:, 0][~same.all(1)].tolist()]:
+            raise Unroutable(f"rows of {tensors[number].name} are held in parts that overlap")
+        sizes = np.array([rows_of(meta) * width_of(meta.shape) for meta in tensors], np.int64)
+        for number in np.flatnonzero(area != sizes).tolist():
+            raise Unroutable(f"{area[number]} of {sizes[number]} elements of {tensors[number].name} are held")
+
+    def _bands(self) -> Table:
+        """Return the tiles that begin a band [n]: those of the same columns of a tensor."""
+        band = self.place >> _ROW_BITS
+        return np.flatnonzero(np.concatenate([[True], band[1:] != band[:-1]])[: len(band)])
+
+    def under(self, copies: Table) -> tuple[Table, Table]:
+        """Return the pairs of (copy, tile) that have elements in common."""
+        tensor_of_band = self.tiles[self.bands, 0]
+        low = np.searchsorted(tensor_of_band, copies[:, TENSOR], "left")
+        which, band = spread(low, np.searchsorted(tensor_of_band, copies[:, TENSOR], "right"))
+        column = self.tiles[self.bands, 3][band]
+        row = copies[which, ROW]
+        first = np.searchsorted(self.place, _place(copies[which, TENSOR], column, row), "right") - 1
+        after = _place(copies[which, TENSOR], column, row + copies[which, ROWS] - 1)
+        pair, tile = spread(np.maximum(first, self.bands[band]), np.searchsorted(self.place, after, "right"))
+        return which[pair], tile
+
+
+def _place(tensor: Table, column: Table, row: Table) -> Table:
+    return (tensor << (_COLUMN_BITS + _ROW_BITS)) | (column << _ROW_BITS) | row
+
+
+def spread(low: Table, high: Table) -> tuple[Table, Table]:
+    """Return (index, value) for every value of every range low … high."""
+    count = np.maximum(high - low, 0)
+    which = np.repeat(np.arange(len(count)), count)
+    return which, np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count) + low[which]
