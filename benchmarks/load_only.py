@@ -32,6 +32,23 @@ class LoadOnly(WorkerExtension):
         worker.weight_transfer_engine.finish_weight_update()
         return time.perf_counter() - began
 
+    def bench_pack(self) -> float:
+        """Seconds of packing alone, of zeros that lie where a sync by routes puts weights; there was one before."""
+        from skyrl_megatron.weight_sync.vllm_routes import ModelTargets
+
+        worker: Any = self
+        transfer = worker.weight_transfer_engine
+        transfer.start_weight_update()
+        targets = ModelTargets(transfer.model, transfer.route)
+        numbers = range(len(targets.targets))
+        for number in numbers:
+            targets.memory(number).zero_()
+        began = time.perf_counter()
+        for number in numbers:
+            targets.complete(number)
+        transfer.finish_weight_update()
+        return time.perf_counter() - began
+
     def bench_forget_peak(self) -> None:
         """The peak of memory is from now on, above what is held now."""
         self.bench_before = psutil.Process().memory_info().rss

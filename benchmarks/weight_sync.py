@@ -3,10 +3,11 @@
     python benchmarks/weight_sync.py [--rounds 5] [--bucket-mib 16]
 
 A Megatron rank sends, one vLLM engine receives, on this machine. In one run, medians of the rounds: a sync
-(pause, transfer with checksums, finish, resume); vLLM loading the same tensors from its own memory (start, load,
-finish: nothing travels), experts one by one as on disk and as one tensor a layer; a raw broadcast of the same bytes;
-the checksums of a side; what sender and receiver hold beyond their models; the fixed cost, from a model of 2 MB; and
-what a tensor costs the sender, from many small ones.
+(pause, transfer with checksums, finish, resume), with buckets for every worker and by routes; vLLM loading the same
+tensors from its own memory (start, load, finish: nothing travels), experts one by one as on disk and as one tensor a
+layer; packing for vLLM's kernels alone; a raw broadcast of the same bytes; the checksums of a side; what sender and
+receiver hold beyond their models; the fixed cost, from a model of 2 MB; and what a tensor costs the sender, from many
+small ones.
 """
 
 from __future__ import annotations
@@ -77,6 +78,10 @@ def trainer(pipe: Any, bucket_bytes: int) -> None:
             answer = address = sender.listen("127.0.0.1")
         elif method == "connect":
             sender.connect(*address, *arguments)
+        elif method == "holdings":
+            answer = sender.holdings()
+        elif method == "route":
+            sender.take_route(*arguments)
         elif method == "send":
             answer = sender.send()
         elif method == "memory":
@@ -154,6 +159,12 @@ class Rank:
     async def connect_engines(self, receivers: int, timeout_s: float) -> None:
         await asyncio.to_thread(self.ask, "connect", receivers, timeout_s)
 
+    async def weight_holdings(self) -> Any:
+        return await asyncio.to_thread(self.ask, "holdings")
+
+    async def take_route(self, *arguments: Any) -> None:
+        await asyncio.to_thread(self.ask, "route", *arguments)
+
     async def send_weights(self, adapters: Any = None) -> Any:
         return await asyncio.to_thread(self.ask, "send")
 
@@ -201,6 +212,20 @@ async def measure(folder: Path, rank: Rank, rounds: int, bucket_bytes: int) -> d
             await engine.collective_rpc("bench_forget_peak")
             found[name].append((await engine.collective_rpc("bench_load", args=(fused,)))[0])
             found[f"memory of {name}"].append((await engine.collective_rpc("bench_peak"))[0])
+    before = rank.ask("memory")
+    options = dict(hf_config=config, dtype="bfloat16", bucket_bytes=bucket_bytes, routes=True)
+    by_routes = WeightSynchronizer(pool, ranks, **options)
+    first_sync = await by_routes.sync("routes")
+    assert by_routes.plan is not None
+    for number in range(rounds):
+        await engine.collective_rpc("bench_forget_peak")
+        sent = await by_routes.sync(f"routes {number}")
+        found["receiver by routes"].append((await engine.collective_rpc("bench_peak"))[0])
+        found["routes"].append(sent.total_seconds)
+        found["routes transfer"].append(sent.seconds["transfer"] + sent.seconds["finish"])
+        found["packing"].append((await engine.collective_rpc("bench_pack"))[0])
+    found["routes bytes"], found["routes memory"] = [sent.nbytes], [rank.ask("memory") - before]
+    found["routes connect"] = [first_sync.seconds["connect"]]
     await pool.shutdown()
     return {name: statistics.median(values) for name, values in found.items()} | {
         "bytes": report.nbytes,
@@ -241,12 +266,16 @@ def main() -> None:
         fixed = asyncio.run(measure(small, rank, args.rounds, bucket_bytes))
     pipe.send(None)
     process.join(10)
-    seconds = {name: found[name] for name in ("sync", "transfer", "load only", "load only, one by one")}
+    measured = ("sync", "transfer", "load only", "load only, one by one", "routes", "routes transfer", "packing")
+    seconds = {name: found[name] for name in measured}
     rate = {name: nbytes / value / 1e6 for name, value in seconds.items()}
     print(f"{nbytes / 1e6:.0f} MB in buckets of {bucket_bytes >> 20} MiB")
     for name, text in (
         ("sync", "sync, checksums included"),
         ("transfer", "  of which transfer and finish"),
+        ("routes", "sync by routes"),
+        ("routes transfer", "  of which transfer and finish"),
+        ("packing", "packing alone"),
         ("load only", "load only, nothing travels"),
         ("load only, one by one", "  expert by expert, as on disk"),
     ):
@@ -254,6 +283,13 @@ def main() -> None:
     print(f"raw broadcast                     {raw * 1e3:7.0f} ms   {nbytes / raw / 1e6:6.0f} MB/s")
     for name, text in (("load only", "load only"), ("load only, one by one", "expert by expert")):
         print(f"sync against       {text:17s} {rate['sync'] / rate[name]:7.2f} (wanted: at least 0.65)")
+    floor, beyond = max(raw, found["packing"]), found["receiver by routes"] - found["memory of load only"]
+    print(f"by routes against raw or packing  {found['routes'] / floor:7.2f} × (wanted: at most 1.3)")
+    print(f"by routes against load only       {found['routes'] / found['load only']:7.2f} × (wanted: below 1)")
+    print(f"  bytes received                  {found['routes bytes'] / nbytes:7.4f} × (wanted: at most 1.05)")
+    print(f"  first connect, routes recorded  {found['routes connect'] * 1e3:7.0f} ms")
+    print(f"  sender's memory, beside buckets {found['routes memory'] / 1e6:7.0f} MB")
+    print(f"  receiver's peak beyond load only{beyond / 1e6:7.0f} MB (wanted: 2 buckets)")
     print(f"checksums of one side             {sums * 1e3:7.0f} ms = {sums / found['sync']:.1%} (wanted: < 10 %)")
     print(
         f"sender's extra memory             {memory / 1e6:7.0f} MB = {memory / bucket_bytes:.1f} buckets (wanted: 2)"
@@ -264,6 +300,8 @@ def main() -> None:
         f"(wanted: 2 buckets and the largest module, {(2 * bucket_bytes + largest) / 1e6:.0f} MB)"
     )
     print(f"sender's cost per tensor          {per_tensor * 1e6:7.2f} µs (wanted: 2); planned in {plan * 1e6:.0f} µs")
+    cost = fixed["routes"] - fixed["packing"]
+    print(f"fixed cost by routes beyond packing {cost * 1e3:5.0f} ms (wanted: at most 20)")
     cost = fixed["sync"] - fixed["load only"]
     print(f"fixed cost beyond start/finish    {cost * 1e3:7.0f} ms (wanted: < 50 ms)")
     phases = {name.removeprefix("phase "): value for name, value in fixed.items() if name.startswith("phase ")}

@@ -7,17 +7,15 @@ received in place.
 
 from __future__ import annotations
 
-import queue
-import threading
+import contextlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from skyrl_megatron import device as devices
 from skyrl_megatron.errors import WeightSyncError
 from skyrl_megatron.weight_sync.bucket import checksum
 from skyrl_megatron.weight_sync.parcels import Parcels
@@ -36,13 +34,12 @@ class Targets(Protocol):
 
 @dataclass(slots=True)
 class _Bucket:
-    rank: int
+    number: int
     buffer: Tensor
     targets: list[Tensor] = field(default_factory=list)
     pieces: list[Tensor] = field(default_factory=list)
     """Views of the buffer, one for each of ``targets``; none where it is the target's own memory."""
-    arrived: threading.Event = field(default_factory=threading.Event)
-    error: BaseException | None = None
+    wait: Callable[[], None] | None = None
 
 
 class ParcelReceiver:
@@ -72,32 +69,21 @@ class ParcelReceiver:
     def receive(self, targets: Targets) -> None:
         """Receive everything into ``targets``. Raises WeightSyncError when a rank is gone or silent."""
         self.checksums, self.received_bytes = [], 0
-        wanted: queue.Queue[_Bucket | None] = queue.Queue()
-        threading.Thread(target=self._work, args=(wanted,), name="weights", daemon=True).start()
         ahead: deque[_Bucket] = deque()
         following = under_way = 0
-        try:
-            for number, (_, nbytes, *_) in enumerate(self._buckets):
-                while following < len(self._buckets):
-                    size = self._buckets[following][1]
-                    if ahead and under_way + size > self.limit:
-                        break
-                    ahead.append(self._prepared(following, targets))
-                    wanted.put(ahead[-1])
-                    following, under_way = following + 1, under_way + size
-                bucket = ahead.popleft()
-                bucket.arrived.wait()
-                if bucket.error is not None:
-                    raise WeightSyncError(
-                        f"receive: trainer rank {bucket.rank} is gone or silent after "
-                        f"{self.received_bytes / 1e6:.1f} MB: {first_line(bucket.error)}"
-                    ) from bucket.error
-                self._take(bucket)
-                self.received_bytes, under_way = self.received_bytes + nbytes, under_way - nbytes
-                for target in self._ends.get(number, ()):
-                    targets.complete(target)
-        finally:
-            wanted.put(None)
+        for number, (rank, nbytes, *_) in enumerate(self._buckets):
+            while following < len(self._buckets) and (not ahead or under_way + self._held(following) <= self.limit):
+                ahead.append(self._begun(following, targets))
+                under_way += self._held(following)
+                following += 1
+            bucket = ahead.popleft()
+            with self._raising(rank):
+                assert bucket.wait is not None
+                bucket.wait()
+            self._take(bucket)
+            self.received_bytes, under_way = self.received_bytes + nbytes, under_way - self._held(number)
+            for target in self._ends.get(number, ()):
+                targets.complete(target)
 
     def close(self) -> None:
         """Leave the groups and free the buffers."""
@@ -105,20 +91,31 @@ class ParcelReceiver:
             transport.close()
         self._free = []
 
-    def _prepared(self, number: int, targets: Targets) -> _Bucket:
-        """Find the memory that a bucket is received into, and where its pieces belong."""
+    def _held(self, number: int) -> int:
+        """Return the memory that a bucket takes while it is under way."""
+        _, nbytes, direct, *_ = self._buckets[number]
+        return nbytes if direct else self._largest
+
+    def _new(self) -> Tensor:
+        return torch.empty(self._largest, dtype=torch.uint8, device=self.device)
+
+    def _begun(self, number: int, targets: Targets) -> _Bucket:
+        """Start receiving a bucket, into the memory that it belongs in or beside it."""
         rank, nbytes, direct, first, stop, _ = self._buckets[number]
         copies = self.parcels.copies[first:stop].tolist()
         places = [_place(targets.memory(copy[4]), copy) for copy in copies]
         if direct:
             (place,) = places
-            return _Bucket(rank, place.as_strided((place.numel(),), (1,)).view(torch.uint8))
-        memory = self._free.pop() if self._free else torch.empty(self._largest, dtype=torch.uint8, device=self.device)
-        bucket = _Bucket(rank, memory[:nbytes], places)
-        for tensor, at, rows, columns, *_ in copies:
-            dtype = self.dtypes[tensor]
-            piece = memory[at : at + rows * columns * dtype.itemsize]
-            bucket.pieces.append(piece.view(dtype).view(rows, columns))
+            bucket = _Bucket(number, place.as_strided((place.numel(),), (1,)).view(torch.uint8))
+        else:
+            memory = self._free.pop() if self._free else self._new()
+            bucket = _Bucket(number, memory[:nbytes], places)
+            for tensor, at, rows, columns, *_ in copies:
+                dtype = self.dtypes[tensor]
+                piece = memory[at : at + rows * columns * dtype.itemsize]
+                bucket.pieces.append(piece.view(dtype).view(rows, columns))
+        with self._raising(rank):
+            bucket.wait = self.transports[rank].receive(bucket.buffer)
         return bucket
 
     def _take(self, bucket: _Bucket) -> None:
@@ -127,24 +124,20 @@ class ParcelReceiver:
             copy_all(bucket.targets, bucket.pieces)
             for target, piece in zip(bucket.targets, bucket.pieces, strict=True):
                 _read_back(piece, target)
-        self.checksums.append([bucket.rank, int(checksum(bucket.buffer))])  # int() waits for the device
+        rank = self._buckets[bucket.number][0]
+        self.checksums.append([rank, int(checksum(bucket.buffer))])  # int() waits for the device
         if bucket.pieces:
             self._free.append(bucket.buffer.as_strided((self._largest,), (1,)))
 
-    def _work(self, wanted: queue.Queue[_Bucket | None]) -> None:
-        """Receive what is asked for, one bucket after the other."""
-        if self.device.type != "cpu":
-            torch.accelerator.set_device_index(self.device)
-        failed: BaseException | None = None
-        while (bucket := wanted.get()) is not None:
-            try:
-                if failed is None:
-                    self.transports[bucket.rank].receive(bucket.buffer)()
-                    devices.mark()()  # the consumer has a stream of its own
-            except BaseException as error:
-                failed = error
-            bucket.error = failed
-            bucket.arrived.set()
+    @contextlib.contextmanager
+    def _raising(self, rank: int) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise WeightSyncError(
+                f"receive: trainer rank {rank} is gone or silent after {self.received_bytes / 1e6:.1f} MB: "
+                f"{first_line(error)}"
+            ) from error
 
 
 def copy_all(targets: list[Tensor], pieces: list[Tensor]) -> None:

@@ -31,8 +31,13 @@ from skyrl_megatron.weight_sync.routes import (
 )
 from skyrl_megatron.weight_sync.tiles import Tiles, spread
 
+MOST_RANKS = 1 << 15
 DIRECT_FRACTION = 64
 """A contiguous copy of at least this part of a bucket travels alone, from memory to memory without a buffer."""
+
+
+type _Outgoing = tuple[Table, Table, Table]
+"""Of a worker: its buckets, the copies of their senders, and where those of each rank begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +55,22 @@ def join(
 
     Raises Unroutable where ranks do not hold all of a tensor, or hold parts that overlap.
     """
+    if len(holdings) > MOST_RANKS:
+        raise Unroutable(f"{len(holdings)} ranks are more than {MOST_RANKS}")
     tiles = Tiles(tensors, holdings)
     itemsize = np.array([meta.torch_dtype.itemsize for meta in tensors], np.int64)
     dtypes = np.array([meta.dtype for meta in tensors])
     needed: dict[bytes, tuple[Route, _Pieces]] = {}  # workers with equal routes need equal pieces
     workers: list[Parcels] = []
-    sources: list[Table] = []
+    outgoing: list[_Outgoing] = []
     for worker, route in enumerate(routes):
         key = route.copies.tobytes()
         if key not in needed or needed[key][0].targets != route.targets:
             needed[key] = route, _Pieces(tiles, route, itemsize, dtypes, bucket_bytes)
-        parcels, source = needed[key][1].of_worker(worker)
+        parcels, copies, ranks = needed[key][1].of_worker(worker)
         workers.append(parcels)
-        sources.append(source)
-    return RoutePlan(_of_ranks(len(holdings), workers, sources), workers)
+        outgoing.append((parcels.buckets, copies, np.searchsorted(ranks, range(len(holdings) + 1))))
+    return RoutePlan([_of_rank(rank, outgoing) for rank in range(len(holdings))], workers)
 
 
 class _Pieces:
@@ -80,19 +87,24 @@ class _Pieces:
         some = (rows > 0) & (columns > 0)
         table = np.column_stack([copies[:, TENSOR], tile, row, rows, column, columns, which])[some]
         table = self._cut(table, itemsize[table[:, 0]])
-        self.tensor, self.tile, self.row, self.rows, self.column, self.columns, which = table.T
-        self.nbytes = self.rows * self.columns * itemsize[self.tensor]
+        tensor, self.tile, self.row, rows, self.column, columns, which = table.T.copy()
+        self.nbytes = rows * columns * itemsize[tensor]
+        self.padded = -(-self.nbytes // ALIGNMENT) * ALIGNMENT
         copies, held = route.copies[which], tiles.tiles[self.tile]
         by_row, by_column = copies[:, ROW_STRIDE], copies[:, COLUMN_STRIDE]
         offset = (
             copies[:, OFFSET] + (self.row - copies[:, ROW]) * by_row + (self.column - copies[:, COLUMN]) * by_column
         )
-        self.targets = np.column_stack([copies[:, TARGET], offset, by_row, by_column])
-        whole_rows = (self.columns == held[:, 4]) & ((held[:, 7] == 1) | (self.rows == 1))
-        in_place = ((by_column == 1) | (self.columns == 1)) & ((by_row == self.columns) | (self.rows == 1))
+        target = copies[:, TARGET]
+        self.copies = np.column_stack(
+            [tensor, np.zeros_like(tensor), rows, columns, target, offset, by_row, by_column]
+        )
+        """The columns of ``Parcels.copies``, without places in buckets."""
+        whole_rows = (columns == held[:, 4]) & ((held[:, 7] == 1) | (rows == 1))
+        in_place = ((by_column == 1) | (columns == 1)) & ((by_row == columns) | (rows == 1))
         types = np.array([dtype for _, _, dtype, _ in route.targets] or [""])
-        same_type = dtypes[self.tensor] == types[copies[:, TARGET]]
-        aligned = (self.nbytes % PAGE == 0) & (offset * itemsize[self.tensor] % 8 == 0)
+        same_type = dtypes[tensor] == types[target]
+        aligned = (self.nbytes % PAGE == 0) & (offset * itemsize[tensor] % 8 == 0)
         large = self.nbytes >= bucket_bytes // DIRECT_FRACTION
         self.direct = whole_rows & in_place & same_type & aligned & large
 
@@ -108,13 +120,14 @@ class _Pieces:
         cut[:, 3] = np.minimum(most, cut[:, 3] - nth * most)
         return cut
 
-    def of_worker(self, worker: int) -> tuple[Parcels, Table]:
-        """Return what a worker receives, and the copies of its buckets as their senders make them."""
+    def of_worker(self, worker: int) -> tuple[Parcels, Table, Table]:
+        """Return what a worker receives, the copies of its buckets as their senders make them, rank after rank, and
+        the rank of each."""
         holder = self.tiles.first[self.tile] + self._turns(worker)
         rank = self.tiles.held[holder, 8]
-        order = np.lexsort((np.arange(len(rank)), self.direct, rank))
-        rank, direct, tensor = rank[order], self.direct[order], self.tensor[order]
-        padded = -(-self.nbytes[order] // ALIGNMENT) * ALIGNMENT
+        order = np.argsort((2 * rank + self.direct).astype(np.uint16), kind="stable")  # sorted by radix
+        copies, held = self.copies.take(order, axis=0), self.tiles.held.take(holder[order], axis=0)
+        rank, direct, tensor, padded = held[:, 8], self.direct[order], copies[:, 0], self.padded[order]
         before = np.cumsum(padded) - padded
         new = np.ones(len(rank), bool)
         new[1:] = (rank[1:] != rank[:-1]) | (direct[1:] != direct[:-1])
@@ -122,16 +135,16 @@ class _Pieces:
         new[1:] |= direct[1:] | (filled[1:] // self.half != filled[:-1] // self.half)
         first = np.flatnonzero(new)
         stop = np.append(first[1:], len(new)).astype(np.int64)[: len(first)]
-        at = before - before[first][np.cumsum(new) - 1]
-        size = (at + padded)[stop - 1]
+        copies[:, 1] = before - before[first][np.cumsum(new) - 1]
+        size = (copies[:, 1] + padded)[stop - 1]
         size = np.where(direct[first], size, np.maximum(-(-size // PAGE) * PAGE, PAGE))
         buckets = np.column_stack([rank[first], size, direct[first], first, stop, tensor[stop - 1]])
         turn = np.lexsort((first, rank[first], tensor[stop - 1]))
-        shape = np.column_stack([tensor, at, self.rows[order], self.columns[order]])
-        held, row, column = self.tiles.held[holder[order]], self.row[order], self.column[order]
-        first_row = held[:, 6] + (row - held[:, 1]) * held[:, 7]
-        source = np.column_stack([shape, held[:, 5], first_row, held[:, 7], column - held[:, 3]])
-        return Parcels(buckets[turn], np.column_stack([shape, self.targets[order]])), source
+        source = copies.copy()
+        source[:, 4], source[:, 6] = held[:, 5], held[:, 7]
+        source[:, 5] = held[:, 6] + (self.row[order] - held[:, 1]) * held[:, 7]
+        source[:, 7] = self.column[order] - held[:, 3]
+        return Parcels(buckets[turn], copies), source, rank
 
     def _turns(self, worker: int) -> Table:
         """Return which of those that hold it sends each piece. Replicas take turns, a share or half a bucket each."""
@@ -146,24 +159,16 @@ class _Pieces:
         return turns
 
 
-def _of_ranks(count: int, workers: Sequence[Parcels], sources: Sequence[Table]) -> list[Parcels]:
-    """Sort the buckets of all workers by the rank that sends them."""
-    sizes = np.array([len(source) for source in sources], np.int64)
-    begins = np.cumsum(sizes) - sizes
-    worker = np.repeat(np.arange(len(workers)), [len(each.buckets) for each in workers])
-    buckets = np.concatenate([each.buckets for each in workers]) if workers else np.zeros((0, 6), np.int64)
-    buckets[:, 3:5] += begins[worker][:, None]
-    order = np.lexsort((buckets[:, 3], worker, buckets[:, 5], buckets[:, 0]))
-    buckets, worker = buckets[order], worker[order]
-    _, taken = spread(buckets[:, 3], buckets[:, 4])
-    copies = np.concatenate(sources).take(taken, axis=0) if sources else np.zeros((0, 8), np.int64)
-    stop = np.cumsum(buckets[:, 4] - buckets[:, 3])
-    first = stop - (buckets[:, 4] - buckets[:, 3])
-    lows, highs = (np.searchsorted(buckets[:, 0], range(count), side) for side in ("left", "right"))
-    found = []
-    for low, high in zip(lows, highs, strict=True):
-        begin, end = (first[low], stop[high - 1]) if low < high else (0, 0)
-        own = buckets[low:high].copy()
-        own[:, 0], own[:, 3], own[:, 4] = worker[low:high], first[low:high] - begin, stop[low:high] - begin
-        found.append(Parcels(own, copies[begin:end]))
-    return found
+def _of_rank(rank: int, outgoing: Sequence[_Outgoing]) -> Parcels:
+    """Put together what a rank sends to all workers."""
+    buckets, copies, size = [np.zeros((0, 6), np.int64)], [np.zeros((0, 8), np.int64)], 0
+    for worker, (of_worker, source, begins) in enumerate(outgoing):
+        low, high = begins[rank : rank + 2]
+        own = of_worker[of_worker[:, 0] == rank]
+        own[:, 0] = worker
+        own[:, 3:5] += size - low
+        buckets.append(own)
+        copies.append(source[low:high])
+        size += high - low
+    table = np.concatenate(buckets)
+    return Parcels(table[np.lexsort((table[:, 3], table[:, 0], table[:, 5]))], np.concatenate(copies))

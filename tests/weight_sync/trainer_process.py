@@ -82,10 +82,15 @@ def FaultySender(source, bucket_bytes, transport=None):
         def _send(self, transport):
             if transport is None:
                 return super()._send(transport)
-            last, sent = len(self._current_plan().buckets), 0
-            broadcast = transport.broadcast
+            return self._faulty(super()._send, transport, "broadcast", len(self._current_plan().buckets))
 
-            def faulty(buffer):
+        def _send_parcels(self, transport):
+            return self._faulty(super()._send_parcels, transport, "send", len(self._route[0].buckets))
+
+        def _faulty(self, sending, transport, method, last):
+            really, sent = getattr(transport, method), 0
+
+            def faulty(buffer, *rest):
                 nonlocal sent
                 sent += 1
                 if sent == 3 and self.fault == "a byte flips on the way":
@@ -98,13 +103,13 @@ def FaultySender(source, bucket_bytes, transport=None):
                     self.fault = None
                 if sent == last and self.fault == "the last bucket is skipped":
                     return lambda: None
-                return broadcast(buffer)
+                return really(buffer, *rest)
 
-            transport.broadcast = faulty
+            setattr(transport, method, faulty)
             try:
-                return super()._send(transport)
+                return sending(transport)
             finally:
-                transport.broadcast = broadcast
+                setattr(transport, method, really)
 
     return Sender(source, bucket_bytes=bucket_bytes, transport=transport)
 
