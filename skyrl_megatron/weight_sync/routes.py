@@ -20,7 +20,7 @@ from skyrl_megatron.weight_sync.rectangles import width_of
 from skyrl_megatron.weight_sync.source import TensorShard
 
 type Table = NDArray[np.int64]
-type Target = tuple[str, str, str, int]
+type FilledTensor = tuple[str, str, str, int]
 """Path of a module, name of its parameter or buffer, dtype, elements."""
 
 # columns of Route.copies
@@ -36,11 +36,11 @@ class Route:
     """What one worker copies where: ``copies`` [n, 9], a rectangle of a tensor and its place in a target each
     (``rectangles.Rectangle``), in the order of the tensors."""
 
-    targets: Sequence[Target]
+    targets: Sequence[FilledTensor]
     copies: Table
 
     @classmethod
-    def of(cls, targets: Sequence[Target], copies: Sequence[Sequence[int]]) -> Route:
+    def of(cls, targets: Sequence[FilledTensor], copies: Sequence[Sequence[int]]) -> Route:
         """Make a route of rows of (tensor, target, *rectangle). Raises Unroutable when one element of a target is
         copied to twice, or an element beyond its end."""
         table = np.array(copies, np.int64).reshape(-1, 9)
@@ -49,7 +49,7 @@ class Route:
         return route
 
     @property
-    def plain(self) -> tuple[list[Target], bytes]:
+    def plain(self) -> tuple[list[FilledTensor], bytes]:
         """The route as it comes from a worker."""
         return list(self.targets), self.copies.tobytes()
 

@@ -30,7 +30,7 @@ from skyrl_megatron.weight_sync.metadata import metadata_of
 from skyrl_megatron.weight_sync.parcel_receiver import ParcelReceiver
 from skyrl_megatron.weight_sync.parcels import Parcels, check_parcels
 from skyrl_megatron.weight_sync.receiver import WeightReceiver
-from skyrl_megatron.weight_sync.routes import Route, Target, Unroutable
+from skyrl_megatron.weight_sync.routes import FilledTensor, Route, Unroutable
 from skyrl_megatron.weight_sync.transport import DEFAULT_TIMEOUT_S, default_transport, open_transport
 from skyrl_megatron.weight_sync.vllm_routes import ModelTargets, record_route
 
@@ -112,7 +112,7 @@ class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         }
         self.receiver = ParcelReceiver(parcels, transports, self.dtypes, info.bucket_bytes, device)
 
-    def record(self, tensors: list[list[Any]]) -> tuple[list[Target], bytes] | str:
+    def record(self, tensors: list[list[Any]]) -> tuple[list[FilledTensor], bytes] | str:
         """Return the route of the worker's model for ``tensors``, fields of :class:`TensorMeta`, or why it has
         none."""
         metadata = [metadata_of(*item) for item in tensors]
@@ -177,7 +177,7 @@ class WeightExtension:
         receiver = self.weight_transfer_engine.receiver
         return [] if receiver is None else receiver.checksums
 
-    def skyrl_record_route(self, tensors: list[list[Any]]) -> tuple[list[Target], bytes] | str:
+    def skyrl_record_route(self, tensors: list[list[Any]]) -> tuple[list[FilledTensor], bytes] | str:
         """Return the worker's route, see :meth:`BroadcastTransferEngine.record`."""
         return self.weight_transfer_engine.record(tensors)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.inference.vllm.compat import WorkerExtension
+
+if TYPE_CHECKING:
+    import torch
 
 
 class RouteExtension(WorkerExtension):
@@ -16,6 +17,7 @@ class RouteExtension(WorkerExtension):
     def route_against_loaders(self, folder: str, fused: bool, fault: str = "") -> list[str]:
         """List what is wrong with the route of a folder's tensors: parameters that differ from loaded ones by a bit,
         that only the loaders fill, or the reason why there is no route. ``fault``: of a loader, planted."""
+        import torch
         from safetensors.torch import load_file
 
         from benchmarks.load_only import experts_fused
@@ -29,7 +31,7 @@ class RouteExtension(WorkerExtension):
         tensors = {k: v for path in Path(folder).glob("*.safetensors") for k, v in load_file(path).items()}
         tensors = experts_fused(tensors) if fused else tensors
         before = {name: (tensor.data_ptr(), tensor.clone()) for name, tensor in model.state_dict().items()}
-        with planted(model, fault):
+        with planted(model, fault), torch.no_grad():
             loaded = without_packing(model, tensors, device)
             try:
                 metadata = [TensorMeta(name, dtype_name(t), tuple(t.shape)) for name, t in tensors.items()]
@@ -45,7 +47,8 @@ class RouteExtension(WorkerExtension):
             for tensor, _, row, rows, column, columns, *place in route.copies[route.copies[:, 1] == number].tolist():
                 part = as_rows(*named[tensor])[row : row + rows, column : column + columns]
                 memory.as_strided((rows, columns), place[1:], place[0]).copy_(part)
-            expected = loaded.pop(f"{path}.{parameter}")
+            name = f"{path}.{parameter}"  # of a tensor that keeps its memory, what the folder has is there already
+            expected = loaded.pop(name) if name in loaded else before[name][1]
             if not torch.equal(memory.view(torch.uint8), expected.flatten().view(torch.uint8)):
                 wrong.append(f"{path}.{parameter}")
         return wrong + [name for name, tensor in loaded.items() if tensor.any()]
@@ -84,7 +87,6 @@ def planted(model: torch.nn.Module, fault: str) -> Any:
     return loader()
 
 
-@torch.no_grad()
 def without_packing(model: torch.nn.Module, tensors: dict[str, torch.Tensor], device: Any) -> dict[str, torch.Tensor]:
     """What the loaders make of zeros, by parameter; the model is as it was afterwards."""
     from vllm.distributed.weight_transfer.sharded_rdt_engine import ShardedRDTWeightTransferEngine

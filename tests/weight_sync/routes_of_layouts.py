@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import itertools
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from skyrl_megatron.weight_sync.bucket import TensorMeta
-from skyrl_megatron.weight_sync.rectangles import rectangles, width_of
-from skyrl_megatron.weight_sync.routes import Holdings, Route
-from skyrl_megatron.weight_sync.source import RowRange, TensorShard, as_rows, dtype_name
+if TYPE_CHECKING:
+    import torch
+
+    from skyrl_megatron.weight_sync.routes import Holdings, Route
+    from skyrl_megatron.weight_sync.source import RowRange, TensorShard
 
 UNTOUCHED = -1.0
 
 
 def whole_tensors(seed, *, layers, experts, hidden, ffn, vocabulary, fused, tied) -> dict[str, torch.Tensor]:
     """The tensors of a model by HF names; no two elements are equal."""
+    import torch
+
     shapes: dict[str, tuple[int, ...]] = {"embed": (vocabulary, hidden)}
     for layer in range(layers):
         shapes |= {f"{layer}.norm": (hidden,), f"{layer}.o": (hidden, 16)}
@@ -41,6 +44,8 @@ def _split(length: int, size: int) -> int:
 def trainer_holdings(wholes, model, *, tp, etp, ep, pp, dp) -> tuple[list[Holdings], list[list[torch.Tensor]]]:
     """(What each rank holds, its shards) of a trainer of ``dp`` replicas; q, k and v lie in groups of 4, 2 and 2
     rows in one parameter, gate and up in another, as Megatron keeps them."""
+    from skyrl_megatron.weight_sync.routes import Holdings
+
     ep = ep if max(model["experts"], 1) % ep == 0 else 1
     held, memory = [], []
     for stage, _, rank in itertools.product(range(pp), range(dp), range(tp * etp * ep)):
@@ -69,6 +74,9 @@ def trainer_holdings(wholes, model, *, tp, etp, ep, pp, dp) -> tuple[list[Holdin
 
 def _shards(wholes, name, size, owner, experts, place) -> list[TensorShard]:
     """The shards that one rank has of a tensor: of each of its experts one, where all experts are one tensor."""
+    from skyrl_megatron.weight_sync.bucket import TensorMeta
+    from skyrl_megatron.weight_sync.source import TensorShard, as_rows, dtype_name
+
     whole = wholes[name]
     number, ranks = experts
     meta = TensorMeta(name, dtype_name(whole), tuple(whole.shape), position=place)
@@ -92,6 +100,10 @@ def _shards(wholes, name, size, owner, experts, place) -> list[TensorShard]:
 
 def _of_matrix(rows: torch.Tensor, name: str, size: int, owner: int) -> tuple[torch.Tensor, list[RowRange]]:
     """(The shard, where the rows of all shards belong) of a matrix."""
+    import torch
+
+    from skyrl_megatron.weight_sync.source import RowRange
+
     kind = name.split(".")[-1]
     if kind == "norm":
         return rows.clone(), [RowRange(owner, 0, len(rows), 0)]
@@ -131,12 +143,16 @@ class _Worker:
         self.rows: list[tuple[int, ...]] = []
 
     def parameter(self, *shape: int) -> tuple[int, torch.Tensor]:
+        import torch
+
         self.memory.append(torch.full(shape, UNTOUCHED))
         self.targets.append((f"module {len(self.targets)}", "weight", "float32", self.memory[-1].numel()))
         return len(self.targets) - 1, self.memory[-1]
 
     def load(self, place: int, target: torch.Tensor, part: torch.Tensor, name: str) -> None:
         """A loader: ``target``, a view of the target ``place``, gets ``part``, a view of a tensor."""
+        from skyrl_megatron.weight_sync.rectangles import rectangles, width_of
+
         target.copy_(part)
         where = (part.stride(), part.storage_offset()), (target.stride(), target.storage_offset())
         found = rectangles(tuple(target.shape), *where, width_of(self.wholes[name].shape))
@@ -188,6 +204,8 @@ class _Worker:
 
 def engine_routes(wholes, tensors, model, *, tp, ep, engines, pp) -> tuple[list[Route], list[list[np.ndarray]]]:
     """(The routes of all workers, what their targets are afterwards)."""
+    from skyrl_megatron.weight_sync.routes import Route
+
     numbers = {meta.name: number for number, meta in enumerate(tensors)}
     routes, expected = [], []
     for _, stage, rank in itertools.product(range(engines), range(pp), range(tp)):

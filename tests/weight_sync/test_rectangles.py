@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+if TYPE_CHECKING:
+    import torch
 
 
 def copied(source: torch.Tensor, part: torch.Tensor, into: torch.Tensor) -> tuple[torch.Tensor, int]:
     """(The memory of ``into`` once the rectangles of ``part``, a view of ``source``, are copied, rectangles)."""
+    import torch
+
     from skyrl_megatron.weight_sync.rectangles import merged, rectangles, width_of
 
     width = width_of(source.shape)
@@ -35,42 +41,54 @@ def copied(source: torch.Tensor, part: torch.Tensor, into: torch.Tensor) -> tupl
 
 
 def by_loader(part: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+    import torch
+
     into.copy_(part)
     return torch.empty(0).set_(into.untyped_storage())
 
 
-WHOLE = torch.arange(1.0, 1 + 4 * 6 * 10).view(4, 6, 10)
-MATRIX = WHOLE.view(24, 10)
-CASES = {
-    "a whole tensor": (lambda: (MATRIX, MATRIX, torch.full((24, 10), -1.0)), 1),
-    "a vector": (lambda: (MATRIX[0], MATRIX[0], torch.full((10,), -1.0)), 1),
-    "rows of a vector": (lambda: (MATRIX[0].clone(), None, torch.full((4,), -1.0)), 1),
-    "rows": (lambda: (MATRIX, MATRIX.narrow(0, 5, 7), torch.full((7, 10), -1.0)), 1),
-    "columns": (lambda: (MATRIX, MATRIX.narrow(1, 3, 4), torch.full((24, 4), -1.0)), 1),
-    "rows into the middle": (lambda: (MATRIX, MATRIX[:8], torch.full((20, 10), -1.0)[6:14]), 1),
-    "one expert": (lambda: (WHOLE, WHOLE[2], torch.full((6, 10), -1.0)), 1),
-    "half of each expert": (lambda: (WHOLE, WHOLE[:, 3:], torch.full((4, 3, 10), -1.0)), 4),
-    "experts turned": (lambda: (WHOLE, WHOLE.transpose(1, 2), torch.full((4, 10, 6), -1.0)), None),
-    "a matrix turned": (lambda: (MATRIX, MATRIX.t(), torch.full((10, 24), -1.0)), 1),
-    "every other row": (lambda: (MATRIX, MATRIX[::2], torch.full((12, 10), -1.0)), None),
-    "every third column": (lambda: (MATRIX, MATRIX[:, 1::3], torch.full((24, 3), -1.0)), None),
-    "one element": (lambda: (MATRIX, MATRIX[3, 4], torch.full((), -1.0)), 1),
-}
+def cases() -> dict[str, tuple]:
+    """(Tensor, part of it that a loader takes, what it is copied into, rectangles if they are known) by name."""
+    import torch
+
+    whole = torch.arange(1.0, 1 + 4 * 6 * 10).view(4, 6, 10)
+    matrix = whole.view(24, 10)
+    vector = matrix[0].clone()
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.full(shape, -1.0)
+
+    return {
+        "a whole tensor": (matrix, matrix, empty(24, 10), 1),
+        "a vector": (vector, vector, empty(10), 1),
+        "rows of a vector": (vector, vector[2:6], empty(4), 1),
+        "rows": (matrix, matrix.narrow(0, 5, 7), empty(7, 10), 1),
+        "columns": (matrix, matrix.narrow(1, 3, 4), empty(24, 4), 1),
+        "rows into the middle": (matrix, matrix[:8], empty(20, 10)[6:14], 1),
+        "one expert": (whole, whole[2], empty(6, 10), 1),
+        "half of each expert": (whole, whole[:, 3:], empty(4, 3, 10), 4),
+        "experts turned": (whole, whole.transpose(1, 2), empty(4, 10, 6), None),
+        "a matrix turned": (matrix, matrix.t(), empty(10, 24), 1),
+        "every other row": (matrix, matrix[::2], empty(12, 10), None),
+        "every third column": (matrix, matrix[:, 1::3], empty(24, 3), None),
+        "one element": (matrix, matrix[3, 4], empty(), 1),
+    }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_rectangles_copy_what_a_loader_does(name):
-    make, count = CASES[name]
-    source, part, into = make()
-    part = source[2:6] if part is None else part
-    memory, found = copied(source, part, into)
-    assert torch.equal(memory, by_loader(part, into))
-    assert count is None or found == count
+def test_rectangles_copy_what_a_loader_does():
+    import torch
+
+    for name, (source, part, into, count) in cases().items():
+        memory, found = copied(source, part, into)
+        assert torch.equal(memory, by_loader(part, into)), name
+        assert count is None or found == count, name
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_any_slices(data):
+    import torch
+
     shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
     source = torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape)
     part = source
