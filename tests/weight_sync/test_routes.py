@@ -13,7 +13,6 @@ FAMILIES = {
     "qwen3": dict(tie_word_embeddings=True, vocab_size=509),
     "mixtral": {},
     "olmoe": {},
-    "deepseek_v3": {},
 }
 
 
