@@ -19,7 +19,7 @@ NAMED = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Routes:
+class WorkerRoutes:
     """A plan for engines, worker after worker."""
 
     tensors: Sequence[TensorMeta]
@@ -37,7 +37,7 @@ class Routes:
         return self.plan.ranks[rank].peers
 
 
-async def plan_routes(calls: SyncCalls, slots: Sequence[EngineSlot], bucket_bytes: int) -> Routes | str:
+async def plan_routes(calls: SyncCalls, slots: Sequence[EngineSlot], bucket_bytes: int) -> WorkerRoutes | str:
     """Return the plan of a sync of these engines, or why weights cannot travel by routes."""
     holdings = await calls.on_ranks("metadata", lambda rank: rank.weight_holdings())
     if why := next((each for each in holdings if isinstance(each, str)), None):
@@ -50,7 +50,7 @@ async def plan_routes(calls: SyncCalls, slots: Sequence[EngineSlot], bucket_byte
 
 async def _joined(
     calls: SyncCalls, slots: Sequence[EngineSlot], holdings: Sequence[Holdings], bucket_bytes: int
-) -> Routes:
+) -> WorkerRoutes:
     tensors = tensors_of(holdings)
     recorded = await calls.on_engines(slots, "connect", lambda engine: engine.weight_routes(tensors))
     routes: list[Route] = []
@@ -62,11 +62,11 @@ async def _joined(
             routes.append(Route.of_plain(targets, copies))
             workers.append((slot, number))
     plan = await asyncio.to_thread(join, tensors, holdings, routes, bucket_bytes)
-    return Routes(tensors, plan, workers)
+    return WorkerRoutes(tensors, plan, workers)
 
 
 async def connect_routes(
-    calls: SyncCalls, slots: Sequence[EngineSlot], routes: Routes, options: dict[str, Any]
+    calls: SyncCalls, slots: Sequence[EngineSlot], routes: WorkerRoutes, options: dict[str, Any]
 ) -> None:
     """Give ranks and workers their parcels, and open a group of each rank that sends and its workers."""
     addresses = await calls.on_ranks("connect", lambda rank: rank.listen_for_engines())
@@ -96,7 +96,7 @@ async def connect_routes(
 
 
 def compare_parcels(
-    routes: Routes, slots: Sequence[EngineSlot], received: Sequence[Sequence[Any]], sent: Sequence[Any]
+    routes: WorkerRoutes, slots: Sequence[EngineSlot], received: Sequence[Sequence[Any]], sent: Sequence[Any]
 ) -> None:
     """Raise AttemptFailed unless what lies in every worker's parameters is what was sent to it.
 
@@ -120,7 +120,7 @@ def compare_parcels(
         raise AttemptFailed("; ".join(wrong[:NAMED]))
 
 
-def _content(routes: Routes, parcels: Parcels, rank: int, bucket: int) -> str:
+def _content(routes: WorkerRoutes, parcels: Parcels, rank: int, bucket: int) -> str:
     """Name what is in a worker's bucket, by its number among those that come from one rank."""
     of_rank = parcels.buckets[parcels.buckets[:, 0] == rank]
     if bucket >= len(of_rank):

@@ -40,7 +40,7 @@ from skyrl_megatron.weight_sync.probe import (
 )
 from skyrl_megatron.weight_sync.transport import default_transport
 from skyrl_megatron.workers.sync_calls import AttemptFailed, EnginesDisagree, EnginesLost, SyncCalls, TrainerRank
-from skyrl_megatron.workers.weight_routes import Routes, compare_parcels, connect_routes, plan_routes
+from skyrl_megatron.workers.weight_routes import WorkerRoutes, compare_parcels, connect_routes, plan_routes
 
 if TYPE_CHECKING:
     from skyrl_megatron.runtime.offload import Part
@@ -127,7 +127,7 @@ class WeightSynchronizer:
         self.training = True
         """Whether the trainer may have moved on from the weights of the last sync."""
         self._metadata: list[list[TensorMeta]] = []
-        self.plan: Routes | None = None
+        self.plan: WorkerRoutes | None = None
         """Of the last sync; None: every worker got all buckets."""
         self._connected: list[InferenceEngine] = []  # engines that the ranks' groups were made for
         self._changed: set[str] = set(adapters or ())  # adapters that not all engines have as they are
@@ -298,7 +298,7 @@ class WeightSynchronizer:
             await self._connect_all(slots)
         self._connected = engines
 
-    async def _planned(self, slots: list[EngineSlot]) -> Routes | None:
+    async def _planned(self, slots: list[EngineSlot]) -> WorkerRoutes | None:
         """Return a plan of routes; None, and a line in the log, where there is none."""
         planned = await plan_routes(self.calls, slots, self.options["bucket_bytes"])
         if isinstance(planned, str):
