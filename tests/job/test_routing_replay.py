@@ -58,3 +58,18 @@ def test_other_experts_show_in_the_gap(folder):
     """The gap of the run above is that of its routes: others are taken, too."""
     line = runs.run(folder, OTHER_EXPERTS, **REPLAY, trainer__max_training_steps=1).check().lines[0]
     assert line[GAP] > 100 * AGREE and line["policy/moe_routing_mismatch"] > 0.3
+
+
+@pytest.mark.full_matrix
+def test_the_trainers_own_experts_are_those_of_all_steps_on_a_batch(folder):
+    """The engine says nothing of experts; four optimizer steps, so small that the model would hardly choose others."""
+    own = {
+        "trainer__policy__megatron_config__moe_enable_routing_replay": "true",
+        "trainer__policy__megatron_config__moe_routing_replay_source": "trainer",
+        "trainer__policy_mini_batch_size": 2,
+        "trainer__update_epochs_per_batch": 2,
+        "trainer__policy__optimizer_config__lr": 1e-6,
+    }
+    for line in runs.run(folder, **own).check().lines:
+        assert line["policy/moe_routing_replayed"] == 1.0
+        assert line["policy/moe_routing_mismatch"] < 0.01

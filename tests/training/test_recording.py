@@ -75,3 +75,52 @@ def test_every_rank_has_whole_rows_of_its_layers(ranks, folder, batch, layout, w
         np.testing.assert_array_equal(np.sort(routes_of(found, 4), -1), np.sort(routes[row], -1))
         for name, wanted in states[row].items():
             np.testing.assert_allclose(found[name], wanted, atol=2e-5 * np.abs(wanted).max(), err_msg=name)
+
+
+def two_steps(folder, batch, layout, overrides, routes, exports):
+    """The first step with and without ``routes``; then, with them, log-probs before the second, metrics of it, and
+    the weights that it starts from."""
+    from skyrl_megatron.data.splitting import split_for_dp
+    from skyrl_megatron.runtime.engine import MegatronEngine
+    from skyrl_megatron.runtime.hf.export import save_hf, stream_hf
+
+    engine = MegatronEngine(bodies.config(folder, **layout, overrides=overrides))
+    rows = split_for_dp(engine.flops.forward(batch.lengths), engine.dp_size)[engine.dp_rank]
+    gradients = []
+    for given in ([], routes):
+        batch.rollout_routes = given
+        engine.forward_backward(batch.select(rows))
+        engine.reduce_gradients()
+        pieces = stream_hf(engine.model, engine.groups, of=lambda parameter: parameter.main_grad)
+        gradients.append({piece.name: piece.tensor.clone() for piece in pieces})
+        if not given:
+            engine.clear_gradients()
+    engine.optim_step()
+    save_hf(engine.model, engine.groups, exports)
+    logprobs = engine.compute_logprobs(batch.select(rows))
+    return gradients, rows, logprobs, engine.forward_backward(batch.select(rows))
+
+
+@pytest.mark.parametrize(
+    "layout", ["single", *(pytest.param(each, marks=pytest.mark.full_matrix) for each in ("tp2", "pp2", "cp2"))]
+)
+def test_steps_after_the_first_take_the_experts_from_before_it(ranks, folder, batch, tmp_path, layout):
+    """Replayed, the first step is the natural one bit for bit. The second is computed with experts that its weights
+    would not choose: its log-probs are those of transformers with these experts forced."""
+    import torch
+
+    from tests.training.reference import all_logprobs, natural_routes
+
+    layout, chosen = LAYOUTS[layout], natural_routes(folder, batch)
+    overrides = SOURCE | {"trainer.policy.optimizer_config.lr": 3e-2}
+    out = ranks(
+        layout["world"], two_steps, folder, batch, layout, overrides, chosen.rollout_routes, tmp_path / "second"
+    )
+    found = torch.zeros(batch.response_mask.shape)
+    for (natural, replayed), rows, logprobs, metrics in out:
+        assert natural.keys() == replayed.keys()
+        assert all(torch.equal(natural[name], replayed[name]) for name in natural)
+        found[rows] = logprobs
+        assert metrics["moe_routing_replayed"] == 1.0 and metrics["moe_routing_mismatch"] > 0.05
+    forced, free = all_logprobs(tmp_path / "second", chosen), all_logprobs(tmp_path / "second", batch)
+    assert (found - forced).abs().max() < 1e-4 < 1e-2 < (found - free).abs().max()
