@@ -48,6 +48,7 @@ _PATHS: dict[str, Callable[[str], str]] = {
     **{f"trainer.{role}.megatron_config.torch_profiler_config.save_path": absolute for role in _ROLES},
     "trainer.ckpt_path": absolute,
     "trainer.export_path": absolute,
+    "trainer.fully_async.rollouts_path": absolute,
     "trainer.log_path": absolute,
     "trainer.resume_path": absolute,
     "generator.inference_engine.http_token_path": absolute,

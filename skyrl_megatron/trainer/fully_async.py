@@ -17,6 +17,7 @@ from skyrl_megatron.rollout.dynamic_sampling import distinct_uids, groups
 from skyrl_megatron.rollout.interface import GeneratorOutput
 from skyrl_megatron.rollout.outputs import concatenate_generator_outputs, row_uids
 from skyrl_megatron.trainer.ppo import RayPPOTrainer
+from skyrl_megatron.trainer.stream.durable import DurableGroups, Kept
 from skyrl_megatron.trainer.stream.group import Group
 from skyrl_megatron.trainer.stream.rollouts import RolloutStream, StalePolicy, StreamLimits
 
@@ -37,8 +38,12 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
         super().__init__(cfg, *args, **kwargs)
         self.stream = self.make_stream() if runs_ahead(cfg) else None
         """What samples; None where nothing runs ahead."""
+        self.groups: DurableGroups | None = None
+        """What of the stream outlives the process; from :meth:`load_checkpoints` on."""
         self._taken: list[Group] = []
-        self._oldest, self._ahead = 0, list[int]()  # where the stream starts
+        self._unused: set[int] = set()  # numbers of taken groups that are not trained on
+        self._place: dict[str, Any] = {"oldest": 0, "ahead": []}  # of the stream, behind the last step
+        self._kept = Kept()
 
     def make_stream(self) -> RolloutStream:
         """Make the stream of the run's groups."""
@@ -72,7 +77,8 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
     def train_steps(self) -> None:
         """Start the stream, and take the steps that are left."""
         if self.stream is not None:
-            start = partial(self.stream.start, oldest=self._oldest, ahead=self._ahead)
+            kept, self._kept = self._kept, Kept()
+            start = partial(self.stream.start, **self._place, finished=kept.finished, planned=kept.planned)
             self.loop.call(start, self.global_step)
         super().train_steps()
 
@@ -95,18 +101,35 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
     ) -> tuple[GeneratorOutput, list[str]] | None:
         """Return the rows to train on, or None; groups that are not trained make room for others."""
         chosen = super().handle_dynamic_sampling(generator_output, uids)
-        if chosen is None and self.stream is not None:
-            self.loop.call(self.stream.give_back, self._taken[-self.cfg.trainer.train_batch_size :])
+        if self.stream is not None:
+            batch = self._taken[-self.cfg.trainer.train_batch_size :]
+            if chosen is None:
+                self.loop.call(self.stream.give_back, batch)
+            self._unused |= {group.number for group in batch if chosen is None or self._is_replaced(group)}
         return chosen
+
+    def _is_replaced(self, group: Group) -> bool:
+        replaces = self.cfg.trainer.algorithm.dynamic_sampling.type == "replace"
+        return replaces and group.output is not None and not has_variety(group.output)
 
     def complete_step(self) -> None:
         """Note which groups are trained, and go on in the data behind them."""
         if self.stream is not None:
             self.metrics |= self.loop.call(self.stream.metrics)
-            self.loop.call(self.stream.trained, self._taken)
-            self._taken = []
-            self.train_dataloader.seek(self.stream.oldest)
+            given_up = self.loop.call(self._end_in_stream, self.stream)
+            if self.groups is not None:
+                numbers = [group.number for group in self._taken]
+                self.loop.run(self.groups.trained(self.global_step + 1, numbers, self._unused, given_up))
+            self._taken, self._unused = [], set()
+            self.train_dataloader.seek(self._place["oldest"])
         super().complete_step()
+
+    def _end_in_stream(self, stream: RolloutStream) -> list[int]:
+        """Tell the stream that the step is over, and note its place at the same moment: what is given up later belongs
+        to the next step, in the schedule and in the checkpoint."""
+        given_up = stream.trained(self._taken)
+        self._place = stream.state()
+        return given_up
 
     def sync_weights(self) -> SyncReport:
         """Bring the weights into every engine; the stream's new groups are of that version."""
@@ -121,25 +144,50 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
         try:
             if self.stream is not None:
                 self.loop.run(self.stream.close())
+            if self.groups is not None:
+                self.loop.run(self.groups.close())
         finally:
             super().finish()
 
     # ------------------------------------------------------------------ checkpoints
+    def load_checkpoints(self) -> None:
+        """Continue from a checkpoint, with the groups that were sampled behind it."""
+        super().load_checkpoints()
+        if self.stream is None:
+            return
+        loader = self.train_dataloader
+        per_epoch = len(loader) * loader.batch_size
+        fresh = self.cfg.trainer.resume_mode in (None, "none")
+        groups = DurableGroups(self.cfg, lambda number: number // per_epoch, fresh=fresh)
+        self.groups = self.stream.group_log = groups
+        self._kept = self.loop.run(groups.recover(self.global_step, loader.prompt))
+        if count := len(self._kept.finished):
+            self.tracker.say(
+                f"rollouts: {count} groups that were sampled and not trained are in {groups.store.folder}"
+            )
+
+    def save_checkpoints(self) -> None:
+        """Save, and free the groups that no checkpoint needs any more."""
+        super().save_checkpoints()
+        if self.groups is not None and self.checkpoints is not None:
+            complete = [step for step in self.checkpoints.store.complete_steps() if step <= self.global_step]
+            self.loop.run(self.groups.checkpoints(complete))
+
     def trainer_state(self) -> dict[str, Any]:
         """Return the state with the stream's position: what is trained may lie behind what is not."""
         state = super().trainer_state()
         if self.stream is not None:
-            state["stream"] = self.loop.call(self.stream.state)
+            state["stream"] = self._place
         return state
 
     def load_trainer_state(self, state: Mapping[str, Any]) -> None:
         """Take on the position; that of a synchronous run is one without anything trained behind it."""
         super().load_trainer_state(state)
         if self.stream is not None and (position := state.get("stream")) is not None:
-            self._oldest, self._ahead = position["oldest"], position["ahead"]
-            self.train_dataloader.seek(self._oldest)
+            self._place = {"oldest": position["oldest"], "ahead": position["ahead"]}
+            self.train_dataloader.seek(self._place["oldest"])
         else:
-            self._oldest = self.train_dataloader.number
+            self._place = {"oldest": self.train_dataloader.number, "ahead": []}
 
     def _note_staleness(self, stream: RolloutStream, found: list[Group]) -> None:
         ages = stream.staleness(found)

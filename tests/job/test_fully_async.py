@@ -23,12 +23,13 @@ class Trainer(FullyAsyncRayPPOTrainer):
         output, uids = super().sample_batch()
         groups = self._taken[-self.cfg.trainer.train_batch_size:]
         versions = [span for row in output["rollout_versions"] for span in row]
+        ids = [[int(token) for token in row] for row in output["response_ids"]]
         with open("notes.jsonl", "a") as file:
-            note = {"step": self.global_step, "numbers": [g.number for g in groups], "versions": versions}
+            note = {"step": self.global_step, "numbers": [g.number for g in groups], "versions": versions, "ids": ids}
             file.write(json.dumps(note) + chr(10))
         return output, uids
 """
-"""Takes down which groups each step was given, and which versions sampled their tokens."""
+"""Takes down which groups each step was given, their tokens, and which versions sampled them."""
 
 
 @pytest.fixture
@@ -147,3 +148,63 @@ def test_an_engine_that_dies_mid_stream_is_replaced(folder):
     assert sorted(numbers) == list(range(20))
     assert max(line["async/staleness_max"] for line in done.lines) <= 1.0
     assert all(line["async/failed_groups"] == 0 for line in done.lines)
+
+
+COUNTED = """
+from digits import Digits
+
+
+class Counted(Digits):
+    def init(self, prompt):
+        with open("sampled.txt", "a") as file:
+            file.write(str(int(prompt[-1]["content"].partition("+")[0]) - 11) + chr(10))
+        return super().init(prompt)
+"""
+"""Takes down which row of the data each of its trajectories is of."""
+
+
+@pytest.mark.full_matrix
+def test_what_was_sampled_outlives_a_killed_run(folder):
+    """Killed behind the checkpoint of step 2, when step 3 is over: the same command takes step 3 from the disk, bit
+    for bit, samples nothing anew that was finished, and trains each group once."""
+    from skyrl_megatron.trainer.stream.journal import Journal
+    from skyrl_megatron.trainer.stream.records import CODEC, FinishedGroup
+    from skyrl_megatron.trainer.stream.schedule import read_schedule
+
+    (folder / "counted.py").write_text(COUNTED)
+    body = NOTES + 'register("counted", "counted:Counted")\n'
+    keys = AHEAD | {"environment__env_class": "counted", "trainer__ckpt_interval": 2}
+    process = runs.start(folder, body, **keys)
+    try:
+        for line in process.stdout:
+            if "step 3/5" in line:
+                break
+        process.kill()
+        _, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == -signal.SIGKILL, err[-4000:]
+    first = notes(folder)
+    journal = Journal(folder / "ckpts/rollouts/groups")
+    records = [CODEC.decode(payload) for _, payload in journal.records()]
+    journal.close()
+    finished = {record.number: record.uid for record in records if isinstance(record, FinishedGroup)}
+    assert set(first[2]["numbers"]) <= set(finished), "on the disk before they were trained on"
+    for name in ("sampled.txt", "notes.jsonl"):
+        (folder / name).unlink()
+
+    done = runs.run(folder, body, **keys).check()
+    assert "(step 2 of 5)" in done.out and "rollouts: " in done.out
+    second = notes(folder)
+    assert second[0] == first[2], "the step that was lost is taken again as it was"
+    again = set((folder / "sampled.txt").read_text().split())
+    assert again and again.isdisjoint(finished.values()), "nothing that was finished is sampled again"
+    for note in second:
+        oldest = min(int(version) for version, _, _ in note["versions"])
+        assert note["step"] - 1 <= oldest <= note["step"]
+    steps = read_schedule(folder / "ckpts/rollouts/schedule")
+    taken = [[group.number for group in step.groups if group.trained] for step in steps]
+    assert [step.step for step in steps] == [1, 2, 3, 4, 5]
+    assert taken == [note["numbers"] for note in [*first[:2], *second]]
+    numbers = [number for batch in taken for number in batch]
+    assert len(numbers) == len(set(numbers)) == 20, "each group is trained once"

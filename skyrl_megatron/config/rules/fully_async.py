@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from skyrl_megatron.config.names import PolicyLossType
+from skyrl_megatron.config.paths import is_address
 from skyrl_megatron.config.schema.algorithm import correction_enabled
 from skyrl_megatron.errors import Problem
 
 if TYPE_CHECKING:
     from skyrl_megatron.config.schema.root import SkyRLTrainConfig
 
-KEY = "trainer.fully_async.enabled"
+_FOLDER = "trainer.fully_async."
+KEY = f"{_FOLDER}enabled"
 _ANCHORED = "policy_loss_type=rollout_is or dppo, cispo with cispo.anchor=rollout"
 
 UNCORRECTED = ("clip_cov", "kl_cov", "importance_sampling", "cross_entropy")
@@ -29,6 +32,13 @@ def samples_repeatably(cfg: SkyRLTrainConfig) -> bool:
     return bool(cfg.trainer.deterministic) and not runs_ahead(cfg)
 
 
+def rollouts_folder(cfg: SkyRLTrainConfig) -> tuple[str, str]:
+    """Return (folder of the groups that were sampled, key that chooses it)."""
+    if cfg.trainer.fully_async.rollouts_path:
+        return cfg.trainer.fully_async.rollouts_path, f"{_FOLDER}rollouts_path"
+    return os.path.join(cfg.trainer.ckpt_path, "rollouts"), "trainer.ckpt_path"
+
+
 def fully_async_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     """Yield what does not go together with rollouts that run ahead."""
     if not runs_ahead(cfg):
@@ -42,6 +52,10 @@ def fully_async_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     if cfg.generator.sampling_params.logprobs is None:
         fix = "responses lag behind the policy, which only their log-probabilities tell: set it to 1"
         yield Problem("generator.sampling_params.logprobs", None, f"{KEY}: {fix}")
+    folder, setting = rollouts_folder(cfg)
+    if is_address(folder):
+        fix = f"{KEY}: what is sampled is kept on a file system: set {_FOLDER}rollouts_path to a folder"
+        yield Problem(setting, cfg.trainer.fully_async.rollouts_path or cfg.trainer.ckpt_path, fix)
     if not _knows_the_sampler(cfg):
         loss = cfg.trainer.algorithm.policy_loss_type
         fix = (

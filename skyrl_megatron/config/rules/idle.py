@@ -115,7 +115,10 @@ IDLE: tuple[Idle, ...] = (
     ),
     Idle(
         "nothing runs ahead: that takes trainer.fully_async.enabled=true and max_staleness_steps above 0",
-        _in_all(f"{_T}fully_async.", "num_parallel_generation_workers stale_policy clear_kv_cache_on_weight_sync"),
+        _in_all(
+            f"{_T}fully_async.",
+            "num_parallel_generation_workers stale_policy clear_kv_cache_on_weight_sync rollouts_path",
+        ),
         lambda cfg, hardware: not runs_ahead(cfg),
     ),
     # ------------------------------------------------------------ roles

@@ -30,6 +30,9 @@ class FullyAsyncConfig(BaseConfig):
     clear_kv_cache_on_weight_sync: bool = False
     """Compute keys and values of requests in flight anew with each new weights; false: they go on with those that they
     have. Keys and values of old weights never become the prefix of another request."""
+    rollouts_path: str | None = None
+    """Folder, on a file system, of the groups that were sampled, which a resumed run does not sample again; null:
+    `ckpt_path/rollouts`. Needed where `ckpt_path` is an address."""
 
 
 @dataclass

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyrl_megatron.config.paths import is_address
+from skyrl_megatron.config.rules.fully_async import runs_ahead
 from skyrl_megatron.config.run_folder import run_folder
 from skyrl_megatron.entrypoints.checks.planned_run import NotChecked, PlannedRun
 from skyrl_megatron.errors import Problem
@@ -27,6 +28,8 @@ def folders(run: PlannedRun) -> Iterator[Problem | NotChecked]:
     wanted = {"trainer.log_path": (trainer.log_path, run_folder(run.cfg))}
     if run.training:
         wanted["trainer.ckpt_path"] = (trainer.ckpt_path, Path(trainer.ckpt_path))
+    if run.training and runs_ahead(run.cfg) and (path := trainer.fully_async.rollouts_path):
+        wanted["trainer.fully_async.rollouts_path"] = (path, Path(path))
     if _exports(run.cfg, run.training):
         wanted["trainer.export_path"] = (trainer.export_path, Path(trainer.export_path))
     for key, (value, folder) in wanted.items():

@@ -214,6 +214,10 @@ class CheckpointStore:
             return bool(steps)
         return any(self.storage.exists(self.storage.path(self._name(step), MANIFEST)) for step in steps)
 
+    def complete_steps(self) -> list[int]:
+        """Return the steps whose checkpoint has all its files, newest first."""
+        return [step for step in self.steps() if self._is_complete(step)]
+
     def open(self, step: int) -> SavedCheckpoint:
         """Open the checkpoint of a step. Raises CheckpointError unless the manifest is sound and all files are there,
         with the right sizes."""
@@ -281,7 +285,7 @@ class CheckpointStore:
         if keep < 0:
             return []
         self.open_for_writing()
-        complete = [step for step in self.steps() if self._is_complete(step)]
+        complete = self.complete_steps()
         surplus = complete[max(keep, 1) :]
         if not surplus:
             return []

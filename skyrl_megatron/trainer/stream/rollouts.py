@@ -81,6 +81,8 @@ class RolloutStream:
         self._running: dict[int, Group] = {}
         self._finished: dict[int, Group] = {}
         self._running_by, self._finished_by = Counter[int](), Counter[int]()
+        self._places: dict[int, int] = {}  # of groups that are taken before others
+        self._given_up: list[int] = []
         self._failed_in_a_row, self._useless = 0, 0
         self._broken: BaseException | None = None
         self._changed = asyncio.Event()
@@ -88,10 +90,17 @@ class RolloutStream:
 
     # ------------------------------------------------------------------ life
     def start(
-        self, version: int, *, oldest: int = 0, ahead: Iterable[int] = (), finished: Iterable[Group] = ()
+        self,
+        version: int,
+        *,
+        oldest: int = 0,
+        ahead: Iterable[int] = (),
+        finished: Iterable[Group] = (),
+        planned: Iterable[int] = (),
     ) -> None:
         """Begin at ``version``. ``oldest``, ``ahead``: what :meth:`state` said; ``finished``: groups that a log kept,
-        which are not sampled again."""
+        which are not sampled again; ``planned``: numbers of those that are taken first, in this order: they may be of
+        versions that come about again as they are."""
         self.version, self.taken = version, version * self.limits.batch
         self.oldest = self._next = oldest
         self._done = set(ahead)
@@ -100,6 +109,8 @@ class RolloutStream:
             if group.number >= oldest and group.number not in self._done:
                 self._elsewhere.add(group.number)
                 self._put(group)
+        self._places = {number: place for place, number in enumerate(planned)}
+        self._expire(version - 1)
         self._open = True
         self._fill()
 
@@ -135,12 +146,12 @@ class RolloutStream:
                     f"phase generate: no group finished within {self.limits.timeout_s:g} s (trainer.phase_timeout_s); "
                     "raise it, or look for engines or environments that hang"
                 ) from error
-        found = sorted(self._finished.values(), key=lambda group: (group.oldest, group.number))[: self.limits.batch]
+        found = sorted(self._finished.values(), key=self._turn)[: self.limits.batch]
         for group in found:
             self._remove_finished(group)
         self.taken += len(found)
         self._useless = 0
-        self._expire()
+        self._expire(self.version)
         self._fill()
         return sorted(found, key=lambda group: group.number)
 
@@ -149,10 +160,13 @@ class RolloutStream:
         self.taken -= len(groups)
         self._fill()
 
-    def trained(self, groups: Sequence[Group]) -> None:
-        """Note that a step is over that groups were taken for."""
+    def trained(self, groups: Sequence[Group]) -> list[int]:
+        """Note that a step is over that groups were taken for. Returns the numbers of those that were given up since
+        the step before."""
         for group in groups:
             self._mark_done(group.number)
+        given_up, self._given_up = self._given_up, []
+        return given_up
 
     def advance(self, version: int) -> None:
         """Note that engines serve ``version`` now."""
@@ -257,13 +271,17 @@ class RolloutStream:
         """Do without a group that is being sampled, and its prompt."""
         self.counts[why] += 1
         self._remove_running(group)
-        self._mark_done(group.number)
+        self._give_up_number(group.number)
         self._changed.set()
         self._fill()
 
-    def _expire(self) -> None:
-        """Take out what could only be trained too late."""
-        due = self.version - self.limits.bound
+    def _give_up_number(self, number: int) -> None:
+        self._given_up.append(number)
+        self._mark_done(number)
+
+    def _expire(self, taken: int) -> None:
+        """Take out what can only be trained too late, after the groups of the step at version ``taken``."""
+        due = taken - self.limits.bound
         late = [group for group in self._finished.values() if group.oldest <= due]
         for group in late:
             self._remove_finished(group)
@@ -275,19 +293,24 @@ class RolloutStream:
         for group in late:
             if self.limits.stale_policy == "drop":
                 self.counts["dropped"] += 1
-                self._mark_done(group.number)
+                self._give_up_number(group.number)
             else:
                 self.counts["retried"] += 1
                 self._again.append(group.number)
 
     # ------------------------------------------------------------------ bookkeeping
+    def _turn(self, group: Group) -> tuple[int, int, int]:
+        return self._places.get(group.number, len(self._places)), group.oldest, group.number
+
     def _ready(self) -> bool:
         limits = self.limits
         if self._broken is not None:
             raise self._broken
         if len(self._finished) < limits.batch:
             return False
-        return limits.stale_policy != "wait" or may_step(
+        if limits.stale_policy != "wait" or min(self._running_by, default=self.version) >= self.version:
+            return True  # nothing that is sampled makes a difference
+        return may_step(
             batch=limits.batch,
             bound=limits.bound,
             version=self.version,

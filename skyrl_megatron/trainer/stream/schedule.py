@@ -62,6 +62,9 @@ class Schedule:
         """By step, without those that came to nothing."""
         self.discarded: dict[int, int] = {}
         """Number of a group → sequence number below which its records are void."""
+        self.planned: list[int] = []
+        """Groups of steps that came to nothing, in the order in which those took them; steps that took them again do
+        not count."""
         self.reached = 0
         """The last step that was recorded or resumed from."""
         self.journal = Journal(folder, setting=setting)
@@ -86,6 +89,17 @@ class Schedule:
         if self.reached > step:
             await self._add(ResumedAt(step))
 
+    def later(self, step: int) -> list[int]:
+        """Return the sampled groups that steps behind one took, in order."""
+        steps = [self.steps[each] for each in sorted(self.steps) if each > step]
+        return [group.number for each in steps for group in each.groups if group.versions is not None]
+
+    async def begin(self, step: int) -> None:
+        """Make an empty schedule one that goes on behind a step which is recorded elsewhere, or nowhere."""
+        assert not self.reached, f"the schedule has reached step {self.reached}"
+        if step:
+            await self._add(ResumedAt(step))
+
     async def discard(self, number: int, below: int) -> None:
         """Make the records of a group below a sequence number void."""
         await self._add(Discarded(number, below))
@@ -105,7 +119,10 @@ class Schedule:
         self.reached = entry.step
         if isinstance(entry, ScheduledStep):
             self.steps[entry.step] = entry
+            taken = {group.number for group in entry.groups}
+            self.planned = [number for number in self.planned if number not in taken]
         else:
+            self.planned = [*self.later(entry.step), *self.planned]
             self.steps = {step: each for step, each in self.steps.items() if step <= entry.step}
 
 

@@ -36,6 +36,8 @@ class Recovered:
     """Numbers of the groups that were trained or left out up to the checkpoint."""
     finished: list[int]
     """Numbers of the groups to consume next, in order: as the lost steps took them, then as they were finished."""
+    lost: int
+    """How many of them lost steps took."""
     partial: dict[int, dict[int, PartialTrajectory]]
     """Group → repetition → what there is of it."""
 
@@ -123,6 +125,11 @@ class GroupStore:
             self.journal.settle(self._pieces.pop(number, []))
         await asyncio.wrap_future(self.journal.compact())
 
+    @property
+    def has_groups(self) -> bool:
+        """Whether there is anything of any group."""
+        return bool(self._finished or self._pieces)
+
     def consumed(self, until: int | None = None) -> set[int]:
         """Return the numbers of groups that steps took, up to a step or all."""
         steps = self.schedule.steps.items()
@@ -132,9 +139,7 @@ class GroupStore:
     async def recover(self, step: int) -> Recovered:
         """Go on from the checkpoint of a step; 0: from the start. Raises JournalError where groups that are needed are
         gone, or the store is not that of this checkpoint."""
-        later = [self.schedule.steps[each] for each in sorted(self.schedule.steps) if each > step]
-        lost = [group.number for each in later for group in each.groups if group.versions is not None]
-        if missing := [number for number in lost if number not in self._finished]:
+        if missing := [number for number in self.schedule.later(step) if number not in self._finished]:
             raise JournalError(
                 f"{self.folder}: {len(missing)} groups that were trained after step {step} are gone (the first is"
                 f" {missing[0]}), because a later checkpoint was complete: resume from a later one, or move the folder"
@@ -142,9 +147,10 @@ class GroupStore:
             )
         await self.schedule.resume(step)
         consumed = self.consumed()
+        lost = [number for number in self.schedule.planned if number in self._finished]
         others = sorted(self._finished.keys() - consumed - set(lost), key=self._finished.__getitem__)
         partial = {number: self._partial(number) for number in self._pieces if number not in consumed}
-        return Recovered(frozenset(consumed), [*lost, *others], partial)
+        return Recovered(frozenset(consumed), [*lost, *others], len(lost), partial)
 
     def read(self, number: int) -> FinishedGroup:
         """Return a finished group. Raises KeyError where there is none."""

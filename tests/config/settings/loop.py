@@ -146,6 +146,13 @@ def stream(cfg):
     return stream and stream.limits
 
 
+def rollouts(cfg):
+    """Where the groups of a run are kept."""
+    from skyrl_megatron.config.rules.fully_async import rollouts_folder
+
+    return rollouts_folder(cfg)
+
+
 def resumes(cfg):
     """What the checkpointer is asked to load."""
     asked = []

@@ -118,6 +118,7 @@ LOOP = {
     f"{T}fully_async.max_staleness_steps": Row(2, loop.stream, ASYNC),
     f"{T}fully_async.num_parallel_generation_workers": Row(2, loop.stream, ASYNC),
     f"{T}fully_async.stale_policy": Row("drop", loop.stream, ASYNC),
+    f"{T}fully_async.rollouts_path": Row("/rollouts", loop.rollouts, ASYNC),
     f"{T}update_ref_every_epoch": Row(True, loop.plan),
     f"{T}epochs": Row(2, loop.plan),
     f"{T}max_training_steps": Row(1, loop.plan),
