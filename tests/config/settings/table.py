@@ -145,7 +145,7 @@ LOOP = {
     f"{T}eval_batch_size": Row(3, loop.evaluation),
     f"{G}eval_n_samples_per_prompt": Row(2, loop.evaluation),
     f"{E}weight_sync_probe_interval": Row(7, loop.synchronizer),
-    f"{E}weight_sync_routes": Row(True, loop.synchronizer),
+    f"{E}weight_sync_routes": Row(True, loop.synchronizer, APART),
     **{
         f"{G}eval_sampling_params.{name}": Row(value, loop.evaluation)
         for name, value in {
@@ -373,6 +373,7 @@ REFUSED = {
     f"{T}teacher.models": {"a": "/model"},
     f"{M}moe_token_dispatcher_type": "allgather",
     f"{T}ref.megatron_config.moe_token_dispatcher_type": "allgather",
+    f"{T}ref.megatron_config.moe_routing_replay_source": "trainer",
     **{f"{T}{role}.fsdp_config.{name}": value for role in ("policy", "ref") for name, value in _FSDP.items()},
     **{
         f"{T}{role}.fsdp_config.mixed_precision.{name}": value
