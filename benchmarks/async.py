@@ -100,8 +100,8 @@ def run(home: Path, train_s: float) -> None:
             self.to_step(self.global_step + SYNCHRONOUS)
             before = list(lines)
             lines.clear()
-            self.stream, self._oldest, self._ahead = self.make_stream(), self.train_dataloader.number, []
-            self.loop.call(_starting(self.stream, self._oldest), self.global_step)
+            self.stream, self.groups = self.make_stream(), None  # what goes to disk is measured in journal.py
+            self.loop.call(_starting(self.stream, self.train_dataloader.number), self.global_step)
             self.to_step(self.global_step + WARM + AHEAD)
             self.loop.run(self.stream.close())
             self.stream = None
