@@ -177,7 +177,7 @@ class Evidence:
     sampled_by: list[str] = field(default_factory=list)
     """Versions that the record names."""
     recorded_routes: RouteDiff | None = None
-    """RecordedStep against what the engine takes now."""
+    """The recorded experts against those that the engine takes now."""
     natural_routes: RouteDiff | None = None
     """The trainer's own against what the engine takes now."""
     probe: str | None = None
