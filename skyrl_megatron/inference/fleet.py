@@ -9,6 +9,7 @@ is silent, or when it is lost; it is never restarted from here, and may join aga
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import logging
 from collections.abc import Awaitable, Callable
@@ -171,7 +172,8 @@ class Fleet:
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(self.heartbeat_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.pool.change(), self.heartbeat_s)
             for member in list(self.members.values()):
                 silent = asyncio.get_running_loop().time() - member.seen
                 if silent > self.silence_s and member.slot in self.pool.slots and not member.left:

@@ -153,9 +153,9 @@ class EnginePool:
             self.slots.remove(slot)
         for task in list(slot.in_flight):
             task.cancel()
+        self._notify()
         with contextlib.suppress(Exception):
             await asyncio.wait_for(slot.engine.kill(), 30)
-        self._notify()
 
     def serve(self, slot: EngineSlot, version: str) -> None:
         """Let an engine whose weights were verified serve if they are the published ones, else pause it."""
@@ -259,6 +259,10 @@ class EnginePool:
                 return False
         return True
 
+    async def change(self) -> None:
+        """Wait until an engine joins, leaves, dies, or serves or pauses with other weights."""
+        await self._changed.wait()
+
     async def until_joined(self, count: int) -> None:
         """Wait until so many engines have joined."""
         while sum(slot.joined for slot in self.slots) < count:
@@ -315,8 +319,12 @@ class EnginePool:
 
 
 def same_failure(one: str, other: str) -> bool:
-    """Return whether two failures read alike but for numbers: process ids, addresses, times."""
-    return bool(one) and _NUMBER.sub("#", one) == _NUMBER.sub("#", other)
+    """Return whether two failures read alike but for numbers: process ids, addresses, times.
+
+    A failure quotes what its processes said until it was noticed: the same one may have a line more of what followed.
+    """
+    lines, others = ({line.strip() for line in _NUMBER.sub("#", text).splitlines()} for text in (one, other))
+    return bool(lines and others) and (lines <= others or others <= lines)
 
 
 def shares(count: int, engines: int) -> Iterator[range]:

@@ -37,6 +37,15 @@ def test_failures_that_differ_in_numbers_alone_are_the_same():
     assert not same_failure("", "")
 
 
+def test_a_failure_noticed_later_is_the_same_with_what_followed():
+    from skyrl_megatron.inference.pool import same_failure
+
+    early = "the engine on /m died: Worker proc VllmWorker-0 died unexpectedly\n  RuntimeError: cancelled"
+    later = f"{early}\n  RuntimeError: Executor failed."
+    assert same_failure(early, later) and same_failure(later, early)
+    assert not same_failure(later, f"{early}\n  MemoryError: cannot allocate")
+
+
 def test_a_run_without_evaluation_warms_up_on_training_prompts():
     """``eval_interval=-1`` leaves no evaluation data, and the warm-up has to measure itself. The trainer is a shell:
     only which data it would evaluate is asked."""
