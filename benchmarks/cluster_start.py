@@ -8,6 +8,7 @@ python benchmarks/cluster_start.py table [64 256]      what is asked of every ho
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -18,6 +19,8 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+
+import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -142,8 +145,13 @@ def _members(hosts: TwoHosts, count: int) -> dict[str, float]:
         while len(ClusterFolder(cluster).ready()) <= number and members[-1].poll() is None:
             time.sleep(0.1)
         joined.append(time.time())
+    before, busy = _processor_time(members[1:]), 0.0
+    while members[0].poll() is None:
+        busy = max(busy, (_processor_time(members[1:]) - before) / (time.time() - joined[-1]))
+        time.sleep(0.2)
     codes = [member.wait(DEADLINE_S) for member in members]
     ended = time.time()
+    print(f"{count:3} hosts  the other hosts' Rays took {busy:.2f} of {os.cpu_count()} cores meanwhile", flush=True)
     said = (hosts.folder / "n1.out").read_text()
     if any(codes):
         raise SystemExit(f"{count} hosts: exit codes {codes}\n{said}")
@@ -151,6 +159,16 @@ def _members(hosts: TwoHosts, count: int) -> dict[str, float]:
     names = ("first host", "others", "imports", "join", "nodes compared", "placement", "end")
     times = [*joined[:2], joined[-1], *marks, ended]
     return {name: after - before for name, (before, after) in zip(names, pairwise(times), strict=True)}
+
+
+def _processor_time(members: Sequence[subprocess.Popen[bytes]]) -> float:
+    """Seconds of the processor that hosts' parts and what they started have used."""
+    used = 0.0
+    for member in members:
+        for process in psutil.Process(member.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                used += sum(process.cpu_times()[:2])
+    return used
 
 
 # ------------------------------------------------------------------ many hosts from a recorded one

@@ -1,6 +1,6 @@
 """What routing replay costs: processor time of a training step, and tokens a second of an engine that returns routes.
 
-    python benchmarks/replay.py [--rounds 5] [--only step capture]
+    python benchmarks/replay.py [--rounds 5] [--only step capture] [--large]
 
 ``step``: the model and the rows of ``lora.py`` (hidden size 1024, 32 experts top-4, 8 sequences of 1024 tokens), all
 weights, in one process and thread. The rows come with the experts that the model would take itself, so that both sides
@@ -8,8 +8,9 @@ compute the same. Whole steps with and without are compared; what replay adds is
 by, so its own code (checks of the batch, packing of routes, and the choice in routers but for the model's own top-k)
 is also timed by itself within them.
 
-``capture``: two engines of ``rollout.py``'s model, one of which returns routes, take turns with the same prompts; the
-other one idles. Medians of the rounds are compared.
+``capture``: two engines, one of which returns routes, take turns with the same prompts; the other one idles. Medians
+of the rounds are compared. Both have ``rollout.py``'s model, or with ``--large`` ``weight_sync.py``'s of 425 M
+parameters.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import lora  # both make the package and the tests' support importable
+import psutil
 import rollout
+import weight_sync
 
 if TYPE_CHECKING:
     from skyrl_megatron.runtime.engine import MegatronEngine
@@ -142,26 +145,39 @@ def serve(pipe: Any, model: Path, routes: bool) -> None:
         pipe.send("up")
         while (count := await asyncio.to_thread(pipe.recv)) is not None:
             prompts, sampling = rollout.prompts_and_sampling("long", count)
-            began = time.perf_counter()
+            began, used = time.perf_counter(), processor_time()
             answers = await client.generate(prompts, sampling)
             seconds = time.perf_counter() - began
+            used = {name: after - used[name] for name, after in processor_time().items()}
             sizes = [a.routed_experts.nbytes for a in answers if a.routed_experts is not None]
-            pipe.send((sum(len(a.token_ids) for a in answers), seconds, sum(sizes)))
+            pipe.send((sum(len(a.token_ids) for a in answers), seconds, sum(sizes), used))
         await pool.shutdown()
 
     asyncio.run(work())
 
 
-def time_capture(rounds: int, requests: int) -> None:
-    """Print the rates of both engines."""
+def processor_time() -> dict[str, float]:
+    """Seconds of the processor that the client, the engine's core and its worker have used."""
+    here = psutil.Process()
+    used = {"client": sum(here.cpu_times()[:2]), "core": 0.0, "worker": 0.0}
+    for process in here.children(recursive=True):
+        name = " ".join(process.cmdline()[:1])
+        for part, title in (("core", "VLLM::EngineCore"), ("worker", "VLLM::Worker")):
+            used[part] += sum(process.cpu_times()[:2]) if name.startswith(title) else 0.0
+    return used
+
+
+def time_capture(rounds: int, requests: int, sizes: dict[str, Any]) -> None:
+    """Print the rates of both engines, and where the processor's time goes."""
     from tests.support.tiny_models import write_tiny_model
 
     context = multiprocessing.get_context("spawn")
     sides: dict[bool, Any] = {}
     rates: dict[bool, list[float]] = {False: [], True: []}
+    parts: dict[bool, list[dict[str, float]]] = {False: [], True: []}
     size = 0
     with tempfile.TemporaryDirectory() as folder:
-        model = write_tiny_model("qwen3_moe", Path(folder) / "model", **rollout.MODEL)
+        model = write_tiny_model("qwen3_moe", Path(folder) / "model", **sizes)
         for routes in (False, True):
             pipe, theirs = context.Pipe()
             process = context.Process(target=serve, args=(theirs, model, routes))
@@ -172,10 +188,11 @@ def time_capture(rounds: int, requests: int) -> None:
         for number in range(rounds + 1):
             for routes, (pipe, _) in sides.items():
                 pipe.send(requests)
-                tokens, seconds, nbytes = pipe.recv()
+                tokens, seconds, nbytes, used = pipe.recv()
                 size = nbytes or size
                 if number:  # the first warms up
                     rates[routes].append(tokens / seconds)
+                    parts[routes].append({name: spent / tokens for name, spent in used.items()})
         for pipe, process in sides.values():
             pipe.send(None)
             process.join(30)
@@ -185,6 +202,9 @@ def time_capture(rounds: int, requests: int) -> None:
         f"{requests} requests: {medians[True]:.0f} tokens/s with routes ({size / requests / 1e3:.1f} kB a sample), "
         f"{medians[False]:.0f} without, ratio {medians[True] / medians[False]:.3f} (wanted: at least 0.95)"
     )
+    for name in parts[True][0]:
+        without, along = (statistics.median(each[name] for each in parts[side]) * 1e6 for side in (False, True))
+        print(f"  {name}: {along:.0f} us of the processor a token with routes, {without:.0f} without")
 
 
 def main() -> None:
@@ -192,12 +212,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=512)
+    parser.add_argument("--large", action="store_true", help="capture on a model of 425 M parameters")
     parser.add_argument("--only", nargs="+", choices=["step", "capture"], default=["step", "capture"])
     args = parser.parse_args()
     if "step" in args.only:
         time_steps(args.rounds)
     if "capture" in args.only:
-        time_capture(args.rounds, args.requests)
+        time_capture(args.rounds, args.requests, weight_sync.LARGE if args.large else rollout.MODEL)
 
 
 if __name__ == "__main__":
