@@ -3,6 +3,7 @@
 import pytest
 
 from tests.bridges.tiny_models import TINY, save_tiny, tiny_config
+from tests.support.rank_pool import end_layout
 
 M = "trainer.policy.megatron_config."
 TOKENS = 256
@@ -48,7 +49,6 @@ def kept_and_predicted(config, dtype, recompute, layout, lora=None):
     """
     import torch
     import torch.distributed as dist
-    from megatron.core.parallel_state import destroy_model_parallel
 
     from bridges.plan import Plan
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -94,7 +94,7 @@ def kept_and_predicted(config, dtype, recompute, layout, lora=None):
     kernels = Kernels(4 if dtype == "float32" else 2, fused=False, on_cpu=True)
     layers = LayerActivations(table, parallel, kernels, longest=TOKENS, adapters=adapters)
     predicted = kept_in_flight(layers, TOKENS // parallel.cp, groups.pp.rank(), Recompute.of(recompute), 1)
-    destroy_model_parallel()
+    end_layout()
     return measured, predicted
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.bridges.tiny_models import TINY, tiny_config
+from tests.support.rank_pool import end_layout
 
 QWEN3_30B_A3B = dict(
     hidden_size=2048,
@@ -79,7 +80,6 @@ def test_published_total_of_qwen3_30b_a3b():
 def built_and_predicted(layouts, configs):
     """On each rank: (layout, family, head) → (dense, expert) parameters built on the meta device, and predicted."""
     import torch
-    from megatron.core.parallel_state import destroy_model_parallel
 
     from bridges.plan import Plan
     from skyrl_megatron.config.rules.layout import ParallelConfig
@@ -101,7 +101,7 @@ def built_and_predicted(layouts, configs):
                     sizes[getattr(parameter, "allreduce", True)] += parameter.numel()
             count = ParameterTable(Plan.of(config)).stage(parallel, groups.pp.rank(), value_head=head == "value")
             found[name, family, head] = ((sizes[True], sizes[False]), (count.dense, count.expert))
-        destroy_model_parallel()
+        end_layout()
     return found
 
 

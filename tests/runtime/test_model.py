@@ -6,7 +6,7 @@ import multiprocessing
 import pytest
 
 from tests.bridges.tiny_models import save_tiny, tiny_config
-from tests.support.rank_pool import free_port
+from tests.support.rank_pool import end_layout, free_port
 
 # What Megatron's Transformer Engine layers write for the tiny models with 2 KV groups (3 layers, hidden 48, 6 heads,
 # 4 experts of 24): read off TELayerNormColumnParallelLinear, TEGroupedMLP and get_gpt_layer_with_transformer_engine
@@ -213,7 +213,6 @@ def random_states(seeds):
 
     import numpy as np
     import torch
-    from megatron.core.parallel_state import destroy_model_parallel
 
     from skyrl_megatron.config.rules.layout import ParallelConfig
     from skyrl_megatron.runtime import parallel_state
@@ -224,7 +223,7 @@ def random_states(seeds):
         random.seed(), np.random.seed(), torch.seed()  # from the machine's entropy, as a new process has them
         parallel_state.initialize(ParallelConfig(1), seed=seed)
         found.append(rng.capture())
-        destroy_model_parallel()
+        end_layout()
     return found
 
 

@@ -105,6 +105,25 @@ def _run_job(
     return result
 
 
+def end_layout() -> None:
+    """End the groups of a layout within a test body that makes several. Every rank calls it.
+
+    Megatron only forgets them: each would keep its threads, and hundreds of groups keep the cores busy with waking.
+    """
+    import gc
+
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    _drop_graphs()
+    gc.collect()
+
+
 def _drop_graphs() -> None:
     """Cut tensors that are still alive off their graphs. Megatron's token dispatchers keep probabilities of the last
     micro-batch, whose graph leads, out of sight of the garbage collector, to the gradient hooks of the model that the

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.support.rank_pool import end_layout
 from tests.training import bodies
 from tests.training.bodies import NO_DISTRIBUTED
 
@@ -108,7 +109,6 @@ def test_several_forward_backward_accumulate(ranks, folder, batch):
 
 
 def refused_optimizers(folder, names):
-    from megatron.core.parallel_state import destroy_model_parallel
 
     from skyrl_megatron.errors import ConfigError
     from skyrl_megatron.runtime.engine import MegatronEngine
@@ -119,7 +119,7 @@ def refused_optimizers(folder, names):
         with pytest.raises(ConfigError) as caught:
             MegatronEngine(cfg)
         messages[name] = str(caught.value)
-        destroy_model_parallel()
+        end_layout()
     return messages
 
 

@@ -8,12 +8,11 @@ from pathlib import Path
 from unittest.mock import patch
 
 from tests.config.settings import base
+from tests.support.rank_pool import end_layout
 
 
 def describe_body(folder, asked):
     """For each of ``asked``, (role, keys with values, part), that part of an engine, or why it cannot be built."""
-    from megatron.core import parallel_state
-
     os.environ[base.FOLDER] = folder
     os.chdir(folder)
     described = []
@@ -22,7 +21,7 @@ def describe_body(folder, asked):
             described.append(_describe(role, base.resolved(keys), part))
         except Exception:
             described.append(traceback.format_exc())
-        parallel_state.destroy_model_parallel()
+        end_layout()
     return described
 
 
