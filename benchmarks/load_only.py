@@ -34,20 +34,21 @@ class LoadOnly(WorkerExtension):
 
     def bench_pack(self) -> float:
         """Seconds of packing alone, of zeros that lie where a sync by routes puts weights; there was one before."""
-        from skyrl_megatron.weight_sync.vllm_routes import ModelTargets
+        from skyrl_megatron.weight_sync.vllm_targets import ModelTargets
 
         worker: Any = self
         transfer = worker.weight_transfer_engine
         transfer.start_weight_update()
         targets = ModelTargets(transfer.model, transfer.route)
-        numbers = range(len(targets.targets))
-        for number in numbers:
+        seconds = 0.0
+        for number in range(len(targets.layers)):
             targets.memory(number).zero_()
-        began = time.perf_counter()
-        for number in numbers:
+            began = time.perf_counter()
             targets.complete(number)
+            seconds += time.perf_counter() - began
+        began = time.perf_counter()
         transfer.finish_weight_update()
-        return time.perf_counter() - began
+        return seconds + time.perf_counter() - began
 
     def bench_forget_peak(self) -> None:
         """The peak of memory is from now on, above what is held now."""

@@ -46,7 +46,7 @@ def tables(count: int, workers: int, degree: int):  # type: ignore[no-untyped-de
                 tiles[rank].append((number, 0, rows, 0, columns, number, 0, 1))
             else:
                 tiles[rank].append((number, tp * rows // 4, rows // 4, 0, columns, number, 0, 1))
-        targets.append((f"{layer}.{place}", "weight", "bfloat16", rows * columns // degree))
+        targets.append((f"{layer}.{place}", "weight", "bfloat16", rows * columns // degree, -1))
         for part in range(degree):
             if down:
                 each = columns // degree

@@ -194,7 +194,8 @@ async def measure(folder: Path, rank: Rank, rounds: int, bucket_bytes: int) -> d
     rank.ask("load", str(folder))
     config = json.loads((folder / "config.json").read_text())
     ranks: list[Any] = [rank]  # it never scores: the probe is off
-    synchronizer = WeightSynchronizer(pool, ranks, hf_config=config, dtype="bfloat16", bucket_bytes=bucket_bytes)
+    options = dict(hf_config=config, dtype="bfloat16", bucket_bytes=bucket_bytes)
+    synchronizer = WeightSynchronizer(pool, ranks, routes=False, **options)
     first: Any = pool.slots[0].engine
     engine = first._llm
     await engine.collective_rpc("bench_hold", args=(str(folder),))
@@ -213,8 +214,7 @@ async def measure(folder: Path, rank: Rank, rounds: int, bucket_bytes: int) -> d
             found[name].append((await engine.collective_rpc("bench_load", args=(fused,)))[0])
             found[f"memory of {name}"].append((await engine.collective_rpc("bench_peak"))[0])
     before = rank.ask("memory")
-    options = dict(hf_config=config, dtype="bfloat16", bucket_bytes=bucket_bytes, routes=True)
-    by_routes = WeightSynchronizer(pool, ranks, **options)
+    by_routes = WeightSynchronizer(pool, ranks, routes=True, **options)
     first_sync = await by_routes.sync("routes")
     assert by_routes.plan is not None
     for number in range(rounds):
@@ -239,6 +239,7 @@ def main() -> None:
     parser.add_argument("--bucket-mib", type=int, default=None, help="default: the product's")
     args = parser.parse_args()
 
+    from benchmarks.weight_sync_on_paper import seconds as on_paper
     from skyrl_megatron.weight_sync import DEFAULT_BUCKET_BYTES
     from skyrl_megatron.weight_sync.transport import default_transport, listen, open_transport
     from tests.support.tiny_models import write_tiny_model
@@ -286,6 +287,8 @@ def main() -> None:
     floor, beyond = max(raw, found["packing"]), found["receiver by routes"] - found["memory of load only"]
     print(f"by routes against raw or packing  {found['routes'] / floor:7.2f} × (wanted: at most 1.3)")
     print(f"by routes against load only       {found['routes'] / found['load only']:7.2f} × (wanted: below 1)")
+    paper = on_paper(nbytes, nbytes, nbytes / raw, found["packing"], fixed["routes"] - fixed["packing"], bucket_bytes)
+    print(f"by routes against the paper model {found['routes'] / paper:7.2f} × ({paper * 1e3:.0f} ms)")
     print(f"  bytes received                  {found['routes bytes'] / nbytes:7.4f} × (wanted: at most 1.05)")
     print(f"  first connect, routes recorded  {found['routes connect'] * 1e3:7.0f} ms")
     print(f"  sender's memory, beside buckets {found['routes memory'] / 1e6:7.0f} MB")

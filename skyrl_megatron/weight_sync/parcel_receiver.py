@@ -8,6 +8,8 @@ received in place.
 from __future__ import annotations
 
 import contextlib
+import queue
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +44,38 @@ class _Bucket:
     wait: Callable[[], None] | None = None
 
 
+class _Room:
+    """Bytes of buckets that were asked for and not gone on with: at most ``limit``, or one bucket."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.used, self.closed = limit, 0, False
+        self.changed = threading.Condition()
+
+    def enter(self, nbytes: int, wait: bool) -> bool:
+        """Take room; return whether there is. ``wait``: until there is. Raises WeightSyncError once it is closed."""
+        with self.changed:
+            while not self.closed and self.used and self.used + nbytes > self.limit:
+                if not wait:
+                    return False
+                self.changed.wait()
+            if self.closed:
+                raise WeightSyncError("receive: what was received could not be gone on with")
+            self.used += nbytes
+            return True
+
+    def leave(self, nbytes: int) -> None:
+        """Give room back."""
+        with self.changed:
+            self.used -= nbytes
+            self.changed.notify()
+
+    def close(self) -> None:
+        """End the thread that waits for room."""
+        with self.changed:
+            self.closed = True
+            self.changed.notify()
+
+
 class ParcelReceiver:
     """Receives ``parcels`` from trainer ranks (rank → its transport).
 
@@ -67,23 +101,46 @@ class ParcelReceiver:
         self._ends = _last_uses(parcels)
 
     def receive(self, targets: Targets) -> None:
-        """Receive everything into ``targets``. Raises WeightSyncError when a rank is gone or silent."""
+        """Receive everything into ``targets``. Raises WeightSyncError when a rank is gone or silent.
+
+        A thread asks for buckets and takes them, as asking waits for a connection that is being read from; this one
+        goes on with targets, which packs them.
+        """
         self.checksums, self.received_bytes = [], 0
-        ahead: deque[_Bucket] = deque()
-        following = under_way = 0
-        for number, (rank, nbytes, *_) in enumerate(self._buckets):
-            while following < len(self._buckets) and (not ahead or under_way + self._held(following) <= self.limit):
-                ahead.append(self._begun(following, targets))
-                under_way += self._held(following)
-                following += 1
-            bucket = ahead.popleft()
-            with self._raising(rank):
-                assert bucket.wait is not None
-                bucket.wait()
-            self._take(bucket)
-            self.received_bytes, under_way = self.received_bytes + nbytes, under_way - self._held(number)
-            for target in self._ends.get(number, ()):
-                targets.complete(target)
+        taken: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        room = _Room(self.limit)
+        threading.Thread(target=self._receive_all, args=(targets, taken, room), daemon=True).start()
+        try:
+            for number in range(len(self._buckets)):
+                error = taken.get()
+                if error is not None:
+                    raise error
+                for target in self._ends.get(number, ()):
+                    targets.complete(target)
+                room.leave(self._held(number))
+        finally:
+            room.close()
+
+    def _receive_all(self, targets: Targets, taken: queue.SimpleQueue[BaseException | None], room: _Room) -> None:
+        """Receive all buckets in order; tell ``taken`` of each, or of what went wrong."""
+        try:
+            if self.device.type != "cpu":
+                torch.accelerator.set_device_index(self.device)
+            ahead: deque[_Bucket] = deque()
+            following = 0
+            for rank, nbytes, *_ in self._buckets:
+                while following < len(self._buckets) and room.enter(self._held(following), wait=not ahead):
+                    ahead.append(self._begun(following, targets))
+                    following += 1
+                bucket = ahead.popleft()
+                with self._raising(rank):
+                    assert bucket.wait is not None
+                    bucket.wait()
+                self._take(bucket)
+                self.received_bytes += nbytes
+                taken.put(None)
+        except BaseException as error:  # whatever it is, the other thread raises it
+            taken.put(error)
 
     def close(self) -> None:
         """Leave the groups and free the buffers."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from skyrl_megatron.weight_sync.routes import Route, Table, Unroutable
+from skyrl_megatron.weight_sync.routes import Route, Table, Unroutable, name_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,6 @@ def check_parcels(parcels: Parcels, route: Route) -> None:
         route.targets, np.column_stack([tensor, target, none, rows, none, columns, offset, by_row, by_column])
     )
     planned.check()
-    for (path, name, *_), found, needed in zip(route.targets, planned.covered(), route.covered(), strict=True):
+    for target, found, needed in zip(route.targets, planned.covered(), route.covered(), strict=True):
         if found != needed:
-            raise Unroutable(f"{found} of {needed} elements of {path}.{name} are planned")
+            raise Unroutable(f"{found} of {needed} elements of {name_of(target)} are planned")

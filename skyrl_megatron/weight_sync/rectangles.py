@@ -114,3 +114,19 @@ def _continued(one: Rectangle, other: Rectangle) -> Rectangle | None:
     if (other.rows > 1 and other.row_stride != step) or other.offset != one.offset + one.rows * step:
         return None
     return one._replace(rows=one.rows + other.rows, row_stride=step)
+
+
+def in_parts(rectangle: Rectangle, size: int) -> Iterator[tuple[int, Rectangle]]:
+    """Yield (part, rectangle in it) of a rectangle in a target that is made of parts of ``size`` elements.
+
+    Raises ValueError where one row goes into two.
+    """
+    step, reach = max(rectangle.row_stride, 1), (rectangle.columns - 1) * rectangle.column_stride
+    row = 0
+    while row < rectangle.rows:
+        part, offset = divmod(rectangle.offset + row * rectangle.row_stride, size)
+        count = min((size - 1 - reach - offset) // step + 1, rectangle.rows - row)
+        if count < 1:
+            raise ValueError("a row that goes into two parts of what it is copied to")
+        yield part, rectangle._replace(row=rectangle.row + row, rows=count, offset=offset)
+        row += count

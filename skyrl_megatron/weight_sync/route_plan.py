@@ -59,14 +59,15 @@ def join(
         raise Unroutable(f"{len(holdings)} ranks are more than {MOST_RANKS}")
     tiles = Tiles(tensors, holdings)
     itemsize = np.array([meta.torch_dtype.itemsize for meta in tensors], np.int64)
-    dtypes = np.array([meta.dtype for meta in tensors])
+    kinds = {dtype: kind for kind, dtype in enumerate(dict.fromkeys(meta.dtype for meta in tensors))}
+    dtypes = np.array([kinds[meta.dtype] for meta in tensors], np.int64)
     needed: dict[bytes, tuple[Route, _Pieces]] = {}  # workers with equal routes need equal pieces
     workers: list[Parcels] = []
     outgoing: list[_Outgoing] = []
     for worker, route in enumerate(routes):
         key = route.copies.tobytes()
         if key not in needed or needed[key][0].targets != route.targets:
-            needed[key] = route, _Pieces(tiles, route, itemsize, dtypes, bucket_bytes)
+            needed[key] = route, _Pieces(tiles, route, itemsize, dtypes, kinds, bucket_bytes)
         parcels, copies, ranks = needed[key][1].of_worker(worker)
         workers.append(parcels)
         outgoing.append((parcels.buckets, copies, np.searchsorted(ranks, range(len(holdings) + 1))))
@@ -76,7 +77,9 @@ def join(
 class _Pieces:
     """What workers of one route need, cut where tiles end and where a bucket is full."""
 
-    def __init__(self, tiles: Tiles, route: Route, itemsize: Table, dtypes: np.ndarray, bucket_bytes: int) -> None:
+    def __init__(
+        self, tiles: Tiles, route: Route, itemsize: Table, dtypes: Table, kinds: dict[str, int], bucket_bytes: int
+    ) -> None:
         self.tiles, self.half = tiles, bucket_bytes // 2
         which, tile = tiles.under(route.copies)
         copies, held = route.copies[which], tiles.tiles[tile]
@@ -102,7 +105,7 @@ class _Pieces:
         """The columns of ``Parcels.copies``, without places in buckets."""
         whole_rows = (columns == held[:, 4]) & ((held[:, 7] == 1) | (rows == 1))
         in_place = ((by_column == 1) | (columns == 1)) & ((by_row == columns) | (rows == 1))
-        types = np.array([dtype for _, _, dtype, _ in route.targets] or [""])
+        types = np.fromiter((kinds.get(target[2], -1) for target in route.targets), np.int64, len(route.targets))
         same_type = dtypes[tensor] == types[target]
         aligned = (self.nbytes % PAGE == 0) & (offset * itemsize[tensor] % 8 == 0)
         large = self.nbytes >= bucket_bytes // DIRECT_FRACTION

@@ -20,8 +20,9 @@ from skyrl_megatron.weight_sync.rectangles import width_of
 from skyrl_megatron.weight_sync.source import TensorShard
 
 type Table = NDArray[np.int64]
-type FilledTensor = tuple[str, str, str, int]
-"""Path of a module, name of its parameter or buffer, dtype, elements."""
+type FilledTensor = tuple[str, str, str, int, int]
+"""Path of a module, name of its parameter or buffer, dtype, elements, and which of several equal parts along its first
+dimension, as experts are; −1: all of it."""
 
 # columns of Route.copies
 TENSOR, TARGET, ROW, ROWS, COLUMN, COLUMNS, OFFSET, ROW_STRIDE, COLUMN_STRIDE = range(9)
@@ -56,7 +57,7 @@ class Route:
     @classmethod
     def of_plain(cls, targets: Sequence[Sequence[Any]], copies: bytes) -> Route:
         """Undo :attr:`plain`."""
-        named = [(str(path), str(name), str(dtype), int(size)) for path, name, dtype, size in targets]
+        named = [(str(path), str(name), str(dtype), int(size), int(part)) for path, name, dtype, size, part in targets]
         return cls(named, np.frombuffer(copies, np.int64).reshape(-1, 9))
 
     def covered(self) -> Table:
@@ -70,13 +71,19 @@ class Route:
         order = np.lexsort((starts, targets))
         targets, starts = targets[order], starts[order]
         ends = starts + lengths[order]
-        sizes = np.array([size for *_, size in self.targets], np.int64)
+        sizes = np.array([size for *_, size, _ in self.targets], np.int64)
         twice = np.flatnonzero((targets[1:] == targets[:-1]) & (starts[1:] < ends[:-1]))
         beyond = np.flatnonzero((ends > sizes[targets]) | (starts < 0))
         for wrong, what in ((twice, "is copied to twice"), (beyond, "lies beyond its end")):
             if len(wrong):
-                path, name, *_ = self.targets[targets[wrong[0]]]
-                raise Unroutable(f"element {max(starts[wrong[0]], 0)} of {path}.{name} {what}")
+                target = self.targets[targets[wrong[0]]]
+                raise Unroutable(f"element {max(starts[wrong[0]], 0)} of {name_of(target)} {what}")
+
+
+def name_of(target: FilledTensor) -> str:
+    """Name a target in a message."""
+    path, name, _, _, part = target
+    return f"{path}.{name}" + (f"[{part}]" if part >= 0 else "")
 
 
 def _runs(copies: Table) -> tuple[Table, Table, Table]:

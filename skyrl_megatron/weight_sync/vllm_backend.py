@@ -32,7 +32,8 @@ from skyrl_megatron.weight_sync.parcels import Parcels, check_parcels
 from skyrl_megatron.weight_sync.receiver import WeightReceiver
 from skyrl_megatron.weight_sync.routes import FilledTensor, Route, Unroutable
 from skyrl_megatron.weight_sync.transport import DEFAULT_TIMEOUT_S, default_transport, open_transport
-from skyrl_megatron.weight_sync.vllm_routes import ModelTargets, record_route
+from skyrl_megatron.weight_sync.vllm_routes import record_route
+from skyrl_megatron.weight_sync.vllm_targets import ModelTargets
 
 __all__ = ["BACKEND", "WeightExtension", "WeightTransferInitRequest", "WeightTransferUpdateRequest"]
 BACKEND = "skyrl_megatron"

@@ -7,7 +7,6 @@ is no copy of a slice ends the recording, as does a copy that nothing says the p
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,13 +17,12 @@ from vllm.distributed.weight_transfer.sharded_rdt_engine import ShardedRDTWeight
 from vllm.distributed.weight_transfer.sharded_rdt_fake import BakeSink, FakeRDTTensor
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
-from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
 from skyrl_megatron.weight_sync.bucket import TensorMeta
-from skyrl_megatron.weight_sync.rectangles import Rectangle, merged, rectangles, width_of
-from skyrl_megatron.weight_sync.routes import Route, Unroutable
+from skyrl_megatron.weight_sync.rectangles import Rectangle, in_parts, merged, rectangles, width_of
+from skyrl_megatron.weight_sync.routes import FilledTensor, Route, Unroutable
 from skyrl_megatron.weight_sync.source import dtype_name
+from skyrl_megatron.weight_sync.vllm_targets import ExpertPacking
 
 
 class _Sink(BakeSink):
@@ -97,23 +95,27 @@ def _route_of(model: torch.nn.Module, sink: _Sink, watch: _Watch, tensors: dict[
         raise Unroutable(f"a loader does more than copy: {watch.other}")
     paths = {module: path for path, module in model.named_modules()}
     numbers = {name: number for number, name in enumerate(tensors)}
-    targets: list[tuple[str, str, str, int]] = []
+    targets: list[FilledTensor] = []
     found: dict[tuple[int, int], list[Rectangle]] = {}  # by (tensor, target)
     for layer, copies in sink.copies_by_layer.items():
         path = paths[layer]
         if is_deferred_attention_layer(layer):
             raise Unroutable(f"{path} is loaded together with what it attends to")
-        known: dict[str, int] = {}
+        packing = ExpertPacking.of(layer)
+        known: dict[tuple[str, int], int] = {}
         for copy in copies:
-            if copy.param_name not in known:
-                parameter = getattr(layer, copy.param_name)
-                if copy.param_name in layer._non_persistent_buffers_set:
-                    raise Unroutable(f"{path}.{copy.param_name} is a buffer that belongs to no checkpoint")
-                known[copy.param_name] = len(targets)
-                targets.append((path, copy.param_name, dtype_name(parameter), parameter.numel()))
-            meta = tensors[copy.src[0]]
-            pair = numbers[meta.name], known[copy.param_name]
-            found.setdefault(pair, []).extend(_rectangles_of(copy, meta))
+            name, meta, parameter = copy.param_name, tensors[copy.src[0]], getattr(layer, copy.param_name)
+            if name in layer._non_persistent_buffers_set:
+                raise Unroutable(f"{path}.{name} is a buffer that belongs to no checkpoint")
+            size = parameter.numel() // (len(parameter) if packing else 1)
+            for each in _rectangles_of(copy, meta):
+                for part, inside in in_parts(each, size) if packing else [(-1, each)]:
+                    if (name, part) not in known:
+                        known[name, part] = len(targets)
+                        targets.append((path, name, dtype_name(parameter), size, part))
+                    found.setdefault((numbers[meta.name], known[name, part]), []).append(inside)
+        if packing and len(known) != sum(len(tensor) for tensor in packing.packed.values()):
+            raise Unroutable(f"no tensor fills some experts of {path}")
     rows = [
         (*pair, *each)
         for pair, several in found.items()
@@ -141,40 +143,3 @@ def _rectangles_of(copy: Any, meta: TensorMeta) -> list[Rectangle]:
         )
     except ValueError as error:
         raise Unroutable(f"{meta.name}: {error}") from error
-
-
-class ModelTargets:
-    """The parameters that ``route`` fills, of a model between ``initialize_layerwise_reload`` and
-    ``finalize_layerwise_reload`` (``parcel_receiver.Targets``).
-
-    A module's exist from its first copy on; after its last one vLLM packs it for its kernels, as after any load.
-    """
-
-    def __init__(self, model: torch.nn.Module, route: Route) -> None:
-        self.targets = [(model.get_submodule(path), name) for path, name, *_ in route.targets]
-        self.left = Counter(layer for layer, _ in self.targets)
-        self.made: set[torch.nn.Module] = set()
-        self.padded: dict[torch.nn.Module, list[str]] = {}
-        """Parameters that are not filled everywhere."""
-        for (layer, name), target, filled in zip(self.targets, route.targets, route.covered().tolist(), strict=True):
-            if filled < target[3]:
-                self.padded.setdefault(layer, []).append(name)
-
-    @torch.no_grad()
-    def memory(self, target: int) -> Tensor:
-        layer, name = self.targets[target]
-        if layer not in self.made:
-            self.made.add(layer)
-            empty = [padded for padded in self.padded.get(layer, ()) if getattr(layer, padded).is_meta]
-            materialize_layer(layer, get_layerwise_info(layer))
-            for padded in empty:
-                getattr(layer, padded).data.zero_()
-        tensor: Tensor = getattr(layer, name).data
-        return tensor
-
-    @torch.no_grad()
-    def complete(self, target: int) -> None:
-        layer, _ = self.targets[target]
-        self.left[layer] -= 1
-        if not self.left[layer]:
-            _layerwise_process(layer, get_layerwise_info(layer))

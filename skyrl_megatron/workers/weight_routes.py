@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_megatron.inference.pool import EngineSlot
+from skyrl_megatron.inference.protocol import InferenceEngine
 from skyrl_megatron.weight_sync.bucket import TensorMeta
 from skyrl_megatron.weight_sync.parcels import Parcels
 from skyrl_megatron.weight_sync.route_plan import RoutePlan, join
-from skyrl_megatron.weight_sync.routes import Holdings, Route, Unroutable, tensors_of
+from skyrl_megatron.weight_sync.routes import Route, Unroutable, tensors_of
 from skyrl_megatron.workers.sync_calls import AttemptFailed, SyncCalls, TrainerRank
 
 NAMED = 4
@@ -37,32 +38,39 @@ class WorkerRoutes:
         return self.plan.ranks[rank].peers
 
 
-async def plan_routes(calls: SyncCalls, slots: Sequence[EngineSlot], bucket_bytes: int) -> WorkerRoutes | str:
-    """Return the plan of a sync of these engines, or why weights cannot travel by routes."""
-    holdings = await calls.on_ranks("metadata", lambda rank: rank.weight_holdings())
-    if why := next((each for each in holdings if isinstance(each, str)), None):
-        return why
-    try:
-        return await _joined(calls, slots, holdings, bucket_bytes)
-    except Unroutable as error:
-        return str(error)
+class RoutePlanner:
+    """Makes plans. What an engine needs is recorded once, for as long as the engine lives."""
 
+    def __init__(self, calls: SyncCalls, bucket_bytes: int) -> None:
+        self.calls, self.bucket_bytes = calls, bucket_bytes
+        self._tensors: Sequence[TensorMeta] = ()
+        self._recorded: dict[InferenceEngine, Sequence[Route]] = {}
+        """What each worker of an engine needs of these tensors."""
 
-async def _joined(
-    calls: SyncCalls, slots: Sequence[EngineSlot], holdings: Sequence[Holdings], bucket_bytes: int
-) -> WorkerRoutes:
-    tensors = tensors_of(holdings)
-    recorded = await calls.on_engines(slots, "connect", lambda engine: engine.weight_routes(tensors))
-    routes: list[Route] = []
-    workers: list[tuple[EngineSlot, int]] = []
-    for slot, answer in zip(slots, recorded, strict=True):
-        if isinstance(answer, str):
-            raise Unroutable(f"{slot.name}: {answer}")
-        for number, (targets, copies) in enumerate(answer):
-            routes.append(Route.of_plain(targets, copies))
-            workers.append((slot, number))
-    plan = await asyncio.to_thread(join, tensors, holdings, routes, bucket_bytes)
-    return WorkerRoutes(tensors, plan, workers)
+    async def plan(self, slots: Sequence[EngineSlot]) -> WorkerRoutes | str:
+        """Return the plan of a sync of these engines, or why weights cannot travel by routes."""
+        holdings = await self.calls.on_ranks("metadata", lambda rank: rank.weight_holdings())
+        if why := next((each for each in holdings if isinstance(each, str)), None):
+            return why
+        try:
+            tensors = tensors_of(holdings)
+            await self._record(slots, tensors)
+            workers = [(slot, number) for slot in slots for number in range(len(self._recorded[slot.engine]))]
+            routes = [route for slot in slots for route in self._recorded[slot.engine]]
+            plan = await asyncio.to_thread(join, tensors, holdings, routes, self.bucket_bytes)
+        except Unroutable as error:
+            return str(error)
+        return WorkerRoutes(tensors, plan, workers)
+
+    async def _record(self, slots: Sequence[EngineSlot], tensors: Sequence[TensorMeta]) -> None:
+        if tensors != self._tensors:
+            self._tensors, self._recorded = tensors, {}
+        new = [slot for slot in slots if slot.engine not in self._recorded]
+        answers = await self.calls.on_engines(new, "connect", lambda engine: engine.weight_routes(tensors))
+        for slot, answer in zip(new, answers, strict=True):
+            if isinstance(answer, str):
+                raise Unroutable(f"{slot.name}: {answer}")
+            self._recorded[slot.engine] = [Route.of_plain(targets, copies) for targets, copies in answer]
 
 
 async def connect_routes(

@@ -40,7 +40,7 @@ from skyrl_megatron.weight_sync.probe import (
 )
 from skyrl_megatron.weight_sync.transport import default_transport
 from skyrl_megatron.workers.sync_calls import AttemptFailed, EnginesDisagree, EnginesLost, SyncCalls, TrainerRank
-from skyrl_megatron.workers.weight_routes import WorkerRoutes, compare_parcels, connect_routes, plan_routes
+from skyrl_megatron.workers.weight_routes import RoutePlanner, WorkerRoutes, compare_parcels, connect_routes
 
 if TYPE_CHECKING:
     from skyrl_megatron.runtime.offload import Part
@@ -121,6 +121,7 @@ class WeightSynchronizer:
         self.deadline_s, self.phase_s, self.shared_gpus = deadline_s, phase_s, shared_gpus
         self.adapters = adapters
         self.routed = routes and adapters is None and self.options["transport"] in TRANSPORTS.built_in
+        self.planner = RoutePlanner(self.calls, bucket_bytes)
         self.versions: dict[str, str] = {}
         """Adapter → the version that its weights changed last in, as of the sync under way."""
         self.syncs = 0
@@ -300,7 +301,7 @@ class WeightSynchronizer:
 
     async def _planned(self, slots: list[EngineSlot]) -> WorkerRoutes | None:
         """Return a plan of routes; None, and a line in the log, where there is none."""
-        planned = await plan_routes(self.calls, slots, self.options["bucket_bytes"])
+        planned = await self.planner.plan(slots)
         if isinstance(planned, str):
             log.info("every engine worker gets all weights, not its own alone: %s", planned)
             return None

@@ -41,6 +41,7 @@ HEAVY = {
             "skyrl_megatron/weight_sync/vllm_backend.py",
             "skyrl_megatron/weight_sync/vllm_adapters.py",
             "skyrl_megatron/weight_sync/vllm_routes.py",
+            "skyrl_megatron/weight_sync/vllm_targets.py",
         },
     ),
     "megatron": (2, set()),

@@ -42,16 +42,41 @@ class RouteExtension(WorkerExtension):
         wrong = [name for name, (place, old) in before.items() if after[name].data_ptr() != place]
         wrong += [name for name, (_, old) in before.items() if not torch.equal(after[name], old)]
         named = list(tensors.items())
-        for number, (path, parameter, dtype, size) in enumerate(route.targets):
+        filled: dict[str, list[tuple[int, torch.Tensor]]] = {}
+        for number, (path, parameter, dtype, size, part_of) in enumerate(route.targets):
             memory = torch.zeros(size, dtype=getattr(torch, dtype))
             for tensor, _, row, rows, column, columns, *place in route.copies[route.copies[:, 1] == number].tolist():
                 part = as_rows(*named[tensor])[row : row + rows, column : column + columns]
                 memory.as_strided((rows, columns), place[1:], place[0]).copy_(part)
-            name = f"{path}.{parameter}"  # of a tensor that keeps its memory, what the folder has is there already
+            filled.setdefault(f"{path}.{parameter}", []).append((part_of, memory))
+        for name, parts in filled.items():
+            memory = torch.cat([part for _, part in sorted(parts, key=lambda each: each[0])])
+            # of a tensor that keeps its memory, what the folder has is there already
             expected = loaded.pop(name) if name in loaded else before[name][1]
             if not torch.equal(memory.view(torch.uint8), expected.flatten().view(torch.uint8)):
-                wrong.append(f"{path}.{parameter}")
+                wrong.append(name)
         return wrong + [name for name, tensor in loaded.items() if tensor.any()]
+
+    def route_and_parameters(self, folder: str, tensors: list[list[Any]]) -> Any:
+        """Return the worker's route for ``tensors`` (fields of ``TensorMeta``), and the bytes that the loaders make of
+        the folder, by (path of a module, name of a parameter). Raises what keeps it from having one."""
+        import torch
+        from safetensors.torch import load_file
+
+        worker: Any = self
+        model, transfer = worker.model_runner.model, worker.weight_transfer_engine
+        whole = {k: v for path in Path(folder).glob("*.safetensors") for k, v in load_file(path).items()}
+        with torch.no_grad():
+            loaded = without_packing(model, whole, worker.device)
+        route = transfer.record(tensors)
+        if isinstance(route, str):
+            raise RuntimeError(route)
+        made = {}
+        for path, name, *_ in route[0]:
+            key = f"{path}.{name}"
+            kept = getattr(model.get_submodule(path), name)
+            made[path, name] = (loaded[key] if key in loaded else kept).detach().contiguous().numpy().tobytes()
+        return route, made
 
 
 def planted(model: torch.nn.Module, fault: str) -> Any:

@@ -138,7 +138,7 @@ class _Worker:
 
     def __init__(self, wholes, numbers, tp, rank) -> None:
         self.wholes, self.numbers, self.tp, self.rank = wholes, numbers, tp, rank
-        self.targets: list[tuple[str, str, str, int]] = []
+        self.targets: list[tuple[str, str, str, int, int]] = []
         self.memory: list[torch.Tensor] = []
         self.rows: list[tuple[int, ...]] = []
 
@@ -146,7 +146,7 @@ class _Worker:
         import torch
 
         self.memory.append(torch.full(shape, UNTOUCHED))
-        self.targets.append((f"module {len(self.targets)}", "weight", "float32", self.memory[-1].numel()))
+        self.targets.append((f"module {len(self.targets)}", "weight", "float32", self.memory[-1].numel(), -1))
         return len(self.targets) - 1, self.memory[-1]
 
     def load(self, place: int, target: torch.Tensor, part: torch.Tensor, name: str) -> None:
@@ -222,7 +222,7 @@ def engine_routes(wholes, tensors, model, *, tp, ep, engines, pp) -> tuple[list[
 
 def carried_out(plan, tensors, memory, routes) -> list[list[np.ndarray]]:
     """What the workers' targets are once every copy of the plan was made; each rank goes through its buckets once."""
-    found = [[np.full(size, UNTOUCHED, np.float32) for *_, size in route.targets] for route in routes]
+    found = [[np.full(size, UNTOUCHED, np.float32) for *_, size, _ in route.targets] for route in routes]
     position = [0] * len(routes)
     for rank, parcels in enumerate(plan.ranks):
         assert len(parcels.buckets) == sum((each.buckets[:, 0] == rank).sum() for each in plan.workers)

@@ -104,6 +104,38 @@ def test_any_slices(data):
     assert torch.equal(memory, by_loader(part, into))
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_parts_of_a_target(data):
+    """Cut where a part ends, a rectangle fills the same elements; one whose row goes into two parts is refused."""
+    from skyrl_megatron.weight_sync.rectangles import Rectangle, in_parts
+
+    rows, columns = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 6))
+    turned, size = data.draw(st.booleans()), data.draw(st.integers(4, 24))
+    strides = (1, rows + data.draw(st.integers(0, 2))) if turned else (columns + data.draw(st.integers(0, 2)), 1)
+    whole = Rectangle(3, rows, 1, columns, data.draw(st.integers(0, 30)), *strides)
+
+    def elements(each: Rectangle, before: int = 0) -> dict[tuple[int, int], int]:
+        return {
+            (each.row + i, each.column + j): before + each.offset + i * each.row_stride + j * each.column_stride
+            for i in range(each.rows)
+            for j in range(each.columns)
+        }
+
+    expected = elements(whole)
+    across = any(len({expected[3 + i, 1 + j] // size for j in range(columns)}) > 1 for i in range(rows))
+    if across:
+        with pytest.raises(ValueError, match="two parts"):
+            list(in_parts(whole, size))
+        return
+    found: dict[tuple[int, int], int] = {}
+    for part, each in in_parts(whole, size):
+        inside = elements(each, part * size)
+        assert {place // size for place in inside.values()} == {part} and not inside.keys() & found.keys()
+        found |= inside
+    assert found == expected
+
+
 def test_what_runs_over_the_end_of_a_row_is_refused():
     from skyrl_megatron.weight_sync.rectangles import rectangles
 

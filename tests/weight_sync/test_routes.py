@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.engines import LoopThread, tiny_settings
+from tests.support.engines import tiny_settings
 from tests.support.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.vllm
@@ -14,13 +14,6 @@ FAMILIES = {
     "mixtral": {},
     "olmoe": {},
 }
-
-
-@pytest.fixture(scope="module")
-def loop():
-    loop = LoopThread()
-    yield loop
-    loop.close()
 
 
 def found(loop, folder, checks, **settings):

@@ -1,0 +1,49 @@
+"""Two models of one shape, a trainer process that sends either, and a sync into the engines of a module's ``pool``."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.support.engines import LoopThread
+from tests.support.tiny_models import write_tiny_model
+from tests.weight_sync.trainer_process import BUCKET_BYTES, TrainerProcess
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Two models of the same shape, A and B."""
+    folder = tmp_path_factory.mktemp("models")
+    return {name: write_tiny_model("qwen3_moe", folder / name, seed) for name, seed in (("A", 0), ("B", 1))}
+
+
+@pytest.fixture(scope="module")
+def loop():
+    loop = LoopThread()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    trainer = TrainerProcess()
+    yield trainer
+    trainer.close()
+
+
+@pytest.fixture
+def sync(pool, trainer, models, loop):
+    """``sync(version, model, fault=…)`` → report; by routes unless ``routes=False``."""
+    from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
+
+    def sync(version, model, fault=None, **options):
+        trainer.load(models[model], fault)
+        config = json.loads((models[model] / "config.json").read_text())
+        options = {"phase_s": 60.0, "deadline_s": 400.0, "bucket_bytes": BUCKET_BYTES, "routes": True, **options}
+        synchronizer = WeightSynchronizer(pool, [trainer], hf_config=config, dtype="float32", **options)
+        report = loop(synchronizer.sync(version), 500)
+        assert (synchronizer.plan is not None) == options["routes"]
+        return report
+
+    return sync
