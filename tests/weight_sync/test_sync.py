@@ -10,27 +10,12 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.engines import LoopThread, largest_gap, reference_logprobs, tiny_settings
-from tests.support.tiny_models import write_tiny_model
-from tests.weight_sync.trainer_process import BUCKET_BYTES, TrainerProcess
+from tests.support.engines import largest_gap, reference_logprobs, tiny_settings
+from tests.weight_sync.trainer_process import BUCKET_BYTES
 
 pytestmark = pytest.mark.vllm
 TOKENS = [(7 * i + 3 * i * i) % 400 + 5 for i in range(64)]
 SAMPLING = {"max_tokens": 24, "temperature": 1.0, "seed": 3, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """Two models of the same shape, A and B."""
-    folder = tmp_path_factory.mktemp("models")
-    return {name: write_tiny_model("qwen3_moe", folder / name, seed) for name, seed in (("A", 0), ("B", 1))}
-
-
-@pytest.fixture(scope="module")
-def loop():
-    loop = LoopThread()
-    yield loop
-    loop.close()
 
 
 @pytest.fixture(scope="module")
@@ -42,30 +27,6 @@ def pool(models, loop):
     loop(pool.start(), 590)
     yield pool
     loop(pool.shutdown())
-
-
-@pytest.fixture(scope="module")
-def trainer():
-    trainer = TrainerProcess()
-    yield trainer
-    trainer.close()
-
-
-@pytest.fixture
-def sync(pool, trainer, models, loop):
-    """``sync(version, model, fault=…)`` → report."""
-    from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
-
-    def sync(version, model, fault=None, **options):
-        trainer.load(models[model], fault)
-        config = json.loads((models[model] / "config.json").read_text())
-        options = {"phase_s": 60.0, "deadline_s": 400.0, **options}
-        synchronizer = WeightSynchronizer(
-            pool, [trainer], hf_config=config, dtype="float32", bucket_bytes=BUCKET_BYTES, **options
-        )
-        return loop(synchronizer.sync(version), 500)
-
-    return sync
 
 
 def answers(pool, loop):
@@ -125,10 +86,11 @@ def check_nothing_is_served(pool, published):
     assert all(slot.state.value == "paused" for slot in pool.slots)
 
 
-def test_engines_equal_fresh_ones_bit_for_bit(pool, sync, loop, models, fresh):
+@pytest.mark.parametrize("routes", [True, False], ids=["by routes", "in buckets for all"])
+def test_engines_equal_fresh_ones_bit_for_bit(pool, sync, loop, models, fresh, routes):
     """A → B → A → B, and again without a new connection."""
     for number, model in enumerate("BABB"):
-        report = sync(f"{model}{number}", model)
+        report = sync(f"{model}{number}", model, routes=routes)
         assert report.engines == 2 and not report.failures
         assert max(diff.largest for diff in report.logprob_diffs.values()) <= 1e-4
         assert pool.published == f"{model}{number}"
@@ -235,6 +197,7 @@ def test_keys_and_values_of_old_weights(pool, sync, loop, clear):
 @pytest.mark.parametrize(
     "fault, message",
     [
+        ("a byte flips on the way, in buckets for all", "checksums differ"),
         ("a tensor is missing", "1 tensors are missing: model.layers.2.mlp.experts.5.down_proj.weight"),
         ("a tensor has another shape", "model.layers.0.self_attn.q_proj.weight is .* the model has"),
         ("a tensor is misnamed", r"experts.3.gate.weight is no tensor of the model \(nearest: .*experts.3.gate_proj"),
@@ -246,9 +209,10 @@ def test_a_faulty_update_is_never_served(pool, sync, loop, fault, message):
     from skyrl_megatron.errors import EngineError, WeightSyncError
     from skyrl_megatron.inference.client import InferenceClient
 
-    sync("good", "A")
+    fault, _, in_buckets = fault.partition(", ")
+    sync("good", "A", routes=not in_buckets)
     with pytest.raises(WeightSyncError, match=message):
-        sync("bad", "B", fault)
+        sync("bad", "B", fault, routes=not in_buckets)
     check_nothing_is_served(pool, "good")
     pool.wait_s = 1.0
     with pytest.raises(EngineError, match="no engine served"):
@@ -262,7 +226,7 @@ def test_a_bucket_that_never_comes_is_noticed(pool, sync, loop, fresh):
     from skyrl_megatron.errors import WeightSyncError
 
     sync("good", "A")
-    with pytest.raises(WeightSyncError, match="a trainer rank is gone or silent"):
+    with pytest.raises(WeightSyncError, match="trainer rank 0 is gone or silent"):
         sync("bad", "B", "the last bucket is skipped", phase_s=8.0)
     check_nothing_is_served(pool, "good")
     sync("good again", "B")
@@ -366,7 +330,7 @@ def test_experts_that_are_not_packed_again_are_noticed(models, trainer, loop):
         trainer.load(models["A"])
         config = json.loads((models["A"] / "config.json").read_text())
         synchronizer = WeightSynchronizer(
-            pool, [trainer], hf_config=config, dtype="float32", bucket_bytes=BUCKET_BYTES
+            pool, [trainer], hf_config=config, dtype="float32", bucket_bytes=BUCKET_BYTES, routes=False
         )
         with pytest.raises(WeightSyncError, match="differ from the trainer's"):
             loop(synchronizer.sync("garbled"), 500)
