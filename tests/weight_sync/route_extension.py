@@ -57,27 +57,6 @@ class RouteExtension(WorkerExtension):
                 wrong.append(name)
         return wrong + [name for name, tensor in loaded.items() if tensor.any()]
 
-    def route_and_parameters(self, folder: str, tensors: list[list[Any]]) -> Any:
-        """Return the worker's route for ``tensors`` (fields of ``TensorMeta``), and the bytes that the loaders make of
-        the folder, by (path of a module, name of a parameter). Raises what keeps it from having one."""
-        import torch
-        from safetensors.torch import load_file
-
-        worker: Any = self
-        model, transfer = worker.model_runner.model, worker.weight_transfer_engine
-        whole = {k: v for path in Path(folder).glob("*.safetensors") for k, v in load_file(path).items()}
-        with torch.no_grad():
-            loaded = without_packing(model, whole, worker.device)
-        route = transfer.record(tensors)
-        if isinstance(route, str):
-            raise RuntimeError(route)
-        made = {}
-        for path, name, *_ in route[0]:
-            key = f"{path}.{name}"
-            kept = getattr(model.get_submodule(path), name)
-            made[path, name] = (loaded[key] if key in loaded else kept).detach().contiguous().numpy().tobytes()
-        return route, made
-
 
 def planted(model: torch.nn.Module, fault: str) -> Any:
     """A loader of the first norm that does more than copy."""
