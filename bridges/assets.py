@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from bridges.errors import BridgeError
+from bridges.plan import PREDICTION_LAYERS
 from bridges.staging import write_file
 
 # Small files of a HF folder that belong to a model besides weights and config.
@@ -41,8 +42,8 @@ def output_config(config: Mapping[str, Any], dtype: torch.dtype | None, drop_mtp
         for key in ("dtype", "torch_dtype"):
             if key in result:
                 result[key] = HF_DTYPE[dtype]
-    if drop_mtp and "num_nextn_predict_layers" in result:
-        result["num_nextn_predict_layers"] = 0
+    if drop_mtp:
+        result |= {key: 0 for key in PREDICTION_LAYERS if key in result}
     return result
 
 

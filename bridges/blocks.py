@@ -19,10 +19,15 @@ DENSE = (
     Copy(M + "mlp.linear_fc2.weight", L + "mlp.down_proj.weight", "H F", split=1),
 )
 ROUTER = Copy(M + "mlp.router.weight", L + "mlp.gate.weight", "E H")
-CORRECTION = Copy(
-    M + "mlp.router.expert_bias", L + "mlp.gate.e_score_correction_bias", "E", buffer=True, keep_dtype=True
-)
-"""Bias of DeepSeek-V3's router, added to the scores that experts are chosen by (arXiv:2412.19437, 2.1.2)."""
+
+
+def correction(hf: str = "mlp.gate.e_score_correction_bias") -> Row:
+    """Return the row of the bias of DeepSeek-V3's router, added to the scores that experts are chosen by
+    (arXiv:2412.19437, 2.1.2)."""
+    return Copy(M + "mlp.router.expert_bias", L + hf, "E", buffer=True, keep_dtype=True)
+
+
+CORRECTION = correction()
 
 
 def decoder_layer(*attention: Row) -> tuple[Row, ...]:
@@ -65,10 +70,10 @@ def experts(
     )
 
 
-def shared_expert(hf: str = "mlp.shared_experts.") -> tuple[Row, ...]:
+def shared_expert(hf: str = "mlp.shared_experts.", when: str | None = None) -> tuple[Row, ...]:
     """Return the rows of the shared experts, which are one module."""
     megatron, one = M + "mlp.shared_experts.", L + hf
     return (
-        GateUp(megatron + "linear_fc1.weight", (one + "gate_proj.weight", one + "up_proj.weight"), "S H"),
-        Copy(megatron + "linear_fc2.weight", one + "down_proj.weight", "H S", split=1),
+        GateUp(megatron + "linear_fc1.weight", (one + "gate_proj.weight", one + "up_proj.weight"), "S H", when=when),
+        Copy(megatron + "linear_fc2.weight", one + "down_proj.weight", "H S", split=1, when=when),
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from torch import Tensor
 class Conversion:
     """One HF tensor is the Megatron tensor as it stands. Base of all conversions."""
 
+    keeps_rows: ClassVar[bool] = True
+    """Whether rows of the HF tensors are rows of the Megatron tensor, in some order."""
     parts: int = 1
 
     def to_parts(self, hf: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -74,6 +77,8 @@ class InterleaveQkv(Conversion):
 class Transpose(Conversion):
     """``[a, b]`` ↔ ``[b, a]``."""
 
+    keeps_rows: ClassVar[bool] = False
+
     def to_parts(self, hf: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return (hf[0].t(),)
 
@@ -82,9 +87,23 @@ class Transpose(Conversion):
 
 
 @dataclass(frozen=True, slots=True)
+class Squeeze(Conversion):
+    """``[1, a]`` ↔ ``[a]``."""
+
+    keeps_rows: ClassVar[bool] = False
+
+    def to_parts(self, hf: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return (hf[0].squeeze(0),)
+
+    def from_parts(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return (parts[0].unsqueeze(0),)
+
+
+@dataclass(frozen=True, slots=True)
 class DeinterleaveGateUp(Conversion):
     """``[H, 2f]`` or ``[2f]`` with columns gate, up, gate, up … ↔ gate ``[f, H]`` or ``[f]``, and up alike."""
 
+    keeps_rows: ClassVar[bool] = False
     parts: int = 2
 
     def to_parts(self, hf: Sequence[Tensor]) -> tuple[Tensor, ...]:

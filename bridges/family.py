@@ -22,7 +22,8 @@ class MegatronModelConfig:
     ``model``: keyword arguments of ``GPTModel``. ``attributes``: set on the config object before the model is built
     (``GPTModel`` reads YaRN settings that ``TransformerConfig`` does not declare). ``activation``: name of the
     activation function, ``silu`` or ``quick_gelu``. ``full_width_qk_norm``: q and k are normalised over all heads
-    together. ``mla_norm_epsilon``: epsilon of the two norms inside MLA, which HF fixes.
+    together. ``mla_norm_epsilon``: epsilon of the two norms inside MLA, which HF fixes. ``softmax_log_odds``: the
+    router's scores are softmax probabilities, computed by Megatron's sigmoid routing from their log-odds.
     """
 
     transformer: dict[str, Any]
@@ -32,6 +33,7 @@ class MegatronModelConfig:
     multi_latent_attention: bool = False
     full_width_qk_norm: bool = False
     mla_norm_epsilon: float | None = None
+    softmax_log_odds: bool = False
 
 
 def grouped_query_model(
@@ -57,7 +59,9 @@ def grouped_query_model(
 class Family:
     """One HF ``model_type``. Rows of the table: ``layer``, ``dense``, ``moe``, ``embedding``, ``head``: of every
     layer, of layers without and with experts, before and after the layers. ``aliases``: other
-    ``model_type`` values with the same tensors. ``ignored``: endings of HF names that hold no weights."""
+    ``model_type`` values with the same tensors. ``ignored``: endings of HF names that hold no weights. ``carried``:
+    beginnings of HF names that conversion passes on as they are (multi-token prediction), beside those of the layers
+    that ``num_nextn_predict_layers`` or ``num_mtp_modules`` counts."""
 
     model_type: str
     architecture: str
@@ -70,6 +74,7 @@ class Family:
     head: tuple[Row, ...] = HEAD
     aliases: tuple[str, ...] = ()
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
+    carried: tuple[str, ...] = ()
 
     def config(self, hf_config: Mapping[str, Any]) -> PreTrainedConfig:
         """Return ``config.json`` as transformers reads it, defaults filled in. Raises :class:`BridgeError`."""

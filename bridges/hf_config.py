@@ -92,8 +92,10 @@ def every_layer(config: PreTrainedConfig) -> tuple[bool, ...]:
 
 
 def dense_first(config: PreTrainedConfig) -> tuple[bool, ...]:
-    """Return which layers hold experts: all from ``first_k_dense_replace`` on."""
+    """Return which layers hold experts: those of ``mlp_layer_types``, else all from ``first_k_dense_replace`` on."""
     require(config, "moe_layer_freq", (1,), "experts must follow in every layer after the dense ones")
+    if (kinds := getattr(config, "mlp_layer_types", None)) is not None:
+        return tuple(kind == "sparse" for kind in kinds)
     return tuple(layer >= config.first_k_dense_replace for layer in range(config.num_hidden_layers))
 
 
@@ -198,11 +200,14 @@ def expert_fields(config: PreTrainedConfig, *, experts: int, size: int, moe: tup
     }
 
 
-def sigmoid_routing(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return fields of DeepSeek's routing: sigmoid scores, correction bias, experts chosen in the best groups."""
+def sigmoid_routing(config: PreTrainedConfig, scaling: str = "routed_scaling_factor") -> dict[str, Any]:
+    """Return fields of DeepSeek's routing: sigmoid scores, correction bias, experts chosen in the best groups.
+
+    ``scaling``: the config's name of the factor of all weights; absent, it is 1.
+    """
     kind = config.model_type
     require(config, "norm_topk_prob", (True,), "Megatron always normalises sigmoid scores")
-    require(config, "scoring_func", ("sigmoid",), "use a model with sigmoid routing")
+    require(config, "scoring_func", ("sigmoid", "noaux_tc"), "use a model with sigmoid routing")
     require(config, "topk_method", ("noaux_tc",), "use a model with correction-bias routing")
     if config.num_experts_per_tok == 1:
         raise refuse(kind, "num_experts_per_tok", 1, "Megatron does not normalise a single score")
@@ -211,11 +216,11 @@ def sigmoid_routing(config: PreTrainedConfig) -> dict[str, Any]:
         "moe_router_enable_expert_bias": True,
         # The default moves the bias after every step; it is a released weight here.
         "moe_router_bias_update_rate": 0.0,
-        "moe_router_topk_scaling_factor": config.routed_scaling_factor,
+        "moe_router_topk_scaling_factor": getattr(config, scaling, 1.0),
         "moe_router_dtype": "fp32",
         "moe_router_pre_softmax": False,
     }
-    if (config.n_group or 1) > 1:
+    if (getattr(config, "n_group", None) or 1) > 1:
         chosen, groups = config.num_experts_per_tok, config.topk_group
         if chosen // groups != 2:
             ratio = f"num_experts_per_tok/topk_group={chosen}/{groups}"

@@ -41,7 +41,7 @@ class Plan:
         config = family.config(hf_config)
         shape = family.read_shape(config)
         entries = expand(family, hf_config)
-        layers = range(len(shape.moe), len(shape.moe) + (getattr(config, "num_nextn_predict_layers", 0) or 0))
+        more = max(getattr(config, name, 0) or 0 for name in PREDICTION_LAYERS)
         return cls(
             family,
             shape,
@@ -51,7 +51,7 @@ class Plan:
             {piece.name: piece.shape for entry in entries for piece in entry.hf},
             frozenset(piece.name for entry in entries for piece in entry.hf if piece.index is not None),
             {} if "untied" in shape.flags else {"lm_head.weight": "model.embed_tokens.weight"},
-            tuple(f"model.layers.{layer}." for layer in layers),
+            (*family.carried, *(f"model.layers.{len(shape.moe) + layer}." for layer in range(more))),
         )
 
     def is_passthrough(self, hf_name: str) -> bool:
@@ -85,6 +85,8 @@ class Plan:
             )
 
 
+PREDICTION_LAYERS = ("num_nextn_predict_layers", "num_mtp_modules")
+"""Names by which configs count the layers behind the last that predict further tokens."""
 MANY = 8  # differences listed of each kind
 
 

@@ -29,6 +29,7 @@ from bridges.conversions import (
     DeinterleaveGateUp,
     InterleaveQkv,
     InterleaveRope,
+    Squeeze,
     Transpose,
 )
 
@@ -166,6 +167,17 @@ class Transposed(Row):
 
     def megatron_shape(self, dims: Mapping[str, int]) -> Shape:
         return resolve(self.shape, dims)[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Unsqueezed(Row):
+    """One HF tensor with a leading dimension of 1, which Megatron's has not."""
+
+    def conversion(self, dims: Mapping[str, int]) -> Conversion:
+        return Squeeze()
+
+    def megatron_shape(self, dims: Mapping[str, int]) -> Shape:
+        return resolve(self.shape, dims)[1:]
 
 
 @dataclass(frozen=True, slots=True)

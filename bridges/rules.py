@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from bridges.conversions import Conversion, DeinterleaveGateUp, Transpose
+from bridges.conversions import Conversion
 from bridges.errors import BridgeError
 from bridges.names import te_spelling
 from bridges.rows import ModelShape, Row, Shape, Split
@@ -87,8 +87,12 @@ class Entry:
     def can_be_scaled(self) -> bool:
         """Whether it is a linear map's matrix made of rows on disk, so that 8-bit values and their scales can be cut
         and ordered as they are."""
-        turned = isinstance(self.bound.conversion, Transpose | DeinterleaveGateUp)
-        return ".linear_" in self.name and len(self.shape) == 2 and not turned and self.hf[0].index is None
+        return ".linear_" in self.name and len(self.shape) == 2 and self.has_rows_of_hf
+
+    @property
+    def has_rows_of_hf(self) -> bool:
+        """Whether its rows are rows of HF tensors that are its alone."""
+        return self.bound.conversion.keeps_rows and self.hf[0].index is None
 
     @property
     def is_buffer(self) -> bool:

@@ -22,6 +22,11 @@ SUPPORTED = (
     "deepseek_v3",
     "glm4_moe",
     "gpt_oss",
+    "minimax_m2",
+    "dots1",
+    "glm4_moe_lite",
+    "ernie4_5_moe",
+    "hy_v3",
 )
 
 

@@ -17,6 +17,9 @@ from skyrl_megatron.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from skyrl_megatron.config.schema.root import SkyRLTrainConfig
 
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names by which configs count a layer's experts."""
+_SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -44,9 +47,9 @@ def model_dimensions(hf: Mapping[str, Any]) -> ModelDimensions | None:
     layers, heads = hf.get("num_hidden_layers"), hf.get("num_attention_heads")
     if not isinstance(layers, int) or not isinstance(heads, int):
         return None
-    experts = _first(hf, "num_experts", "num_local_experts", "n_routed_experts")
+    experts = _first(hf, *EXPERT_COUNTS)
     expert_size = _first(hf, "moe_intermediate_size", "intermediate_size") if experts else 0
-    shared = _first(hf, "shared_expert_intermediate_size") or _first(hf, "n_shared_experts") * expert_size
+    shared = _first(hf, "shared_expert_intermediate_size") or _first(hf, *_SHARED_COUNTS) * expert_size
     latent = (_first(hf, "kv_lora_rank") + _first(hf, "qk_rope_head_dim"), _first(hf, "q_lora_rank"))
     return ModelDimensions(
         num_layers=layers,
@@ -94,5 +97,10 @@ def _first(hf: Mapping[str, Any], *keys: str) -> int:
 
 def _has_dense_layers(hf: Mapping[str, Any], experts: int) -> bool:
     """Return whether any layer has a feed-forward block without experts."""
-    sparse_step, dense_layers = hf.get("decoder_sparse_step") or 1, hf.get("mlp_only_layers")
-    return not experts or bool(_first(hf, "first_k_dense_replace")) or sparse_step > 1 or bool(dense_layers)
+    if not experts:
+        return True
+    if kinds := hf.get("mlp_layer_types"):
+        return "dense" in kinds
+    steps = max(_first(hf, "decoder_sparse_step"), _first(hf, "moe_layer_interval"))
+    first = _first(hf, "first_k_dense_replace", "moe_layer_start_index")
+    return bool(first) or steps > 1 or bool(hf.get("mlp_only_layers"))

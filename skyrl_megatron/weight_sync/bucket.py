@@ -34,6 +34,8 @@ class TensorMeta:
     When ranks gather tensors from one another, the order in which they do so has to agree with this one: a rank waits
     with its bucket until all buckets before it were received, and must not be needed meanwhile.
     """
+    turned: str | None = None
+    """What the engine's worker makes the tensor on disk with (``weight_sync/turned.py``); None: it is that already."""
 
     @property
     def shard_shape(self) -> tuple[int, ...]:

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from bridges.rules import BoundRow, Entry
 from bridges.shard import unshard
-from skyrl_megatron.errors import WeightSyncError
 from skyrl_megatron.runtime.model.build import ModelChunks
 from skyrl_megatron.runtime.model.local_weights import LocalWeight, local_weights
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
 from skyrl_megatron.weight_sync.bucket import TensorMeta
 from skyrl_megatron.weight_sync.metadata import FUSED_EXPERTS
+from skyrl_megatron.weight_sync.routes import Unroutable
 from skyrl_megatron.weight_sync.source import RowRange, TensorShard, as_rows, dtype_name, place_of
+from skyrl_megatron.weight_sync.turned import travelling, turning
 
 type RowRanges = tuple[RowRange, ...]
 
@@ -37,7 +38,6 @@ class MegatronWeightSource:
         return [shard.meta for shard in self.shards() if shard.rank == 0]
 
     def shards(self) -> Sequence[TensorShard]:
-        """Raise WeightSyncError for a family whose tensors on disk are not rows of Megatron's."""
         return [
             shard if shard.rank else replace(shard, finish=self._finish(weight.entry, shard))
             for weight, over, replicas, shard in self._all()
@@ -46,6 +46,8 @@ class MegatronWeightSource:
 
     def held(self) -> tuple[Sequence[TensorShard], Sequence[int]]:
         """List what this rank holds of any replica, see ``WeightSource``."""
+        if turned := next((entry for entry in self.model.hf.plan.entries if not entry.has_rows_of_hf), None):
+            raise Unroutable(f"{turned.hf[0].name} travels in another form than on disk")
         found = [(shard, over.rank()) for weight, over, _, shard in self._all()]
         return [shard for shard, _ in found], [0 if shard.group is None else rank for shard, rank in found]
 
@@ -64,7 +66,7 @@ class MegatronWeightSource:
             if key not in known:
                 known[key] = ranges_in_shards(entry, size, local)
             for number, (name, shape, rows, ranges) in enumerate(self._tensors(entry, known[key])):
-                meta = TensorMeta(name, dtype_name(local), shape, rows, position=place + number)
+                meta = TensorMeta(name, dtype_name(local), shape, rows, place + number, turning(entry))
                 shard = TensorShard(meta, local, ranges, over if size > 1 else None, make=weight.make)
                 yield weight, over, replicas, shard
             place += len(entry.hf)
@@ -78,8 +80,8 @@ class MegatronWeightSource:
     ) -> Iterator[tuple[str, tuple[int, ...], tuple[int, int] | None, RowRanges]]:
         """Yield (name, shape, rows, ranges) of what engines get of an entry; ``pieces``: ranges of its HF tensors."""
         if entry.expert is None or self.model.hf.config["model_type"] not in FUSED_EXPERTS:
-            for piece, ranges in zip(entry.hf, pieces, strict=True):
-                yield piece.name, piece.shape, None, ranges
+            for (name, shape), ranges in zip(travelling(entry), pieces, strict=True):
+                yield name, shape, None, ranges
             return
         layer, _, _ = entry.hf[0].name.rpartition(f".{entry.expert}.")
         height, width = entry.hf[0].shape
@@ -101,20 +103,15 @@ class MegatronWeightSource:
 
 
 def ranges_in_shards(entry: Entry, size: int, local: Tensor) -> tuple[RowRanges, ...]:
-    """Find, for each HF tensor of an entry, where its rows lie in the shards ([rows, columns] each) of ``size`` ranks,
-    by sending row numbers through the conversion itself. ``local``: this rank's shard.
+    """Find, for each tensor as which an entry travels, where its rows lie in the shards ([rows, columns] each) of
+    ``size`` ranks, by sending row numbers through the conversion itself. ``local``: this rank's shard.
     """
     split_rows = size > 1 and entry.split.dim == 0
     held = len(local)
     numbers = torch.arange(held * (size if split_rows else 1)).unsqueeze(1)
-    pieces = entry.to_hf(unshard(list(torch.split(numbers, held)), entry))
+    whole = unshard(list(torch.split(numbers, held)), entry)
     ranges: list[RowRanges] = []
-    for piece, shape in zip(pieces, entry.bound.hf_shapes, strict=True):
-        if piece.shape != (shape[0], 1) or entry.hf[0].index is not None:
-            raise WeightSyncError(
-                f"{entry.hf[0].name} is not made of rows of {entry.name}: weights of this family cannot be sent "
-                "to engines"
-            )
+    for piece in entry.to_hf(whole) if entry.has_rows_of_hf else (whole,):
         found = row_ranges(piece[:, 0].tolist(), held)
         if not split_rows and size > 1:
             width = local.shape[1]

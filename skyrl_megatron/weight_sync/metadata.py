@@ -15,6 +15,7 @@ from typing import Any
 from bridges.plan import Plan
 from skyrl_megatron.errors import WeightSyncError
 from skyrl_megatron.weight_sync.bucket import TensorMeta
+from skyrl_megatron.weight_sync.turned import travelling
 
 NAMED_IN_MESSAGES = 5
 FUSED_EXPERTS = frozenset({"qwen3_moe"})
@@ -30,10 +31,15 @@ def plain_metadata(metadata: Sequence[Sequence[Any]]) -> list[list[list[Any]]]:
 
 
 def metadata_of(
-    name: str, dtype: str, shape: Sequence[int], rows: Sequence[int] | None = None, position: int = -1
+    name: str,
+    dtype: str,
+    shape: Sequence[int],
+    rows: Sequence[int] | None = None,
+    position: int = -1,
+    turned: str | None = None,
 ) -> TensorMeta:
     """Make a tensor's metadata of its fields as they come to a worker."""
-    return TensorMeta(name, dtype, tuple(shape), None if rows is None else (rows[0], rows[1]), position)
+    return TensorMeta(name, dtype, tuple(shape), None if rows is None else (rows[0], rows[1]), position, turned)
 
 
 def check_metadata(metadata: Sequence[Sequence[TensorMeta]], hf_config: Mapping[str, Any]) -> None:
@@ -41,12 +47,13 @@ def check_metadata(metadata: Sequence[Sequence[TensorMeta]], hf_config: Mapping[
     ``config.json``) describes, in one of the namings that the engine loads.
 
     Experts may travel one by one, as on disk, or fused over a layer: ``experts.gate_up_proj`` [E, 2·ffn, H] and
-    ``experts.down_proj`` [E, H, ffn]. A tied output layer may be sent or not.
+    ``experts.down_proj`` [E, H, ffn]. What is on disk in another form travels as :mod:`weight_sync.turned` says. A
+    tied output layer may be sent or not.
     """
     problems: list[str] = []
     found = wholes(metadata, problems)
     plan = Plan.of(hf_config)
-    expected: dict[str, Shape] = {name: tuple(shape) for name, shape in plan.hf.items()}
+    expected: dict[str, Shape] = dict(pair for entry in plan.entries for pair in travelling(entry))
     for copy in plan.copies:
         found.pop(copy, None)
     for name, shape in list(found.items()):

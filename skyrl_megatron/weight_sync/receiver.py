@@ -30,7 +30,8 @@ class WeightReceiver:
         """Checksums of what was loaded in the last update: per sender, per bucket."""
         self.received_bytes = 0
         """Bytes of the update in progress, or of the last one."""
-        self._senders: Sequence[Sequence[TensorMeta]] = []
+        self.senders: Sequence[Sequence[TensorMeta]] = []
+        """What each sender sends."""
         self._buckets: list[Bucket] = []
         self._sums: dict[int, int] = {}  # bucket → checksum of what was read out of it
         self._buffers = BufferPool(device, self._sum)
@@ -39,7 +40,7 @@ class WeightReceiver:
         """Take what each sender will send, in the order of the transports."""
         if len(senders) != len(self.transports):
             raise WeightSyncError(f"weight metadata of {len(senders)} ranks, {len(self.transports)} are connected")
-        self._senders = senders
+        self.senders = senders
         self._buckets = plan_buckets(senders, self.bucket_bytes)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -47,11 +48,11 @@ class WeightReceiver:
 
         A tensor is a view into a bucket if it lies in one. Raises WeightSyncError when a sender is gone or silent.
         """
-        self.checksums, self.received_bytes = [[] for _ in self._senders], 0
+        self.checksums, self.received_bytes = [[] for _ in self.senders], 0
         unfinished: dict[str, tuple[Tensor, int]] = {}
         for bucket, buffer in self._received():
             for segment in bucket.segments:
-                meta = self._senders[bucket.sender][segment.index]
+                meta = self.senders[bucket.sender][segment.index]
                 data = buffer[segment.offset : segment.offset + segment.nbytes]
                 if segment.nbytes != meta.whole_nbytes:
                     if meta.name not in unfinished:
@@ -78,7 +79,7 @@ class WeightReceiver:
         self._buffers.trim()
         if len(self._sums) < len(self._buckets):
             raise WeightSyncError(f"the model took {len(self._sums)} of {len(self._buckets)} buckets of weights")
-        self.checksums = [[] for _ in self._senders]
+        self.checksums = [[] for _ in self.senders]
         for number, bucket in enumerate(self._buckets):
             self.checksums[bucket.sender].append(self._sums[number])
 

@@ -6,11 +6,12 @@ Importing it registers the backend.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -32,6 +33,7 @@ from skyrl_megatron.weight_sync.parcels import Parcels, check_parcels
 from skyrl_megatron.weight_sync.receiver import WeightReceiver
 from skyrl_megatron.weight_sync.routes import FilledTensor, Route, Unroutable
 from skyrl_megatron.weight_sync.transport import DEFAULT_TIMEOUT_S, default_transport, open_transport
+from skyrl_megatron.weight_sync.turned import as_on_disk
 from skyrl_megatron.weight_sync.vllm_routes import record_route
 from skyrl_megatron.weight_sync.vllm_targets import ModelTargets
 
@@ -134,7 +136,8 @@ class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 self.receiver.receive(ModelTargets(self.model, self.route))
                 return
             receiver = self.prepared(update_info.senders)
-            self.model.load_weights(receiver.tensors())
+            tensors = as_on_disk(receiver.tensors(), receiver.senders)
+            self.model.load_weights(without_sinks(self.model, tensors))
             receiver.finish()
         except Exception as error:  # wrong weights are left, and skyrl_abort_update ends the update
             self.shutdown()
@@ -186,6 +189,22 @@ class WeightExtension:
         """Leave an update that was started and not finished. The weights are wrong until the next whole update."""
         if self._weight_update_active:
             self.finish_weight_update()
+
+
+def without_sinks(
+    model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Load attention sinks, [heads], and yield the other tensors. vLLM's gpt-oss copies them straight into the
+    parameter, which during a reload is not there: its loader is what a reload listens to."""
+    parameters = dict(model.named_parameters())
+    for name, tensor in tensors:
+        if not name.endswith(".sinks"):
+            yield name, tensor
+            continue
+        parameter: Any = parameters.get(name.replace(".self_attn.", ".attn."))
+        if parameter is not None:  # else a layer of another pipeline stage
+            heads = parameter.shape[0]
+            parameter.weight_loader(parameter, tensor.narrow(0, get_tensor_model_parallel_rank() * heads, heads))
 
 
 def pack_output_layer(model: torch.nn.Module) -> None:

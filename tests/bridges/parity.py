@@ -33,7 +33,7 @@ def reference(folder: Path, out: Path) -> Path:
     (logits * batch["weights"]).sum().backward()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(parameter.grad)
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
     model.save_pretrained(out.parent / "gradients", max_shard_size="1GB")
     gradients = load_file(out.parent / "gradients" / "model.safetensors")
     torch.save({"logits": logits.detach(), "gradients": gradients}, out)
@@ -116,7 +116,7 @@ def compare_with_fault(fault: str, *arguments: Any) -> tuple[float | None, dict[
 
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-    from skyrl_megatron.runtime.model import attention, latent_attention, norm
+    from skyrl_megatron.runtime.model import attention, latent_attention, norm, rotary, router
 
     planted = {
         "rotary keys keep their own heads' gradient": (
@@ -126,6 +126,12 @@ def compare_with_fault(fault: str, *arguments: Any) -> tuple[float | None, dict[
         ),
         "norm over the rank's own heads": (norm, "_summed", lambda x, group: x * group.size()),
         "sinks left out": (attention.PackedAttention, "_attend", _attend_without_sinks),
+        "logits taken for log-odds": (router, "log_odds", lambda logits: logits),
+        "neighbours rotated as halves": (
+            attention,
+            "rotate",
+            lambda x, table, interleaved: rotary.rotate(x, table, interleaved=False),
+        ),
     }
     with mock.patch.object(*planted[fault]):
         return compare(*arguments)

@@ -10,9 +10,17 @@ import pytest
 
 from bridges.verified import LAYOUTS, degrees
 from tests.bridges import parity
-from tests.bridges.tiny_models import save_tiny
+from tests.bridges.tiny_models import LATENT_FAMILIES, save_tiny
 
 ELSEWHERE = {"qwen2", "qwen3", "qwen3_moe"}  # tests/runtime runs these families in its plain suite
+LIKE_OTHERS = {
+    "minimax_m2": (),  # olmoe's norms, deepseek_v3's routing
+    "dots1": (),  # qwen3_moe's attention, deepseek_v3's experts
+    "glm4_moe_lite": (),  # deepseek_v3
+    "hy_v3": (),  # as dots1
+    "ernie4_5_moe": ("single",),
+}
+"""Families made of parts that others of the plain suite show → layouts that it has of them all the same."""
 MORE = [
     ("qwen2_moe", "tp2·etp2"),
     ("mixtral", "tp2·cp2"),
@@ -30,7 +38,8 @@ MORE = [
 def cases():
     for model_type, layouts in LAYOUTS.items():
         for layout in layouts:
-            marks = [pytest.mark.full_matrix] if model_type in ELSEWHERE else []
+            plain = model_type not in ELSEWHERE and layout in LIKE_OTHERS.get(model_type, layouts)
+            marks = [] if plain else [pytest.mark.full_matrix]
             yield pytest.param(model_type, layout, marks=marks)
     for model_type, layout in MORE:
         yield pytest.param(model_type, layout, marks=pytest.mark.full_matrix)
@@ -44,7 +53,7 @@ def models(tmp_path_factory):
     def get(model_type, split):
         key = (model_type, split)
         if key not in made:
-            groups = {"num_key_value_heads": 2} if split and model_type != "deepseek_v3" else {}
+            groups = {"num_key_value_heads": 2} if split and model_type not in LATENT_FAMILIES else {}
             folder = tmp_path_factory.mktemp(model_type)
             save_tiny(model_type, folder, num_hidden_layers=4, initializer_range=0.2, **groups)
             made[key] = folder, parity.reference(folder, folder / "reference.pt")
@@ -67,7 +76,13 @@ def test_logits_and_gradients_equal_transformers(ranks, models, model_type, layo
     parity.check(ranks(count, parity.compare, folder, reference, given), reference, plan)
 
 
-@pytest.mark.parametrize("model_type", [model_type for model_type, layouts in LAYOUTS.items() if layouts])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param(model_type, marks=[pytest.mark.full_matrix] if model_type in LIKE_OTHERS else [])
+        for model_type in LAYOUTS
+    ],
+)
 def test_names_of_the_built_model_are_the_table(ranks, models, model_type):
     from bridges.plan import Plan
 
@@ -96,6 +111,13 @@ VARIANTS = {
     ),
     "biases in dense layers": ("llama", dict(attention_bias=True, mlp_bias=True), "tp2"),
     "some layers dense": ("qwen2_moe", dict(mlp_only_layers=[1]), "ep2"),
+    "as dots.llm1: one group, no window": ("dots1", dict(n_group=1, topk_group=1, sliding_window=None), "tp2"),
+    "as ERNIE-4.5-300B: no shared experts": (
+        "ernie4_5_moe",
+        dict(moe_num_shared_experts=0, moe_layer_interval=2, tie_word_embeddings=False),
+        "ep2",
+    ),
+    "latent norms of another epsilon": ("glm4_moe_lite", dict(rms_norm_eps=1e-2), "single"),
 }
 
 
@@ -105,7 +127,7 @@ def test_options_of_a_family(ranks, tmp_path, variant):
     from bridges.plan import Plan
 
     model_type, overrides, layout = VARIANTS[variant]
-    groups = {} if model_type == "deepseek_v3" else {"num_key_value_heads": 2}
+    groups = {} if model_type in LATENT_FAMILIES else {"num_key_value_heads": 2}
     folder = save_tiny(model_type, tmp_path, num_hidden_layers=4, initializer_range=0.2, **(groups | overrides))
     reference = parity.reference(folder, folder / "reference.pt")
     plan = Plan.of(json.loads((folder / "config.json").read_text()))
@@ -114,7 +136,7 @@ def test_options_of_a_family(ranks, tmp_path, variant):
 
 
 @pytest.mark.full_matrix
-@pytest.mark.parametrize("model_type", ["mixtral", "olmoe", "deepseek_v3", "glm4_moe", "gpt_oss"])
+@pytest.mark.parametrize("model_type", ["mixtral", "olmoe", "deepseek_v3", "glm4_moe", "gpt_oss", *LIKE_OTHERS])
 def test_padded_equals_packed(ranks, models, model_type):
     from bridges.plan import Plan
 
@@ -137,6 +159,12 @@ def test_experts_with_biases_are_not_split(ranks, models):
         ("rotary keys keep their own heads' gradient", "deepseek_v3", "tp2"),
         ("norm over the rank's own heads", "olmoe", "tp2"),
         ("sinks left out", "gpt_oss", "single"),
+        ("logits taken for log-odds", "ernie4_5_moe", "single"),
+        pytest.param("neighbours rotated as halves", "ernie4_5_moe", "single", marks=pytest.mark.full_matrix),
+        pytest.param("norm over the rank's own heads", "minimax_m2", "tp2", marks=pytest.mark.full_matrix),
+        pytest.param(
+            "rotary keys keep their own heads' gradient", "glm4_moe_lite", "tp2", marks=pytest.mark.full_matrix
+        ),
     ],
 )
 def test_planted_faults_are_noticed(ranks, models, fault, model_type, layout):

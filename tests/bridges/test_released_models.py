@@ -4,6 +4,8 @@ import math
 
 import pytest
 
+from tests.support.released_models import RELEASED_LATER
+
 MLA = dict(
     kv_lora_rank=512, qk_rope_head_dim=64, v_head_dim=128, qk_nope_head_dim=128, n_shared_experts=1, moe_layer_freq=1,
     norm_topk_prob=True, scoring_func="sigmoid", topk_method="noaux_tc", seq_aux=True, auto_map={"AutoConfig": "x.X"},
@@ -58,6 +60,14 @@ RELEASED = {
         GPT_OSS, model_type="gpt_oss", num_hidden_layers=24, num_local_experts=32)),
     "gpt-oss-120b": (116_829_156_672, dict(
         GPT_OSS, model_type="gpt_oss", num_hidden_layers=36, num_local_experts=128)),
+    **{name: (count, RELEASED_LATER[name]) for name, count in {
+        "MiniMax-M2": 228_689_764_864,  # 230B
+        "dots.llm1": 142_774_381_696,  # 142B
+        "GLM-4.7-Flash": 29_943_393_920,  # 30B
+        "ERNIE-4.5-21B-A3B": 21_825_437_888,
+        "ERNIE-4.5-300B-A47B": 299_484_163_264,
+        "Hy3-preview": 295_033_543_488,  # 295B
+    }.items()},
 }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ VARIANTS = [(model_type, {}) for model_type in TINY] + [
     ("deepseek_v3", {"rope_interleave": False}),
     ("deepseek_v3", {"rope_interleave": False, "q_lora_rank": None}),
     ("glm4_moe", {"attention_bias": False, "use_qk_norm": False}),
+    ("ernie4_5_moe", {"moe_num_shared_experts": 0, "moe_layer_interval": 2, "tie_word_embeddings": False}),
 ]
 
 

@@ -49,7 +49,23 @@ TINY: dict[str, dict[str, Any]] = {
     ),
     "glm4_moe": dict(**SIGMOID, head_dim=16, attention_bias=True, use_qk_norm=True),
     "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=17),
+    "minimax_m2": dict(num_local_experts=4, num_experts_per_tok=2, head_dim=16, rotary_dim=8),
+    "dots1": dict(
+        **SIGMOID, head_dim=16, n_shared_experts=2, norm_topk_prob=True, sliding_window=17, max_window_layers=1
+    ),
+    "ernie4_5_moe": dict(
+        moe_num_experts=4,
+        moe_k=2,
+        moe_intermediate_size=24,
+        moe_num_shared_experts=2,
+        moe_layer_start_index=1,
+        tie_word_embeddings=True,
+    ),
+    "hy_v3": dict(**EXPERTS, head_dim=16, num_shared_experts=2, router_scaling_factor=1.5),
 }
+LATENT_FAMILIES = frozenset({"deepseek_v3", "glm4_moe_lite"})
+"""Those with multi-latent attention, which has no KV groups."""
+TINY["glm4_moe_lite"] = {key: value for key, value in TINY["deepseek_v3"].items() if key != "first_k_dense_replace"}
 
 
 def tiny_config(model_type: str, **overrides: Any) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.bridges.tiny_models import TINY, save_tiny, tiny_config
+from tests.bridges.tiny_models import LATENT_FAMILIES, TINY, save_tiny, tiny_config
 from tests.support.rank_pool import end_layout
 
 M = "trainer.policy.megatron_config."
@@ -39,7 +39,7 @@ RECOMPUTED = {
 
 
 def wide_config(family):
-    return tiny_config(family, **WIDE, **(LATENT if family == "deepseek_v3" else GROUPED))
+    return tiny_config(family, **WIDE, **(LATENT if family in LATENT_FAMILIES else GROUPED))
 
 
 def kept_and_predicted(config, dtype, recompute, layout, lora=None):

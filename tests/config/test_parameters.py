@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.bridges.tiny_models import TINY, tiny_config
+from tests.bridges.tiny_models import LATENT_FAMILIES, TINY, tiny_config
 from tests.support.rank_pool import end_layout
 
 QWEN3_30B_A3B = dict(
@@ -43,18 +43,18 @@ MORE = {
 
 
 def config_of(family):
-    heads = {} if family == "deepseek_v3" else {"num_key_value_heads": 2}
+    heads = {} if family in LATENT_FAMILIES else {"num_key_value_heads": 2}
     return tiny_config(family, num_hidden_layers=4, **heads)
 
 
 def on_meta(config):
-    """Parameters of transformers' model, tied ones counted once."""
+    """Parameters of transformers' model that learn, tied ones counted once."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
         made = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-    return sum(parameter.numel() for parameter in made.parameters())
+    return sum(parameter.numel() for parameter in made.parameters() if parameter.requires_grad)
 
 
 @pytest.mark.parametrize("family", TINY)

@@ -71,15 +71,15 @@ def test_a_script_is_refused_what_a_command_is(folder):
     args = [argument.replace("model=", "trainer.policy.model.path=") for argument in usual(folder)[:1]]
     args += usual(folder)[1:]
     validate_cfg(SkyRLTrainConfig.from_cli_overrides(args))
-    gpt_oss = shutil.copytree(folder / "model", folder / "gpt_oss")
-    config = json.loads((gpt_oss / "config.json").read_text())
-    (gpt_oss / "config.json").write_text(json.dumps(config | {"model_type": "gpt_oss"}))
-    later = [*args[1:], f"trainer.policy.model.path={gpt_oss}"]
-    with pytest.raises(ConfigError, match="weights of gpt_oss cannot be given") as refused:
+    dots1 = shutil.copytree(folder / "model", folder / "dots1")
+    config = json.loads((dots1 / "config.json").read_text())
+    (dots1 / "config.json").write_text(json.dumps(config | {"model_type": "dots1"}))
+    later = [*args[1:], f"trainer.policy.model.path={dots1}"]
+    with pytest.raises(ConfigError, match="no engine runs dots1") as refused:
         wrong = ["trainer.resume_mode=from_path", "trainer.resume_path=/none"]
         validate_cfg(SkyRLTrainConfig.from_cli_overrides([*later, *wrong]))
     assert "trainer.resume_path=/none" in str(refused.value)
-    with pytest.raises(ConfigError, match="weights of gpt_oss cannot be given"):
+    with pytest.raises(ConfigError, match="no engine runs dots1"):
         BasePPOExp(SkyRLTrainConfig.from_cli_overrides(later))
 
 

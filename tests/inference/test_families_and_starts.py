@@ -44,7 +44,20 @@ def failing(loop, settings):
 
 
 @pytest.mark.full_matrix
-@pytest.mark.parametrize("family", ["qwen3", "mixtral", "olmoe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3",
+        "mixtral",
+        "olmoe",
+        "deepseek_v3",
+        "gpt_oss",
+        "minimax_m2",
+        "ernie4_5_moe",
+        "glm4_moe_lite",
+        "hy_v3",
+    ],
+)
 def test_log_probs_are_those_of_transformers(family, loop, tmp_path):
     from skyrl_megatron.inference.vllm.engine import VLLMEngine
 

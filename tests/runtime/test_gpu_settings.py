@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.bridges.tiny_models import TINY, save_tiny, tiny_config
+from tests.bridges.tiny_models import LATENT_FAMILIES, TINY, save_tiny, tiny_config
 
 LAYOUTS = {
     "single": dict(),
@@ -17,8 +17,9 @@ LAYOUTS = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 DENSE = {"llama", "qwen2", "qwen3"}
-OUR_LAYERS = {"olmoe", "gpt_oss"}
-"""Families that Transformer Engine's layers cannot express: norms of q and k over all heads; experts with biases."""
+OUR_LAYERS = {"olmoe", "gpt_oss", "minimax_m2", "glm4_moe_lite"}
+"""Families that Transformer Engine's layers cannot express: norms of q and k over all heads; experts with biases;
+latent norms of another epsilon than the others'."""
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def config_of(model_type, layout, **overrides):
     from skyrl_megatron.runtime.hf.model import read_hf_model
     from skyrl_megatron.runtime.model.transformer_config import transformer_config
 
-    if model_type != "deepseek_v3":
+    if model_type not in LATENT_FAMILIES:
         overrides["num_key_value_heads"] = 2
     model = read_hf_model(tiny_config(model_type, num_hidden_layers=4, **overrides))
     return transformer_config(model, ParallelConfig(**layout), dtype=torch.bfloat16, use_te=True)

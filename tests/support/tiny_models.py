@@ -58,7 +58,37 @@ TINY: dict[str, dict[str, Any]] = {
         scoring_func="sigmoid",
     ),
     "gpt_oss": dict(head_dim=32, num_local_experts=8, num_experts_per_tok=2, sliding_window=128),
+    "minimax_m2": dict(
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        head_dim=32,
+        intermediate_size=64,
+        rotary_dim=16,
+        scoring_func="sigmoid",
+        use_routing_bias=True,
+        use_qk_norm=True,
+    ),
+    "ernie4_5_moe": dict(
+        moe_num_experts=8,
+        moe_k=2,
+        moe_intermediate_size=64,
+        moe_num_shared_experts=2,
+        moe_layer_start_index=1,
+        tie_word_embeddings=True,
+    ),
+    "hy_v3": dict(
+        **_EXPERTS,
+        head_dim=32,
+        num_shared_experts=1,
+        router_scaling_factor=2.5,
+        # as the released config has them for vLLM
+        expert_hidden_dim=64,
+        first_k_dense_replace=1,
+        route_norm=True,
+        qk_norm=True,
+    ),
 }
+TINY["glm4_moe_lite"] = TINY["deepseek_v3"] | dict(n_group=1, routed_scaling_factor=1.8, rms_norm_eps=1e-5)
 
 
 def tiny_model(model_type: str, seed: int = 0, **overrides: Any):

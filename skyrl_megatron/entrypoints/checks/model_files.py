@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config.adapters import adapter_configs, adapter_problems
+from skyrl_megatron.config.hf_model import EXPERT_COUNTS
 from skyrl_megatron.config.rules.role_layout import active_roles, role_layout
 from skyrl_megatron.entrypoints.checks.declared_fields import source_of
 from skyrl_megatron.entrypoints.checks.planned_run import NotChecked, PlannedRun
@@ -145,7 +146,7 @@ def _cpu_engine(key: str, path: str, hf: Mapping[str, Any]) -> Iterator[Problem]
             f"{what}={size}: on CPU vLLM's attention takes {', '.join(map(str, possible))}; take another model or GPUs"
         )
         yield Problem(key, path, fix)
-    experts = any(hf.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    experts = any(hf.get(name) for name in EXPERT_COUNTS)
     if experts and hf["hidden_size"] % _CPU_EXPERT_ROWS:
         fix = f"hidden_size={hf['hidden_size']}: on CPU vLLM's experts need a multiple of {_CPU_EXPERT_ROWS}"
         yield Problem(key, path, f"{fix}; take another model or GPUs")

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from bridges.conversions import DeinterleaveGateUp, Transpose
 from bridges.plan import Plan
 from bridges.rules import Entry, HfSlice
 from skyrl_megatron.errors import ConfigError, Problem
@@ -118,8 +117,7 @@ def _tied(chosen: Mapping[str, object], unembed: bool, names: str, key: str) -> 
 
 
 def _misfits(target: Target, taken: tuple[str, ...], separate: bool, names: str, key: str) -> list[Problem]:
-    conversion = target.entry.bound.conversion
-    if isinstance(conversion, Transpose | DeinterleaveGateUp) or any(p.index is not None for p in target.entry.hf):
+    if not target.entry.has_rows_of_hf:
         fix = f"{target.hf_modules[0]} holds all experts in one tensor, to which no adapter is added; exclude it"
         return [Problem(f"{key}.exclude_modules", None, fix)]
     if not separate and len(taken) < len(target.projections):

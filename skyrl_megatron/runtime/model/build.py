@@ -25,7 +25,7 @@ from skyrl_megatron.runtime.hf.model import HfModel, read_hf_model
 from skyrl_megatron.runtime.model.layer_choice import TRANSFORMER_ENGINE, describe, use_transformer_engine
 from skyrl_megatron.runtime.model.layer_spec import block_spec
 from skyrl_megatron.runtime.model.rotary import PackedRotary
-from skyrl_megatron.runtime.model.router import TokenWeightedRouter
+from skyrl_megatron.runtime.model.router import router_class
 from skyrl_megatron.runtime.model.scaled_weights import built_without_memory
 from skyrl_megatron.runtime.model.transformer_config import transformer_config
 from skyrl_megatron.runtime.model.value_head import ValueHead
@@ -146,7 +146,7 @@ def _chunk(
     chunk = GPTModel(
         config=config,
         transformer_layer_spec=(
-            _te_block_spec(config, groups, stage) if use_te else block_spec(config, model, layers, groups)
+            _te_block_spec(config, model, groups, stage) if use_te else block_spec(config, model, layers, groups)
         ),
         pre_process=first,
         post_process=last,
@@ -161,13 +161,15 @@ def _chunk(
     return chunk
 
 
-def _te_block_spec(config: TransformerConfig, groups: ProcessGroups, stage: int | None) -> TransformerBlockSubmodules:
+def _te_block_spec(
+    config: TransformerConfig, model: HfModel, groups: ProcessGroups, stage: int | None
+) -> TransformerBlockSubmodules:
     """Return Transformer Engine's layers with our router in the expert layers."""
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage, pp_rank=groups.pp.rank())
     for layer in spec.layer_specs or ():
         keywords = getattr(layer.submodules.mlp, "keywords", {})  # functools.partial(MoELayer or MLP, submodules=…)
         if hasattr(keywords.get("submodules"), "router"):
-            keywords["submodules"] = dataclasses.replace(keywords["submodules"], router=TokenWeightedRouter)
+            keywords["submodules"] = dataclasses.replace(keywords["submodules"], router=router_class(model.megatron))
     return spec
 
 

@@ -27,7 +27,7 @@ from skyrl_megatron.runtime.model.attention import PackedAttention
 from skyrl_megatron.runtime.model.experts import GroupedExperts
 from skyrl_megatron.runtime.model.latent_attention import LatentAttention
 from skyrl_megatron.runtime.model.norm import FullWidthNorm, RMSNorm
-from skyrl_megatron.runtime.model.router import TokenWeightedRouter
+from skyrl_megatron.runtime.model.router import router_class
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
 
@@ -50,7 +50,7 @@ def layer_spec(config: TransformerConfig, model: MegatronModelConfig, moe: bool,
             self_attention=_latent_attention(model) if latent else _grouped_query_attention(config, model, groups),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=_experts(config) if moe else _dense(),
+            mlp=_experts(config, model) if moe else _dense(),
             mlp_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map=fused_norms(mla=latent, moe=moe),  # checkpoint keys are those of TE
         ),
@@ -106,13 +106,13 @@ def _dense() -> Any:
     return partial(MLP.as_mlp_submodule, submodules=_linears())
 
 
-def _experts(config: TransformerConfig) -> Any:
+def _experts(config: TransformerConfig, model: MegatronModelConfig) -> Any:
     grouped = GroupedExperts if config.moe_grouped_gemm else LocalSpecProvider().grouped_mlp_modules(False)
     return partial(
         MoELayer,
         submodules=MoESubmodules(
             experts=grouped,
             shared_experts=partial(SharedExpertMLP, submodules=_linears()),
-            router=TokenWeightedRouter,
+            router=router_class(model),
         ),
     )

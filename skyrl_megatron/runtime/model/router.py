@@ -14,6 +14,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from bridges.family import MegatronModelConfig
 from skyrl_megatron import device
 from skyrl_megatron.runtime.model.routing_replay import RoutingReplay
 
@@ -83,6 +84,32 @@ class TokenWeightedRouter(TopKRouter):
             valid_token_count=total / self.tp_cp_group.size(),
         )
         return attached
+
+
+class LogOddsRouter(TokenWeightedRouter):
+    """Scores are softmax probabilities, and a bias takes part in the choice alone (ERNIE 4.5), which Megatron has for
+    sigmoid scores only: the sigmoid of a probability's log-odds is the probability."""
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Route by the softmax of ``logits`` [sequence, batch, E]."""
+        return super().routing(log_odds(logits), padding_mask)
+
+
+def log_odds(logits: Tensor) -> Tensor:
+    """Return log(p / (1 − p)) of the softmax probabilities p over the last dimension, [.., E].
+
+    1 − p is a sum over the others, which for the largest p cannot be had by a subtraction; all others are below 1/2.
+    """
+    largest = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, logits.argmax(-1, keepdim=True), True)
+    others = logits.masked_fill(largest, -torch.inf).logsumexp(-1, keepdim=True)
+    logs = logits.log_softmax(-1)
+    rest = torch.log1p(-logs.masked_fill(largest, -torch.inf).exp())
+    return torch.where(largest, logits - others, logs - rest)
+
+
+def router_class(model: MegatronModelConfig) -> type[TokenWeightedRouter]:
+    """Return the router that computes a model's scores."""
+    return LogOddsRouter if model.softmax_log_odds else TokenWeightedRouter
 
 
 def routers_of(chunks: Iterable[torch.nn.Module]) -> list[TokenWeightedRouter]:
