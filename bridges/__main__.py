@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from bridges.assets import CAST_TO, parse_dtype
-from bridges.errors import BridgeError
+from bridges.errors import BridgeError, UnknownFamilyError
 
 EXIT_CODES = """\
 exit codes:
@@ -49,7 +49,8 @@ def parser() -> argparse.ArgumentParser:
         sub.add_argument("--drop-mtp", action="store_true", help="leave out multi-token-prediction layers")
 
     command("list", "the supported families and what is verified for each")
-    sub = command("inspect", "architecture, parameters, dtypes, bytes and layout of a folder")
+    text = "architecture, parameters, dtypes, bytes and layout of a folder; of an unknown family the nearest known one"
+    sub = command("inspect", text)
     sub.add_argument("folder", type=Path)
     sub.add_argument("--hf-template", type=Path, help="folder with config.json, if a checkpoint has none")
     sub = command("import", "HF folder -> Megatron checkpoint (torch_dist) that loads at any tp/pp/vpp/ep/etp")
@@ -88,8 +89,13 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.command == "inspect":
         from bridges.describe import inspect
+        from bridges.nearest import compared
 
-        facts = inspect(args.folder, args.hf_template)
+        try:
+            facts = inspect(args.folder, args.hf_template)
+        except UnknownFamilyError:
+            _print(args, *compared(args.folder))
+            raise
         _print(args, facts, _facts(facts))
         return 0
     if args.command == "verify":

@@ -9,6 +9,10 @@ class BridgeError(Exception):
     exit_code = 2
 
 
+class UnknownFamilyError(BridgeError):
+    """No table is known for a ``model_type``."""
+
+
 class OutputError(BridgeError):
     """The output cannot be written: disk full, no permission."""
 

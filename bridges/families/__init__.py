@@ -7,7 +7,7 @@ from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 
-from bridges.errors import BridgeError
+from bridges.errors import BridgeError, UnknownFamilyError
 from bridges.family import Family
 
 # The visible list: one module of this folder per HF model_type.
@@ -75,11 +75,11 @@ def _load_installed() -> None:
 
 
 def get_family(model_type: str) -> Family:
-    """Return the family of a HF ``model_type`` or alias. Raises :class:`BridgeError` with the nearest name."""
+    """Return the family of a HF ``model_type`` or alias. Raises :class:`UnknownFamilyError` with the nearest name."""
     _load_installed()
     if model_type in _families:
         return _families[model_type]
     near = difflib.get_close_matches(str(model_type), _families, n=1, cutoff=0.5)
     nearest = f"; nearest: {near[0]}" if near else ""
     known = ", ".join(sorted(_families))
-    raise BridgeError(f"model_type={model_type!r} is not supported{nearest}. Supported: {known}")
+    raise UnknownFamilyError(f"model_type={model_type!r} is not supported{nearest}. Supported: {known}")

@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.released_models import DEEPSEEK_V3, GLM_4_5_AIR, KIMI_K2, QWEN3_30B_A3B, QWEN3_235B_A22B
+from tests.support.released_models import (
+    DEEPSEEK_V3,
+    GLM_4_5_AIR,
+    GPT_OSS_120B,
+    KIMI_K2,
+    QWEN3_30B_A3B,
+    QWEN3_235B_A22B,
+)
 from tests.support.whole_folder import write_sums, write_whole_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,6 +29,7 @@ SHAPES = {
     "glm-4.5-air": GLM_4_5_AIR,
     "deepseek-v3": DEEPSEEK_V3,
     "kimi-k2": KIMI_K2,
+    "gpt-oss-120b": GPT_OSS_120B,
 }
 ROOM_GB = 3
 

@@ -141,7 +141,9 @@ def test_a_port_that_is_taken():
 
 def test_what_is_relied_on_in_vllm():
     """Names and parameters that the compatibility file uses; a release that changes them fails here first."""
+    import torch
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core_client import AsyncMPClient
@@ -154,6 +156,8 @@ def test_what_is_relied_on_in_vllm():
     assert list(inspect.signature(original).parameters)[:2] == ["self", "layer"]
     assert {"w13", "w2"} <= set(inspect.signature(original).parameters)
     assert UnquantizedFusedMoEMethod is compat.UnquantizedFusedMoEMethod
+    router = CPURouter(2, 8, scoring_func="sigmoid", e_score_correction_bias=torch.zeros(8))
+    assert (router.use_grouped_topk, router.num_expert_group, router.topk_group) == (True, 1, 1)
     assert "busy_loop_s" in inspect.signature(SpinCondition).parameters
     assert {"logits", "sampling_metadata"} <= set(inspect.signature(Sampler.forward).parameters)
     for method in (

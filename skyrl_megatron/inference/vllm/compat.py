@@ -35,7 +35,7 @@ from vllm.v1.sample.sampler import Sampler
 from skyrl_megatron.inference.vllm import processes
 from skyrl_megatron.inference.vllm.adapters import Held
 from skyrl_megatron.inference.vllm.answers import AnswerExtension, answers_of
-from skyrl_megatron.inference.vllm.cpu_experts import choose_experts_with_adapters
+from skyrl_megatron.inference.vllm.cpu_experts import choose_experts_with_adapters, choose_experts_with_bias
 from skyrl_megatron.inference.vllm.cpu_routes import allow_routes_on_cpu, return_routes
 from skyrl_megatron.inference.vllm.layers import LayerExtension
 from skyrl_megatron.weight_sync.vllm_adapters import AdapterExtension
@@ -304,6 +304,7 @@ if current_platform.is_cpu():
     fork_engine_processes()
     repack_experts_after_reload()
     choose_experts_with_adapters()
+    choose_experts_with_bias()
     wait_without_spinning()
     allow_support_on_cpu()
     allow_routes_on_cpu()

@@ -1,5 +1,6 @@
-"""Experts with adapters on CPU. vLLM 0.32 has kernels for them on GPUs alone: started with LoRA, it chooses those of
-Triton for every model with experts, and ends at the first token."""
+"""What vLLM 0.32 lacks of experts on CPU. Kernels for adapters: started with LoRA, it chooses those of Triton for all
+models with experts, and ends at the first token. Choice with a correction bias but without groups of experts: sigmoid
+scores end the worker, and of softmax scores the bias is left out without a word."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedE
 from vllm.model_executor.layers.fused_moe.experts.lora_context import MoELoRAContext
 from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
 
 class AdaptedExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
@@ -112,6 +114,22 @@ def _pairs(context: MoELoRAContext | None, slots: Tensor, expert: int) -> list[t
         for slot in slots.unique().tolist()
         if slot >= 0 and context.adapter_enabled[slot]
     ]
+
+
+def choose_experts_with_bias() -> None:
+    """Let vLLM's router on CPU see a bias where experts have no groups, which are then one group."""
+    original = CPURouter.__init__
+    if getattr(original, "sees_bias", False):
+        return
+
+    def init(self: Any, *arguments: Any, **options: Any) -> None:
+        original(self, *arguments, **options)
+        plain = not self.use_grouped_topk and self.custom_routing_function is None
+        if plain and self.e_score_correction_bias is not None and self.scoring_func in ("softmax", "sigmoid"):
+            self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1
+
+    init.sees_bias = True  # type: ignore[attr-defined]
+    CPURouter.__init__ = init
 
 
 def choose_experts_with_adapters() -> None:
