@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -119,6 +120,7 @@ class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Return the route of the worker's model for ``tensors``, fields of :class:`TensorMeta`, or why it has
         none."""
         metadata = [metadata_of(*item) for item in tensors]
+        name_loaders(self.model)
         try:
             self.route = record_route(self.model, metadata, torch.device(self.device))
         except Unroutable as error:
@@ -127,6 +129,7 @@ class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return self.route.plain
 
     def start_weight_update(self) -> None:
+        name_loaders(self.model)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
@@ -189,6 +192,14 @@ class WeightExtension:
         """Leave an update that was started and not finished. The weights are wrong until the next whole update."""
         if self._weight_update_active:
             self.finish_weight_update()
+
+
+def name_loaders(model: torch.nn.Module) -> None:
+    """Name loaders that are partial functions (MiniMax's norms): a reload asks every loader for its name."""
+    for parameter in model.parameters():
+        loader: Any = getattr(parameter, "weight_loader", None)
+        if isinstance(loader, partial):
+            loader.__name__ = loader.func.__name__  # type: ignore[attr-defined]
 
 
 def without_sinks(

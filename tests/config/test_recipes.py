@@ -13,6 +13,7 @@ from tests.support.released_models import (
     KIMI_K2,
     QWEN3_30B_A3B,
     QWEN3_235B_A22B,
+    RELEASED_LATER,
 )
 from tests.support.whole_folder import write_sums, write_whole_folder
 
@@ -105,3 +106,47 @@ def check_batch(config, nodes, out):
     engine = generator["inference_engine"]
     ranks = engine["tensor_parallel_size"] * engine.get("pipeline_parallel_size", 1)
     assert engine["num_engines"] * ranks == hosts * gpus, "engines share all GPUs with the trainer"
+
+
+ACCEPTED = {  # nodes of eight GPUs, tensor parallelism of an engine, pipeline stages and expert parallelism
+    "MiniMax-M2": (16, 8, 2, 32),
+    "GLM-4.7-Flash": (4, 4, 1, 16),
+    "ERNIE-4.5-21B-A3B": (4, 4, 2, 16),
+    "ERNIE-4.5-300B-A47B": (32, 16, 2, 32),
+    "Hy3-preview": (32, 16, 2, 32),
+}
+"""Released models without a recipe. A recipe's settings with these fit."""
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "MiniMax-M2" else pytest.param(name, marks=pytest.mark.full_matrix) for name in ACCEPTED]
+)
+def test_released_configurations_are_accepted(models, name, capsys):
+    from skyrl_megatron.entrypoints import run_moe
+
+    rows, folder = models
+    nodes, ranks, stages, experts = ACCEPTED[name]
+    megatron, engine = "trainer.policy.megatron_config.", "generator.inference_engine."
+    words = [
+        f"model={folder(RELEASED_LATER[name])}",
+        f"data.train_data=['{rows}']",
+        "data.val_data=[]",
+        f"trainer.placement.policy_num_nodes={nodes}",
+        f"{megatron}pipeline_model_parallel_size={stages}",
+        f"{megatron}expert_model_parallel_size={experts}",
+        f"{engine}tensor_parallel_size={ranks}",
+        f"{engine}num_engines={nodes * 8 // ranks}",
+        f"--check={nodes}x8",
+        *("--gpu", "80GB", "--host-memory", "2TB", "trainer.logger=console"),
+    ]
+    assert run_moe.main(["--recipe", "glm-4.5-air", *words]) == 0, capsys.readouterr().err
+    assert "# memory" in capsys.readouterr().out
+
+
+def test_a_family_that_no_engine_runs_is_refused(models, capsys):
+    from skyrl_megatron.entrypoints import run_moe
+
+    rows, folder = models
+    words = [f"model={folder(RELEASED_LATER['dots.llm1'])}", f"data.train_data=['{rows}']", "data.val_data=[]"]
+    assert run_moe.main(["--recipe", "glm-4.5-air", *words, "--check=4x8", "--gpu", "80GB"]) == 2
+    assert "no engine runs dots1: vLLM has dropped its architecture" in capsys.readouterr().err

@@ -74,7 +74,8 @@ class LayerActivations:
 
     def forward(self, moe: bool) -> float:
         """Return what a layer needs where nothing is kept."""
-        angles = 0 if self.kernels.fused else 2 * self.dims["D"] * 4  # fp32 sines and cosines (``model/rotary.py``)
+        rotated = self.dims["P" if self.plan.shape.mla else "D"]
+        angles = 0 if self.kernels.fused else 2 * rotated * 4  # fp32 sines and cosines (``model/rotary.py``)
         at_work = max(self._mlp_at_work(moe), self.attention_at_work) + self._adapters_at_work(moe)
         return 3 * self.hidden + at_work + angles
 
