@@ -84,10 +84,12 @@ def transformer_config(
 def _has_fused_rotary(megatron: MegatronModelConfig) -> bool:
     """Tell whether there is a fused kernel that rotates as the model does. That of multi-latent attention knows YaRN
     alone (transformer_config.py refuses another); Transformer Engine's for packed sequences leaves out YaRN's
-    ``mscale`` (models/common/embeddings/rope_utils.py)."""
+    ``mscale`` (models/common/embeddings/rope_utils.py), and where pairs are neighbours it asks for the version of
+    Transformer Engine, which was not tried."""
     if megatron.multi_latent_attention:
         return bool(megatron.transformer["rope_type"] == "yarn")
-    return bool(megatron.model.get("position_embedding_type") != "yarn")
+    neighbours = megatron.transformer.get("rotary_interleaved", False)
+    return not neighbours and bool(megatron.model.get("position_embedding_type") != "yarn")
 
 
 def _layout_fields(parallel: ParallelConfig) -> dict[str, Any]:
