@@ -7,12 +7,17 @@ from transformers import PreTrainedConfig
 
 from bridges.blocks import CORRECTION, DENSE, OUTPUT, QKV, ROUTER, decoder_layer, experts, qk_norms, shared_expert
 from bridges.family import Family, MegatronModelConfig, grouped_query_model
-from bridges.hf_config import dense_first, expert_fields, moe_shape, require, sigmoid_routing
+from bridges.hf_config import dense_first, expert_fields, moe_shape, refuse, require, sigmoid_routing
 from bridges.rows import ModelShape
 
 
 def model_shape(config: PreTrainedConfig) -> ModelShape:
     """Experts from layer ``first_k_dense_replace`` on."""
+    for key in ("n_routed_experts", "n_shared_experts", "num_experts_per_tok"):
+        if not getattr(config, key):
+            raise refuse(
+                config.model_type, key, getattr(config, key), "transformers has no default for it: give a number"
+            )
     size = config.moe_intermediate_size
     return moe_shape(
         config,

@@ -116,7 +116,7 @@ def compare_with_fault(fault: str, *arguments: Any) -> tuple[float | None, dict[
 
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-    from skyrl_megatron.runtime.model import attention, latent_attention, norm, rotary, router
+    from skyrl_megatron.runtime.model import attention, latent_attention, norm, router
 
     planted = {
         "rotary keys keep their own heads' gradient": (
@@ -127,11 +127,6 @@ def compare_with_fault(fault: str, *arguments: Any) -> tuple[float | None, dict[
         "norm over the rank's own heads": (norm, "_summed", lambda x, group: x * group.size()),
         "sinks left out": (attention.PackedAttention, "_attend", _attend_without_sinks),
         "logits taken for log-odds": (router, "log_odds", lambda logits: logits),
-        "neighbours rotated as halves": (
-            attention,
-            "rotate",
-            lambda x, table, interleaved: rotary.rotate(x, table, interleaved=False),
-        ),
     }
     with mock.patch.object(*planted[fault]):
         return compare(*arguments)

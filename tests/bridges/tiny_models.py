@@ -63,6 +63,8 @@ TINY: dict[str, dict[str, Any]] = {
     ),
     "hy_v3": dict(**EXPERTS, head_dim=16, num_shared_experts=2, router_scaling_factor=1.5),
 }
+OF_KNOWN_PARTS = frozenset({"minimax_m2", "dots1", "glm4_moe_lite", "ernie4_5_moe", "hy_v3"})
+"""Families made of parts that others have: memory and layers on GPUs are compared for the others."""
 LATENT_FAMILIES = frozenset({"deepseek_v3", "glm4_moe_lite"})
 """Those with multi-latent attention, which has no KV groups."""
 TINY["glm4_moe_lite"] = {key: value for key, value in TINY["deepseek_v3"].items() if key != "first_k_dense_replace"}

@@ -46,10 +46,7 @@ FAMILIES = {
     "olmoe": (2, dict(tp=2, etp=2), {}),
     "deepseek_v3": (4, dict(pp=2, ep=2), {}),
     "gpt_oss": (2, dict(tp=2, ep=2), {}),
-    "minimax_m2": (2, dict(tp=2, ep=2), {}),
     "ernie4_5_moe": (2, dict(pp=2), dict(vocab_size=VOCABULARY)),
-    "glm4_moe_lite": (2, dict(ep=2), {}),
-    "hy_v3": (2, dict(tp=2, etp=2), {}),
 }
 
 
