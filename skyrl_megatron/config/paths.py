@@ -49,6 +49,7 @@ _PATHS: dict[str, Callable[[str], str]] = {
     "trainer.ckpt_path": absolute,
     "trainer.export_path": absolute,
     "trainer.fully_async.rollouts_path": absolute,
+    "trainer.fully_async.replay_from": absolute,
     "trainer.log_path": absolute,
     "trainer.resume_path": absolute,
     "generator.inference_engine.http_token_path": absolute,

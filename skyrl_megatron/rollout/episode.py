@@ -118,6 +118,11 @@ class Episode:
             self._reset()
             await self._begin()
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether there was a turn, and another one will be asked for unless its prompt is too long."""
+        return bool(self.turns) and not (self.done or self.error) and self.turns < self.config.max_turns
+
     async def _begin(self) -> None:
         self.started = time.perf_counter()
         try:

@@ -32,6 +32,7 @@ from skyrl_megatron.rollout.interface import (
 )
 from skyrl_megatron.rollout.outputs import make_generator_output
 from skyrl_megatron.rollout.templates import ChatFormat, load_template
+from skyrl_megatron.rollout.trajectory_log import TrajectoryLog
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -109,24 +110,31 @@ class SkyRLGymGenerator(GeneratorInterface):
         max_input_length: int,
         sampling_params: dict[str, Any] | None = None,
         trajectory_id: TrajectoryID | None = None,
+        *,
+        log: TrajectoryLog | None = None,
     ) -> Trajectory:
         """Sample one trajectory. Subclasses may override it, and the hooks below.
 
         ``max_tokens``: sampled a turn, where ``sampling_params`` is None; ``max_input_length``: tokens that a turn may
-        start from.
+        start from; ``log``: what keeps its turns, and may have some; never given to a subclass's own.
         """
         trajectory_id = trajectory_id or TrajectoryID(uuid4().hex, 0)
         config = self._rollout_config(sampling_params, max_tokens, max_input_length)
         extras = self._setup_env_extras(env_class, env_extras, prompt, sampling_params, max_tokens, max_input_length)
-        episode = Episode(config, prompt, env_class, extras, trajectory_id)
+        episode = Episode(config, prompt, env_class, extras, trajectory_id, recording=log is not None)
+        known = [] if log is None else log.begun(trajectory_id).turns
         try:
-            await episode.begin()
+            await episode.begin(known)
+            if log is not None and known:
+                log.resumed(trajectory_id, episode.restarted)
             while (tokens := episode.request()) is not None:
                 session = trajectory_id.to_string()
                 (generation,) = await self.inference_engine_client.generate(
                     [tokens], episode.sampling(config.sampling), [session], **self._adapters_of([env_extras])
                 )
                 await episode.answer(generation)
+                if log is not None and episode.goes_on:
+                    await log.turn(trajectory_id, episode.turns - 1, episode.recorded[-1])
             trajectory = await episode.end()
         except BaseException:
             await episode.close()
@@ -157,13 +165,18 @@ class SkyRLGymGenerator(GeneratorInterface):
         from tqdm import tqdm
 
         extras = batch.get("env_extras") or [{} for _ in ids]
-        sampling, limits = batch.get("sampling_params"), self._limits()
+        sampling, limits, log = batch.get("sampling_params"), self._limits(), batch.get("trajectory_log")
+        logged = {} if log is None or self._own_loop else {"log": log}
         with tqdm(total=len(ids), desc="trajectories", mininterval=5, disable=disable_tqdm or None) as progress:
 
             async def one(prompt: ConversationType, env_class: str, extra: dict[str, Any], id: TrajectoryID) -> Any:
-                trajectory = await self.agent_loop(
-                    prompt, env_class, extra, *limits, sampling_params=sampling, trajectory_id=id
-                )
+                trajectory = None if log is None else log.begun(id).trajectory
+                if trajectory is None:
+                    trajectory = await self.agent_loop(
+                        prompt, env_class, extra, *limits, sampling_params=sampling, trajectory_id=id, **logged
+                    )
+                    if log is not None:
+                        await log.finished(id, trajectory)
                 progress.update()
                 return trajectory
 

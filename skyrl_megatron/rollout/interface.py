@@ -52,6 +52,9 @@ class GeneratorInput(TypedDict):
     """Keys of vLLM's ``SamplingParams``; None: ``generator.sampling_params``."""
     trajectory_ids: list[TrajectoryID] | None
     batch_metadata: BatchMetadata | None
+    trajectory_log: NotRequired[Any]
+    """A ``rollout.trajectory_log.TrajectoryLog``, which keeps turns and has those of an earlier process. Generators
+    may do without."""
 
 
 class GeneratorOutput(TypedDict):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from skyrl_megatron.errors import CheckpointError
 from skyrl_megatron.runtime.checkpoint.checkpointer import Checkpointer, RoleRanks
 from skyrl_megatron.runtime.checkpoint.resume import choose
-from skyrl_megatron.runtime.checkpoint.store import CheckpointStore
+from skyrl_megatron.runtime.checkpoint.store import CheckpointStore, SavedCheckpoint
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -32,13 +32,21 @@ def run_checkpointer(cfg: SkyRLTrainConfig, roles: Mapping[str, RoleRanks]) -> C
 
 
 def recorded_hub_commits(cfg: SkyRLTrainConfig) -> dict[str, str]:
-    """Return the commits of hub names in the checkpoint that the run will continue from; empty when it starts anew.
+    """Return the commits of hub names in the checkpoint that the run will continue from; empty when it starts anew."""
+    found = _chosen(cfg)
+    return {} if found is None else dict(found.manifest.hub_commits)
 
-    A checkpoint that cannot be read is met, and told, when the run loads it.
-    """
+
+def resumed_step(cfg: SkyRLTrainConfig) -> int:
+    """Return the step of the checkpoint that the run will continue from; 0 when it starts anew."""
+    found = _chosen(cfg)
+    return 0 if found is None else found.step
+
+
+def _chosen(cfg: SkyRLTrainConfig) -> SavedCheckpoint | None:
+    """Return the checkpoint that is tried first. One that cannot be read is met, and told, when the run loads it."""
     trainer = cfg.trainer
     with warnings.catch_warnings(), contextlib.suppress(CheckpointError, StopIteration, OSError):
         warnings.simplefilter("ignore")
-        found = choose(CheckpointStore(trainer.ckpt_path), trainer.resume_mode, trainer.resume_path)
-        return dict(next(found).manifest.hub_commits)
-    return {}
+        return next(choose(CheckpointStore(trainer.ckpt_path), trainer.resume_mode, trainer.resume_path))
+    return None

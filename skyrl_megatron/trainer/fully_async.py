@@ -19,6 +19,7 @@ from skyrl_megatron.rollout.outputs import concatenate_generator_outputs, row_ui
 from skyrl_megatron.trainer.ppo import RayPPOTrainer
 from skyrl_megatron.trainer.stream.durable import DurableGroups, Kept
 from skyrl_megatron.trainer.stream.group import Group
+from skyrl_megatron.trainer.stream.replay import ReplayedRollouts
 from skyrl_megatron.trainer.stream.rollouts import RolloutStream, StalePolicy, StreamLimits
 
 if TYPE_CHECKING:
@@ -36,8 +37,11 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
         if not cfg.trainer.fully_async.enabled:
             raise ConfigError([Problem("trainer.fully_async.enabled", False, "FullyAsyncRayPPOTrainer needs true")])
         super().__init__(cfg, *args, **kwargs)
-        self.stream = self.make_stream() if runs_ahead(cfg) else None
-        """What samples; None where nothing runs ahead."""
+        self.stream: RolloutStream | ReplayedRollouts | None = None
+        """What samples, or what was sampled before; None where nothing runs ahead."""
+        if runs_ahead(cfg):
+            replays = cfg.trainer.fully_async.replay_from
+            self.stream = ReplayedRollouts(cfg, self.train_dataloader.prompt) if replays else self.make_stream()
         self.groups: DurableGroups | None = None
         """What of the stream outlives the process; from :meth:`load_checkpoints` on."""
         self._taken: list[Group] = []
@@ -69,16 +73,22 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
 
     async def sample_group(self, group: Group) -> GeneratorOutput:
         """Sample the rows of a group."""
-        generator_input, _ = self.prepare_generator_input([group.prompt], "train")
+        generator_input, uids = self.prepare_generator_input([group.prompt], "train")
+        if self.groups is not None:
+            generator_input["trajectory_log"] = await self.groups.trajectories(group, len(uids))
         output: GeneratorOutput = await self.generator.generate(generator_input, disable_tqdm=True)
         return output
 
     # ------------------------------------------------------------------ the loop
     def train_steps(self) -> None:
         """Start the stream, and take the steps that are left."""
+        if isinstance(self.stream, ReplayedRollouts):
+            self.total_steps = min(self.total_steps, self.stream.last_step)
         if self.stream is not None:
             kept, self._kept = self._kept, Kept()
-            start = partial(self.stream.start, **self._place, finished=kept.finished, planned=kept.planned)
+            start = partial(
+                self.stream.start, **self._place, finished=kept.finished, planned=kept.planned, begun=kept.begun
+            )
             self.loop.call(start, self.global_step)
         super().train_steps()
 
@@ -118,13 +128,14 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
             self.metrics |= self.loop.call(self.stream.metrics)
             given_up = self.loop.call(self._end_in_stream, self.stream)
             if self.groups is not None:
+                self.metrics |= self.loop.call(self.groups.metrics)
                 numbers = [group.number for group in self._taken]
                 self.loop.run(self.groups.trained(self.global_step + 1, numbers, self._unused, given_up))
             self._taken, self._unused = [], set()
             self.train_dataloader.seek(self._place["oldest"])
         super().complete_step()
 
-    def _end_in_stream(self, stream: RolloutStream) -> list[int]:
+    def _end_in_stream(self, stream: RolloutStream | ReplayedRollouts) -> list[int]:
         """Tell the stream that the step is over, and note its place at the same moment: what is given up later belongs
         to the next step, in the schedule and in the checkpoint."""
         given_up = stream.trained(self._taken)
@@ -153,6 +164,14 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
     def load_checkpoints(self) -> None:
         """Continue from a checkpoint, with the groups that were sampled behind it."""
         super().load_checkpoints()
+        if isinstance(self.stream, ReplayedRollouts):
+            self.stream.check(self.global_step)
+            self.tracker.say(
+                f"replay: steps {self.global_step + 1} to {self.stream.last_step} of {self.stream.folder}"
+            )
+            for key, recorded, here in self.stream.differences():
+                self.tracker.say(f"replay: {key}={here} was {recorded}: the numbers will be others")
+            return
         if self.stream is None:
             return
         loader = self.train_dataloader
@@ -165,6 +184,12 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
             self.tracker.say(
                 f"rollouts: {count} groups that were sampled and not trained are in {groups.store.folder}"
             )
+
+    def _check_replay(self, recorded: ReplayedRollouts) -> None:
+        recorded.check(self.global_step)
+        self.tracker.say(f"replay: steps {self.global_step + 1} to {recorded.last_step} of {recorded.folder}")
+        for key, before, here in recorded.differences():
+            self.tracker.say(f"replay: {key}={here}, recorded with {before}: the numbers will be others")
 
     def save_checkpoints(self) -> None:
         """Save, and free the groups that no checkpoint needs any more."""
@@ -189,7 +214,7 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
         else:
             self._place = {"oldest": self.train_dataloader.number, "ahead": []}
 
-    def _note_staleness(self, stream: RolloutStream, found: list[Group]) -> None:
+    def _note_staleness(self, stream: RolloutStream | ReplayedRollouts, found: list[Group]) -> None:
         ages = stream.staleness(found)
         if ages:
             self.metrics |= {

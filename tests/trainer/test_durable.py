@@ -20,10 +20,12 @@ def config(folder, **changes):
     return cfg
 
 
-def durable(folder, *, fresh=False):
+def durable(folder, *, fresh=False, **changes):
     from skyrl_megatron.trainer.stream.durable import DurableGroups
 
-    return DurableGroups(config(folder), lambda number: number // 60, fresh=fresh)
+    cfg = config(folder, **changes)
+    cfg.trainer.train_batch_size = BATCH
+    return DurableGroups(cfg, lambda number: number // 60, fresh=fresh)
 
 
 def prompt(number):
@@ -33,12 +35,12 @@ def prompt(number):
 class Life:
     """A process in small: it goes on from (step, place of its stream) and trains until it is cut off."""
 
-    def __init__(self, folder, policy, rng):
+    def __init__(self, folder, policy, rng, **changes):
         from skyrl_megatron.trainer.stream.rollouts import RolloutStream, StreamLimits
 
         self.rng, self.published = rng, 0
         self.sampled, self.ages, self.recovered = [], [], []
-        self.groups = durable(folder)
+        self.groups = durable(folder, **changes)
         limits = StreamLimits(batch=BATCH, steps=STEPS, bound=BOUND, workers=8, stale_policy=policy)
         self.stream = RolloutStream(self.sample, prompt, limits, group_log=self.groups, say=lambda text: None)
 

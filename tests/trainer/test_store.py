@@ -93,22 +93,27 @@ def test_a_store_that_is_older_than_the_checkpoint(tmp_path):
 def test_turns_and_trajectories_of_unfinished_groups(tmp_path):
     from skyrl_megatron.rollout.conversation import TrajectoryOutput
     from skyrl_megatron.rollout.episode import Trajectory
+    from skyrl_megatron.trainer.stream.records import FinishedTrajectory, PartialTurn
 
     row = TrajectoryOutput(np.ones(2, np.int32), np.ones(3, np.int32), np.ones(3, np.uint8), [0.0, 0.0, 1.0], "stop")
 
+    def piece(number, repetition, place, token, started=4):
+        return PartialTurn(number, f"uid-{number}", started, repetition, place, turn_of(token))
+
     async def first():
         store = store_in(tmp_path)
-        await store.turn(7, 0, 0, turn_of(10))
-        await store.turn(7, 1, 0, turn_of(20))
-        await store.turn(7, 0, 1, turn_of(11))
-        await store.turn(7, 1, 0, turn_of(30))  # begun anew
-        await store.turn(8, 0, 0, turn_of(40))
-        await store.trajectory(8, 0, Trajectory([row], 1))
-        await store.turn(9, 0, 0, turn_of(50))
+        await store.add(piece(7, 0, 0, 10))
+        await store.add(piece(7, 1, 0, 20))
+        await store.add(piece(7, 0, 1, 11, started=3))
+        await store.add(piece(7, 1, 0, 30))  # begun anew
+        await store.add(piece(8, 0, 0, 40))
+        await store.add(FinishedTrajectory(8, "uid-8", 2, 0, Trajectory([row], 1)))
+        await store.add(piece(9, 0, 0, 50))
         await store.finished(group_of(9))
-        await store.turn(10, 0, 0, turn_of(60))
+        await store.add(piece(10, 0, 0, 60))
         await store.discard(10)
-        await store.turn(10, 0, 0, turn_of(70))
+        await store.add(piece(10, 0, 1, 61))  # was being written when the attempt ended
+        await store.add(piece(10, 0, 0, 70))
         await store.finished(group_of(11))
         await store.discard(11)
         store.close()
@@ -117,20 +122,24 @@ def test_turns_and_trajectories_of_unfinished_groups(tmp_path):
         store = store_in(tmp_path)
         recovered = await store.recover(0)
         assert recovered.finished == [9] and sorted(recovered.partial) == [7, 8, 10]
+        assert {number: (group.uid, group.started) for number, group in recovered.partial.items()} == {
+            7: ("uid-7", 3), 8: ("uid-8", 2), 10: ("uid-10", 4)
+        }  # fmt: skip
         said = {
             (number, repetition): [turn.generation.token_ids[0] for turn in partial.turns]
-            for number, samples in recovered.partial.items()
-            for repetition, partial in samples.items()
+            for number, group in recovered.partial.items()
+            for repetition, partial in group.samples.items()
         }
         assert said == {(7, 0): [10, 11], (7, 1): [30], (8, 0): [40], (10, 0): [70]}
-        assert recovered.partial[7][0].turns[0].generation == turn_of(10).generation
-        trajectory = recovered.partial[8][0].trajectory
-        assert trajectory.rows[0].reward == [0.0, 0.0, 1.0] and recovered.partial[7][0].trajectory is None
-        await store.turn(7, 0, 2, turn_of(12))
+        assert recovered.partial[7].samples[0].turns[0].generation == turn_of(10).generation
+        trajectory = recovered.partial[8].samples[0].trajectory
+        assert trajectory.rows[0].reward == [0.0, 0.0, 1.0] and recovered.partial[7].samples[0].trajectory is None
+        await store.add(piece(7, 0, 2, 12))
         await store.finished(group_of(11))
         store.close()
         store = store_in(tmp_path)
-        assert [t.generation.token_ids[0] for t in (await store.recover(0)).partial[7][0].turns] == [10, 11, 12]
+        turns = (await store.recover(0)).partial[7].samples[0].turns
+        assert [turn.generation.token_ids[0] for turn in turns] == [10, 11, 12]
         assert store.read(11).number == 11
         store.close()
 

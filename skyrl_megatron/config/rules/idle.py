@@ -117,7 +117,8 @@ IDLE: tuple[Idle, ...] = (
         "nothing runs ahead: that takes trainer.fully_async.enabled=true and max_staleness_steps above 0",
         _in_all(
             f"{_T}fully_async.",
-            "num_parallel_generation_workers stale_policy clear_kv_cache_on_weight_sync rollouts_path",
+            "num_parallel_generation_workers stale_policy clear_kv_cache_on_weight_sync rollouts_path keep_rollouts"
+            " replay_from",
         ),
         lambda cfg, hardware: not runs_ahead(cfg),
     ),

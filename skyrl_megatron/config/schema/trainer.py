@@ -33,6 +33,12 @@ class FullyAsyncConfig(BaseConfig):
     rollouts_path: str | None = None
     """Folder, on a file system, of the groups that were sampled, which a resumed run does not sample again; null:
     `ckpt_path/rollouts`. Needed where `ckpt_path` is an address."""
+    keep_rollouts: bool = False
+    """Keep groups that checkpoints have trained on, so that the whole run can be repeated with `replay_from`; false:
+    only from its last checkpoints on. The folder then holds all that was ever sampled."""
+    replay_from: str | None = None
+    """Folder of the groups of another run (its `rollouts_path`): the same groups are trained in the same steps, and
+    nothing is sampled. With the same configuration the numbers are the same, bit for bit."""
 
 
 @dataclass

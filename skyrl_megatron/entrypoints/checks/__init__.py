@@ -28,6 +28,7 @@ from skyrl_megatron.entrypoints.checks.model_files import model_files
 from skyrl_megatron.entrypoints.checks.packages import packages
 from skyrl_megatron.entrypoints.checks.planned_run import NotChecked, PlannedRun
 from skyrl_megatron.entrypoints.checks.ports import ports
+from skyrl_megatron.entrypoints.checks.replay import replay
 from skyrl_megatron.entrypoints.checks.vocabularies import vocabularies
 from skyrl_megatron.entrypoints.run_hardware import run_hardware
 from skyrl_megatron.errors import ConfigError, Problem
@@ -46,6 +47,7 @@ CHECKS: tuple[Callable[[PlannedRun], Iterator[Problem | NotChecked]], ...] = (
     engine_weights,
     data,
     folders,
+    replay,
     ports,
     machine,
     memory,

@@ -6,13 +6,14 @@ A response token takes 4 bytes of id, 4 of log-prob, 1/8 of mask and L · K of r
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from skyrl_megatron.inference.protocol import Generation
 from skyrl_megatron.rollout.conversation import TrajectoryOutput
 from skyrl_megatron.rollout.episode import Trajectory
 from skyrl_megatron.rollout.interface import GeneratorOutput, TrajectoryID
 from skyrl_megatron.rollout.recorded import RecordedTurn
+from skyrl_megatron.rollout.trajectory_log import PartialTrajectory
 from skyrl_megatron.trainer.stream.codec import Codec
 from skyrl_megatron.types import TokenSupport
 
@@ -39,6 +40,9 @@ class PartialTurn:
 
     number: int
     """Of the group."""
+    uid: str
+    started: int
+    """Version that was published when the group's sampling began."""
     repetition: int
     place: int
     """0, 1, 2 …; a 0 after others begins the trajectory anew."""
@@ -50,17 +54,24 @@ class FinishedTrajectory:
     """A trajectory that is over, of a group that is not."""
 
     number: int
+    uid: str
+    started: int
     repetition: int
     trajectory: Trajectory
 
 
-@dataclass(slots=True)
-class PartialTrajectory:
-    """What there is of one sample of an unfinished group."""
+type PartialRecord = PartialTurn | FinishedTrajectory
 
-    turns: list[RecordedTurn] = field(default_factory=list)
-    trajectory: Trajectory | None = None
-    """The whole of it, where it is over."""
+
+@dataclass(slots=True)
+class PartialGroup:
+    """What there is of an unfinished group."""
+
+    uid: str
+    started: int
+    """No token of it is older than this version."""
+    samples: dict[int, PartialTrajectory]
+    """By repetition."""
 
 
 CODEC = Codec(

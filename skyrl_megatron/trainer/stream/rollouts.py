@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from skyrl_megatron.errors import DataError, DistributedError, EngineError
 from skyrl_megatron.rollout.interface import GeneratorOutput
+from skyrl_megatron.trainer.stream.done import DoneGroups
 from skyrl_megatron.trainer.stream.group import Group, GroupLog
 from skyrl_megatron.trainer.stream.limits import may_step, room
 
@@ -71,16 +72,16 @@ class RolloutStream:
         """The published version, which is that of the next step."""
         self.taken = 0
         """Groups that were handed out, since version 0."""
-        self.oldest = 0
-        """Number of the first prompt that is neither trained nor given up."""
+        self.place = DoneGroups()
+        """The groups that are trained or given up."""
         self.counts: Counter[str] = Counter()
         """``dropped``, ``retried``, ``failed`` and ``filtered`` groups since :meth:`metrics` told of them."""
-        self._done: set[int] = set()  # numbers behind the oldest that are trained or given up
         self._next, self._again = 0, deque[int]()
         self._elsewhere: set[int] = set()  # numbers from _next on that are not to be started
         self._running: dict[int, Group] = {}
         self._finished: dict[int, Group] = {}
         self._running_by, self._finished_by = Counter[int](), Counter[int]()
+        self._begun: dict[int, int] = {}
         self._places: dict[int, int] = {}  # of groups that are taken before others
         self._given_up: list[int] = []
         self._failed_in_a_row, self._useless = 0, 0
@@ -97,18 +98,20 @@ class RolloutStream:
         ahead: Iterable[int] = (),
         finished: Iterable[Group] = (),
         planned: Iterable[int] = (),
+        begun: Mapping[int, int] | None = None,
     ) -> None:
         """Begin at ``version``. ``oldest``, ``ahead``: what :meth:`state` said; ``finished``: groups that a log kept,
         which are not sampled again; ``planned``: numbers of those that are taken first, in this order: they may be of
-        versions that come about again as they are."""
+        versions that come about again as they are; ``begun``: number → the oldest version that there are tokens of, of
+        groups that go on."""
         self.version, self.taken = version, version * self.limits.batch
-        self.oldest = self._next = oldest
-        self._done = set(ahead)
-        self._elsewhere = set(ahead)
+        self.place, self._next = DoneGroups(oldest, ahead), oldest
+        self._elsewhere = set(self.place.ahead)
         for group in finished:
-            if group.number >= oldest and group.number not in self._done:
+            if group.number not in self.place:
                 self._elsewhere.add(group.number)
                 self._put(group)
+        self._begun = dict(begun or {})
         self._places = {number: place for place, number in enumerate(planned)}
         self._expire(version - 1)
         self._open = True
@@ -124,9 +127,8 @@ class RolloutStream:
             await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
 
     def state(self) -> dict[str, Any]:
-        """Return the position as plain numbers: the groups that are trained or given up are those before ``oldest``,
-        and those in ``ahead``."""
-        return {"oldest": self.oldest, "ahead": sorted(self._done)}
+        """Return the :class:`DoneGroups` as plain values."""
+        return self.place.state()
 
     # ------------------------------------------------------------------ for the trainer
     async def take(self) -> list[Group]:
@@ -164,7 +166,7 @@ class RolloutStream:
         """Note that a step is over that groups were taken for. Returns the numbers of those that were given up since
         the step before."""
         for group in groups:
-            self._mark_done(group.number)
+            self.place.add(group.number)
         given_up, self._given_up = self._given_up, []
         return given_up
 
@@ -207,7 +209,7 @@ class RolloutStream:
             ):
                 return
             number = self._again.popleft() if self._again else self._next_number()
-            group = Group(number, self.prompt(number), self.version)
+            group = Group(number, self.prompt(number), min(self._begun.pop(number, self.version), self.version))
             self._running[number] = group
             self._running_by[group.started] += 1
             group.task = asyncio.create_task(self._sample(group), name=f"group {number}")
@@ -277,7 +279,7 @@ class RolloutStream:
 
     def _give_up_number(self, number: int) -> None:
         self._given_up.append(number)
-        self._mark_done(number)
+        self.place.add(number)
 
     def _expire(self, taken: int) -> None:
         """Take out what can only be trained too late, after the groups of the step at version ``taken``."""
@@ -338,12 +340,6 @@ class RolloutStream:
     def _remove_finished(self, group: Group) -> None:
         del self._finished[group.number]
         _less(self._finished_by, group.oldest)
-
-    def _mark_done(self, number: int) -> None:
-        self._done.add(number)
-        while self.oldest in self._done:
-            self._done.remove(self.oldest)
-            self.oldest += 1
 
 
 def _less(counts: Counter[int], version: int) -> None:

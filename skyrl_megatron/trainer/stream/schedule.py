@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from skyrl_megatron.errors import JournalError
 from skyrl_megatron.trainer.stream.codec import Codec
@@ -51,7 +52,17 @@ class Discarded:
     below: int
 
 
-_CODEC = Codec(ScheduledStep, ConsumedGroup, ResumedAt, Discarded)
+@dataclass(slots=True)
+class GivenSettings:
+    """The configuration that the run went on with, from a step on."""
+
+    step: int
+    values: dict[str, Any]
+    """The resolved configuration, as ``get_config_as_dict`` gives it."""
+
+
+type _Entry = ScheduledStep | ResumedAt | Discarded | GivenSettings
+_CODEC = Codec(ScheduledStep, ConsumedGroup, ResumedAt, Discarded, GivenSettings)
 
 
 class Schedule:
@@ -60,11 +71,15 @@ class Schedule:
     def __init__(self, folder: str | Path, *, setting: str = "folder") -> None:
         self.steps: dict[int, ScheduledStep] = {}
         """By step, without those that came to nothing."""
+        self.taken_at: dict[int, int] = {}
+        """Number of a group → the step that took it."""
         self.discarded: dict[int, int] = {}
         """Number of a group → sequence number below which its records are void."""
         self.planned: list[int] = []
         """Groups of steps that came to nothing, in the order in which those took them; steps that took them again do
         not count."""
+        self.settings: list[GivenSettings] = []
+        """Those of each start, unless they were the same as before."""
         self.reached = 0
         """The last step that was recorded or resumed from."""
         self.journal = Journal(folder, setting=setting)
@@ -104,26 +119,37 @@ class Schedule:
         """Make the records of a group below a sequence number void."""
         await self._add(Discarded(number, below))
 
+    async def configure(self, step: int, values: dict[str, Any]) -> None:
+        """Note the configuration that the run goes on with behind a step."""
+        if not self.settings or self.settings[-1].values != values:
+            await self._add(GivenSettings(step, values))
+
     def close(self) -> None:
         """Give the folder back."""
         self.journal.close()
 
-    async def _add(self, entry: ScheduledStep | ResumedAt | Discarded) -> None:
+    async def _add(self, entry: _Entry) -> None:
         await self.journal.append(*_CODEC.encode(entry))
         self._apply(entry)
 
-    def _apply(self, entry: ScheduledStep | ResumedAt | Discarded) -> None:
+    def _apply(self, entry: _Entry) -> None:
         if isinstance(entry, Discarded):
             self.discarded[entry.number] = entry.below
+            return
+        if isinstance(entry, GivenSettings):
+            self.settings.append(entry)
             return
         self.reached = entry.step
         if isinstance(entry, ScheduledStep):
             self.steps[entry.step] = entry
             taken = {group.number for group in entry.groups}
-            self.planned = [number for number in self.planned if number not in taken]
+            self.taken_at |= dict.fromkeys(taken, entry.step)
+            if self.planned:
+                self.planned = [number for number in self.planned if number not in taken]
         else:
             self.planned = [*self.later(entry.step), *self.planned]
             self.steps = {step: each for step, each in self.steps.items() if step <= entry.step}
+            self.taken_at = {number: step for number, step in self.taken_at.items() if step <= entry.step}
 
 
 def read_schedule(folder: str | Path) -> list[ScheduledStep]:

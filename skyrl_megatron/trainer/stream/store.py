@@ -14,15 +14,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from skyrl_megatron.errors import JournalError
-from skyrl_megatron.rollout.episode import Trajectory
-from skyrl_megatron.rollout.recorded import RecordedTurn
+from skyrl_megatron.rollout.trajectory_log import PartialTrajectory
 from skyrl_megatron.trainer.stream.journal import SEGMENT_BYTES, Journal
 from skyrl_megatron.trainer.stream.records import (
     CODEC,
     FinishedGroup,
     FinishedTrajectory,
-    PartialTrajectory,
-    PartialTurn,
+    PartialGroup,
+    PartialRecord,
     Spans,
 )
 from skyrl_megatron.trainer.stream.schedule import ConsumedGroup, Schedule, ScheduledStep
@@ -38,8 +37,8 @@ class Recovered:
     """Numbers of the groups to consume next, in order: as the lost steps took them, then as they were finished."""
     lost: int
     """How many of them lost steps took."""
-    partial: dict[int, dict[int, PartialTrajectory]]
-    """Group → repetition → what there is of it."""
+    partial: dict[int, PartialGroup]
+    """Number → what there is of an unfinished group."""
 
 
 class GroupStore:
@@ -80,13 +79,10 @@ class GroupStore:
             raise
 
     # ------------------------------------------------------------------ while groups are sampled
-    async def turn(self, number: int, repetition: int, place: int, turn: RecordedTurn) -> None:
-        """Record a turn of an unfinished group; ``place`` 0 begins the trajectory anew."""
-        await self._add_piece(PartialTurn(number, repetition, place, turn))
-
-    async def trajectory(self, number: int, repetition: int, trajectory: Trajectory) -> None:
-        """Record a whole trajectory of an unfinished group."""
-        await self._add_piece(FinishedTrajectory(number, repetition, trajectory))
+    async def add(self, piece: PartialRecord) -> None:
+        """Record a turn or a whole trajectory of an unfinished group."""
+        sequence = await self.journal.append(*CODEC.encode(piece))
+        self._pieces.setdefault(piece.number, []).append(sequence)
 
     async def finished(self, group: FinishedGroup) -> None:
         """Record a group that can be trained on. Raises DataError for metrics that cannot be recorded, naming them."""
@@ -110,19 +106,21 @@ class GroupStore:
         taken = [ConsumedGroup(number, number not in left_out, self._versions.get(number)) for number in numbers]
         unknown = [group.number for group in taken if group.trained and group.versions is None]
         assert not unknown, f"groups {unknown} were never finished"
-        again = self.consumed() & set(numbers)
-        assert not again, f"groups {sorted(again)} are consumed already"
+        again = [number for number in numbers if number in self.schedule.taken_at]
+        assert not again, f"groups {again} are consumed already"
         await self.schedule.record(ScheduledStep(step, taken))
 
     async def checkpoints(self, steps: Collection[int]) -> None:
         """Free what none of the checkpoints that there are could need."""
         if not steps or self.keep_consumed:
             return
-        for number in self.consumed(min(steps)):
-            if number in self._finished:
-                self.journal.settle([self._finished.pop(number)])
-                del self._versions[number]
-            self.journal.settle(self._pieces.pop(number, []))
+        until, taken_at = min(steps), self.schedule.taken_at
+        for number in [*self._finished, *self._pieces]:
+            if number in taken_at and taken_at[number] <= until:
+                if number in self._finished:
+                    self.journal.settle([self._finished.pop(number)])
+                    del self._versions[number]
+                self.journal.settle(self._pieces.pop(number, []))
         await asyncio.wrap_future(self.journal.compact())
 
     @property
@@ -130,10 +128,13 @@ class GroupStore:
         """Whether there is anything of any group."""
         return bool(self._finished or self._pieces)
 
-    def consumed(self, until: int | None = None) -> set[int]:
-        """Return the numbers of groups that steps took, up to a step or all."""
-        steps = self.schedule.steps.items()
-        return {group.number for step, each in steps if until is None or step <= until for group in each.groups}
+    def holds(self, number: int) -> bool:
+        """Return whether there are the rows of a group."""
+        return number in self._finished
+
+    def consumed(self) -> set[int]:
+        """Return the numbers of the groups that steps took."""
+        return set(self.schedule.taken_at)
 
     # ------------------------------------------------------------------ after a start
     async def recover(self, step: int) -> Recovered:
@@ -185,24 +186,16 @@ class GroupStore:
         self._versions[group.number] = group.output.get("rollout_versions") or []
         self.journal.settle(self._pieces.pop(group.number, []))
 
-    async def _add_piece(self, piece: PartialTurn | FinishedTrajectory) -> None:
-        sequence = await self.journal.append(*CODEC.encode(piece))
-        self._pieces.setdefault(piece.number, []).append(sequence)
-
-    def _partial(self, number: int) -> dict[int, PartialTrajectory]:
-        found: dict[int, PartialTrajectory] = {}
-        for sequence in sorted(self._pieces[number]):
-            piece = CODEC.decode(self.journal.read(sequence))
+    def _partial(self, number: int) -> PartialGroup:
+        pieces = [cast(PartialRecord, CODEC.decode(self.journal.read(each))) for each in sorted(self._pieces[number])]
+        found = PartialGroup(pieces[0].uid, min(piece.started for piece in pieces), {})
+        for piece in pieces:
+            sample = found.samples.setdefault(piece.repetition, PartialTrajectory())
             if isinstance(piece, FinishedTrajectory):
-                found.setdefault(piece.repetition, PartialTrajectory()).trajectory = piece.trajectory
+                sample.trajectory = piece.trajectory
                 continue
             if piece.place == 0:
-                found[piece.repetition] = PartialTrajectory()
-            turns = found.setdefault(piece.repetition, PartialTrajectory()).turns
-            if piece.place != len(turns):
-                raise JournalError(
-                    f"{self.folder}: turn {piece.place} of sample {piece.repetition} of group {number} follows"
-                    f" {len(turns)} turns; restore the folder from a copy or move it away"
-                )
-            turns.append(piece.turn)
+                sample.turns, sample.trajectory = [], None
+            if piece.place == len(sample.turns):  # else of an attempt that ended while it was written, and is void
+                sample.turns.append(piece.turn)
         return found

@@ -153,6 +153,29 @@ def rollouts(cfg):
     return rollouts_folder(cfg)
 
 
+def keeps(cfg):
+    """Whether a group stays on disk once a checkpoint has it."""
+    import tempfile
+
+    from skyrl_megatron.trainer.stream.durable import DurableGroups
+
+    with tempfile.TemporaryDirectory() as folder:
+        cfg.trainer.ckpt_path = folder
+        store = DurableGroups(cfg, lambda number: 0, fresh=False).store
+        store.close()
+    return store.keep_consumed
+
+
+def replays(cfg):
+    """Where the groups come from that a run trains on: refused where there are none."""
+    from skyrl_megatron.errors import ConfigError
+
+    try:
+        return type(trainer_of(cfg).stream)
+    except ConfigError as error:
+        return error.problems
+
+
 def resumes(cfg):
     """What the checkpointer is asked to load."""
     asked = []
