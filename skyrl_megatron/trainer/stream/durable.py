@@ -106,7 +106,8 @@ class DurableGroups:
     async def finished(self, group: Group) -> None:
         """Record a group; one that is sampled again takes the place of what there was."""
         assert group.output is not None
-        await self.store.discard(group.number)
+        if self.store.holds(group.number):
+            await self.store.discard(group.number)
         await self.store.finished(
             FinishedGroup(group.number, group.uid, self.epoch(group.number), group.output, group.started)
         )
