@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_megatron.errors import JournalError
+from skyrl_megatron.errors import DataError, JournalError
 from skyrl_megatron.trainer.stream.schedule import read_schedule
 from tests.trainer import store_runner
 from tests.trainer.lives import killed
@@ -145,6 +145,18 @@ def test_turns_and_trajectories_of_unfinished_groups(tmp_path):
 
     asyncio.run(first())
     asyncio.run(second())
+
+
+def test_what_cannot_be_recorded_costs_its_group_alone(tmp_path):
+    async def body():
+        store, broken = store_in(tmp_path), group_of(1)
+        broken.output["env_metrics"] = [{"when": object()}]
+        made = await asyncio.gather(*map(store.finished, (group_of(0), broken, group_of(2))), return_exceptions=True)
+        assert made[0] is made[2] is None and not store.holds(1)
+        assert isinstance(made[1], DataError) and "env_metrics[0].when is a builtins.object" in str(made[1])
+        store.close()
+
+    asyncio.run(body())
 
 
 def test_the_schedule_is_read_back_for_a_replay(tmp_path):

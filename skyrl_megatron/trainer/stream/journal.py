@@ -12,17 +12,17 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-from skyrl_megatron.errors import JournalError
+from skyrl_megatron.errors import DataError, JournalError
 from skyrl_megatron.runtime.checkpoint.lock import FolderLock
 from skyrl_megatron.trainer.stream.log import SegmentedLog
 from skyrl_megatron.trainer.stream.segment import OVERHEAD, Buffer, StoredRecord
 
 SEGMENT_BYTES = 64 * 2**20
-type _Append = tuple[Sequence[Buffer], Future[int]]
+type _Append = tuple[Callable[[], Sequence[Buffer]], Future[int]]
 
 
 class Journal:
@@ -64,16 +64,25 @@ class Journal:
     def submit(self, *payload: Buffer) -> Future[int]:
         """Begin to append a record of some parts, which must stay as they are until it is done; the result is its
         sequence number. The result raises JournalError when the journal is full, and once any write has failed."""
+        return self.submit_made(lambda: payload)
+
+    def submit_made(self, make: Callable[[], Sequence[Buffer]]) -> Future[int]:
+        """As :meth:`submit`, of parts that the writer's thread makes. Where that raises DataError, so does the
+        result, and nothing is appended."""
         future: Future[int] = Future()
         with self._closing:
             if self._closed:
                 raise JournalError(f"{self.folder} is closed")
-            self._queue.put((payload, future))
+            self._queue.put((make, future))
         return future
 
     async def append(self, *payload: Buffer) -> int:
         """Append a record; it is on the disk on return. As :meth:`submit`."""
         return await asyncio.wrap_future(self.submit(*payload))
+
+    async def append_made(self, make: Callable[[], Sequence[Buffer]]) -> int:
+        """Append a record; it is on the disk on return. As :meth:`submit_made`."""
+        return await asyncio.wrap_future(self.submit_made(make))
 
     def settle(self, sequences: Collection[int]) -> None:
         """Hold records no longer; compaction frees their place. Those that were not freed are held again after the
@@ -131,14 +140,19 @@ class Journal:
         self.log.close()
 
     def _append_all(self, appends: Sequence[_Append]) -> None:
-        waiting = [(payload, future) for payload, future in appends if future.set_running_or_notify_cancel()]
+        waiting = [(make, future) for make, future in appends if future.set_running_or_notify_cancel()]
         written: list[tuple[Future[int], StoredRecord]] = []
         try:
             self._refuse_after_failure()
-            for payload, future in waiting:
-                size = sum(map(len, payload)) + OVERHEAD
+            for make, future in waiting:
+                try:
+                    parts = make()
+                except DataError as error:
+                    future.set_exception(error)
+                    continue
+                size = sum(map(len, parts)) + OVERHEAD
                 if self._has_room(size):
-                    written.append((future, self.log.append(payload)))
+                    written.append((future, self.log.append(parts)))
                 else:
                     future.set_exception(self._full(size))
             if written:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -81,13 +82,13 @@ class GroupStore:
     # ------------------------------------------------------------------ while groups are sampled
     async def add(self, piece: PartialRecord) -> None:
         """Record a turn or a whole trajectory of an unfinished group."""
-        sequence = await self.journal.append(*CODEC.encode(piece))
+        sequence = await self.journal.append_made(partial(CODEC.encode, piece))
         self._pieces.setdefault(piece.number, []).append(sequence)
 
     async def finished(self, group: FinishedGroup) -> None:
         """Record a group that can be trained on. Raises DataError for metrics that cannot be recorded, naming them."""
         assert group.number not in self._finished, f"group {group.number} is finished already"
-        self._finish(group, await self.journal.append(*CODEC.encode(group)))
+        self._finish(group, await self.journal.append_made(partial(CODEC.encode, group)))
 
     async def discard(self, number: int) -> None:
         """Forget a group, which is sampled again."""
