@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -22,6 +24,7 @@ from skyrl_megatron.errors import ConfigError
 from skyrl_megatron.plugins import GENERATORS, load_plugins
 from skyrl_megatron.progress import heartbeat, under_way
 from skyrl_megatron.rollout.generator import SkyRLGymGenerator
+from skyrl_megatron.runtime.checkpoint.lock import FolderLock
 from skyrl_megatron.trainer import FullyAsyncRayPPOTrainer, RayPPOTrainer
 from skyrl_megatron.trainer.checkpoints import recorded_hub_commits
 from skyrl_megatron.trainer.console import ConsoleSink
@@ -197,12 +200,12 @@ def run_experiment(
     """Run it: in this process where Ray is ours, in an actor where a cluster was joined; Ray ends with it.
 
     ``began``: ``time.perf_counter()`` at the start of the command. Raises ConfigError for features that are not
-    available yet.
+    available yet, CheckpointError while another command of the run is at work.
     """
     require_available(cfg)
     start_times.begin(began)
     address = os.environ.get("RAY_ADDRESS")
-    with noise_into(run_folder(cfg) / "console.log"):
+    with _alone_in(run_folder(cfg)), noise_into(run_folder(cfg) / "console.log"):
         start_up = _start_up(cfg, began)
         start_up.done("command: configuration checked, libraries loaded")
         with heartbeat(start_up.say), under_way("start Ray"):
@@ -216,6 +219,17 @@ def run_experiment(
                     experiment(cfg).run()
         finally:
             ray.shutdown()
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Keep other commands out of a run's folder, for the block; one that died, however, keeps nobody out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FolderLock(str(folder), "trainer.run_name")
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _start_up(cfg: SkyRLTrainConfig, began: float | None = None) -> StartUp:

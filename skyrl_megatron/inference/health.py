@@ -35,6 +35,7 @@ class HealthMonitor:
         self.pool, self.interval_s, self.timeout_s, self.max_restarts = pool, interval_s, timeout_s, max_restarts
         self.sync_engine = sync_engine
         self._task: asyncio.Task[None] | None = None
+        self._told: dict[str, str] = {}  # why engines stay paused, by their names
 
     def start(self) -> None:
         """Watch in the background."""
@@ -108,4 +109,8 @@ class HealthMonitor:
         try:
             await sync_engine(slot)
         except SkyRLMegatronError as error:
-            log.warning("%s stays paused, its weights could not be updated: %s", slot.name, error)
+            if self._told.get(slot.name) != str(error):  # the same every time, until the next sync
+                log.warning("%s stays paused, its weights could not be updated: %s", slot.name, error)
+            self._told[slot.name] = str(error)
+        else:
+            self._told.pop(slot.name, None)

@@ -19,11 +19,15 @@ from skyrl_megatron.rollout.outputs import concatenate_generator_outputs, row_ui
 from skyrl_megatron.trainer.ppo import RayPPOTrainer
 from skyrl_megatron.trainer.stream.durable import DurableGroups, Kept
 from skyrl_megatron.trainer.stream.group import Group
+from skyrl_megatron.trainer.stream.lag import lag_metrics, token_lags
 from skyrl_megatron.trainer.stream.replay import ReplayedRollouts
 from skyrl_megatron.trainer.stream.rollouts import RolloutStream, StalePolicy, StreamLimits
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.types import TrainingBatch
     from skyrl_megatron.workers.weight_synchronizer import SyncReport
 
 
@@ -48,6 +52,7 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
         self._unused: set[int] = set()  # numbers of taken groups that are not trained on
         self._place: dict[str, Any] = {"oldest": 0, "ahead": []}  # of the stream, behind the last step
         self._kept = Kept()
+        self._lags: Tensor | None = None  # [B, T], of the batch at hand
 
     def make_stream(self) -> RolloutStream:
         """Make the stream of the run's groups."""
@@ -121,6 +126,23 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
     def _is_replaced(self, group: Group) -> bool:
         replaces = self.cfg.trainer.algorithm.dynamic_sampling.type == "replace"
         return replaces and group.output is not None and not has_variety(group.output)
+
+    def convert_to_training_input(self, generator_output: GeneratorOutput, uids: list[str]) -> TrainingBatch:
+        """Return the tensors, and note how old each token is."""
+        batch = super().convert_to_training_input(generator_output, uids)
+        spans = generator_output.get("rollout_versions")
+        if self.stream is not None and spans:
+            lengths = [len(row) for row in generator_output["response_ids"]]
+            self._lags = token_lags(spans, lengths, self.global_step, batch.loss_mask.shape[1])
+        return batch
+
+    def fwd_logprobs_values_reward(self, batch: TrainingBatch) -> TrainingBatch:
+        """Score the batch, and measure what became of the probabilities of its tokens, by their age."""
+        batch = super().fwd_logprobs_values_reward(batch)
+        if self._lags is not None:
+            self.metrics |= lag_metrics(batch, self._lags, self.cfg.trainer.fully_async.max_staleness_steps)
+            self._lags = None
+        return batch
 
     def complete_step(self) -> None:
         """Note which groups are trained, and go on in the data behind them."""
