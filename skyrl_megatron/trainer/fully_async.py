@@ -17,6 +17,7 @@ from skyrl_megatron.rollout.dynamic_sampling import distinct_uids, groups
 from skyrl_megatron.rollout.interface import GeneratorOutput
 from skyrl_megatron.rollout.outputs import concatenate_generator_outputs, row_uids
 from skyrl_megatron.trainer.ppo import RayPPOTrainer
+from skyrl_megatron.trainer.stream.concurrency import Concurrency
 from skyrl_megatron.trainer.stream.durable import DurableGroups, Kept
 from skyrl_megatron.trainer.stream.group import Group
 from skyrl_megatron.trainer.stream.lag import lag_metrics, token_lags
@@ -74,7 +75,18 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
             limits,
             useful=has_variety if filters else lambda output: True,
             say=self.tracker.say,
+            concurrency=Concurrency(
+                ahead.num_parallel_generation_workers,
+                self._free_places if ahead.adaptive_concurrency else None,
+                self.cfg.generator.n_samples_per_prompt,
+            ),
         )
+
+    def _free_places(self) -> int:
+        """Count the sequences that engines could decode besides those that they have; negative where some wait."""
+        engine = self.cfg.generator.inference_engine
+        places = engine.max_num_seqs * engine.data_parallel_size
+        return sum(places - len(slot.in_flight) for slot in self.inference_engine_client.pool.alive())
 
     async def sample_group(self, group: Group) -> GeneratorOutput:
         """Sample the rows of a group."""

@@ -118,7 +118,7 @@ IDLE: tuple[Idle, ...] = (
         _in_all(
             f"{_T}fully_async.",
             "num_parallel_generation_workers stale_policy clear_kv_cache_on_weight_sync rollouts_path keep_rollouts"
-            " replay_from",
+            " replay_from adaptive_concurrency",
         ),
         lambda cfg, hardware: not runs_ahead(cfg),
     ),

@@ -22,6 +22,10 @@ class FullyAsyncConfig(BaseConfig):
     num_parallel_generation_workers: Count = 768
     """Prompts generated at the same time. At most `train_batch_size · (max_staleness_steps + 1)` are under way or wait
     to be trained on."""
+    adaptive_concurrency: bool = False
+    """Generate only as many prompts at the same time as engines have places for (`max_num_seqs`), at most
+    `num_parallel_generation_workers`: one less whenever requests are found waiting, one more while there is room. A
+    response that waits in an engine only gets older."""
     enabled: bool = False
     """Sample while the policy trains. The other keys of this section have no effect without it."""
     stale_policy: Annotated[str, OneOf("wait", "drop", "retry")] = "wait"

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from skyrl_megatron.errors import DataError, DistributedError, EngineError
 from skyrl_megatron.rollout.interface import GeneratorOutput
+from skyrl_megatron.trainer.stream.concurrency import Concurrency
 from skyrl_megatron.trainer.stream.done import DoneGroups
 from skyrl_megatron.trainer.stream.group import Group, GroupLog
 from skyrl_megatron.trainer.stream.limits import may_step, room
@@ -53,7 +54,7 @@ class RolloutStream:
 
     ``sample``: samples a group; what it raises costs the group. ``prompt``: number → entry of the data. ``useful``:
     whether a group has anything to teach; others are left out. ``group_log``: told of each finished group before it
-    can be taken.
+    can be taken. ``concurrency``: how many are sampled at the same time, ``limits.workers`` by default.
     """
 
     def __init__(
@@ -65,7 +66,9 @@ class RolloutStream:
         useful: Callable[[GeneratorOutput], bool] = lambda output: True,
         group_log: GroupLog | None = None,
         say: Callable[[str], None] = log.warning,
+        concurrency: Concurrency | None = None,
     ) -> None:
+        self.concurrency = concurrency or Concurrency(limits.workers)
         self.sample, self.prompt, self.limits = sample, prompt, limits
         self.useful, self.group_log, self.say = useful, group_log, say
         self.version = 0
@@ -115,6 +118,7 @@ class RolloutStream:
         self._places = {number: place for place, number in enumerate(planned)}
         self._expire(version - 1)
         self._open = True
+        self.concurrency.start()
         self._fill()
 
     async def close(self) -> None:
@@ -188,13 +192,14 @@ class RolloutStream:
         return counted | {
             "async/buffer_size": float(len(self._finished)),
             "async/in_flight_groups": float(len(self._running)),
+            "async/concurrency": float(self.concurrency.limit),
         }
 
     # ------------------------------------------------------------------ sampling
     def _fill(self) -> None:
         """Start as many groups as there is room for."""
         limits = self.limits
-        while self._open and len(self._running) < limits.workers:
+        while self._open and len(self._running) < self.concurrency.limit:
             accepted, running = self.taken + len(self._finished), len(self._running)
             if (
                 room(
@@ -335,6 +340,7 @@ class RolloutStream:
 
     def _remove_running(self, group: Group) -> None:
         del self._running[group.number]
+        self.concurrency.measure(len(self._running))
         _less(self._running_by, group.started)
 
     def _remove_finished(self, group: Group) -> None:

@@ -153,6 +153,12 @@ def rollouts(cfg):
     return rollouts_folder(cfg)
 
 
+def adapts(cfg):
+    """Whether the stream looks at the places of engines."""
+    stream = getattr(trainer_of(cfg), "stream", None)
+    return stream and stream.concurrency.free is not None
+
+
 def keeps(cfg):
     """Whether a group stays on disk once a checkpoint has it."""
     import tempfile

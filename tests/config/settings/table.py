@@ -119,6 +119,7 @@ LOOP = {
     f"{T}fully_async.num_parallel_generation_workers": Row(2, loop.stream, ASYNC),
     f"{T}fully_async.stale_policy": Row("drop", loop.stream, ASYNC),
     f"{T}fully_async.rollouts_path": Row("/rollouts", loop.rollouts, ASYNC),
+    f"{T}fully_async.adaptive_concurrency": Row(True, loop.adapts, ASYNC),
     f"{T}fully_async.keep_rollouts": Row(True, loop.keeps, ASYNC),
     f"{T}fully_async.replay_from": Row("/no/such", loop.replays, ASYNC),
     f"{T}update_ref_every_epoch": Row(True, loop.plan),
