@@ -6,7 +6,8 @@ The run: the embedded model on two ranks and a vLLM engine, 8 prompts of 4 sampl
 added until training takes ``--train-s`` seconds or more, and the environment sleeps as long as that, so that sampling
 and training are each half of a synchronous step. The same process takes synchronous steps first and then steps whose
 rollouts run ahead. In the second part the environment of one prompt in each batch sleeps eight times as long as the
-others', and four times as long as a training step takes in all.
+others', and four times as long as a training step takes in all. Beside what was measured stands what the simulator
+says of the same phases, lengths and sleeps (``skyrl_megatron.trainer.simulate``).
 
 The stream: groups that are sampled at once, 768 at a time; processor time of everything from a prompt to a batch.
 """
@@ -26,6 +27,8 @@ from typing import Any
 
 from skyrl_megatron.envs import BaseTextEnv, register
 from skyrl_megatron.trainer.callbacks import TrainerCallback
+from skyrl_megatron.trainer.simulate.plan import DecodeCurve, Distribution, RunPlan
+from skyrl_megatron.trainer.simulate.simulation import Prediction, simulate
 from skyrl_megatron.trainer.stream.rollouts import RolloutStream, StreamLimits
 
 PROMPTS, SAMPLES, STRAGGLER = 8, 4, 8.0
@@ -105,7 +108,9 @@ def run(home: Path, train_s: float) -> None:
             self.to_step(self.global_step + WARM + AHEAD)
             self.loop.run(self.stream.close())
             self.stream = None
-            _show(name, before, lines[-AHEAD:])
+            bound = self.cfg.trainer.fully_async.max_staleness_steps
+            slots = self.cfg.generator.inference_engine.max_num_seqs
+            _show(name, before, lines[-AHEAD:], predicted(before, lines[-AHEAD:], bound, slots))
 
         def to_step(self, last: int) -> None:
             self.total_steps = last
@@ -156,7 +161,34 @@ def _training(line: dict[str, float]) -> float:
     return line["timing/step"] - line["timing/generate"]
 
 
-def _show(name: str, before: list[dict[str, float]], ahead: list[dict[str, float]]) -> None:
+def predicted(before: list[dict[str, float]], ahead: list[dict[str, float]], bound: int, slots: int) -> Prediction:
+    """Return what the simulator says of the steps ``ahead``, from their phases of training and sync, and the sampling
+    of the synchronous steps ``before``. A prompt's samples are one sequence here, as they sleep alike."""
+
+    def median(lines: list[dict[str, float]], name: str) -> float:
+        return statistics.median(line[name] for line in lines)
+
+    tokens, sync = median(before, "generate/avg_assistant_tokens"), median(ahead, "timing/sync_weights")
+    pace = median(before, "generate/trajectory_time_llm_mean") / tokens
+    share = 1 / PROMPTS if Sleeps.slow else 0.0
+    return simulate(
+        RunPlan(
+            engines=1,
+            slots=max(slots // SAMPLES, 1),
+            decode=DecodeCurve(((PROMPTS, pace),)),
+            groups=PROMPTS,
+            samples=1,
+            tokens=Distribution(tokens),
+            env=Distribution(Sleeps.seconds, straggler_share=share, straggler_factor=Sleeps.factor),
+            train=statistics.median(_training(line) for line in ahead) - sync,
+            sync=sync,
+            staleness=bound,
+            steps=60,
+        )
+    )
+
+
+def _show(name: str, before: list[dict[str, float]], ahead: list[dict[str, float]], simulated: Prediction) -> None:
     steps = [statistics.median(line["timing/step"] for line in lines) for lines in (before, ahead)]
     waits = [statistics.median(line["timing/generate"] for line in lines) for lines in (before, ahead)]
     paused = statistics.median(line["async/pause_seconds"] for line in ahead)
@@ -165,6 +197,7 @@ def _show(name: str, before: list[dict[str, float]], ahead: list[dict[str, float
     print(f"{name}: synchronous {steps[0]:.2f} s a step, {waits[0]:.2f} s of it generation")
     print(f"  running ahead {steps[1]:.2f} s, {waits[1]:.2f} s of it waiting: {steps[1] / steps[0]:.2f}x")
     print(f"  engines paused {paused:.3f} s, sync {sync:.3f} s: {sync / steps[1]:.1%} of a step; lag up to {ages:.0f}")
+    print(f"  simulated {simulated.step_seconds:.2f} s: {simulated.step_seconds / steps[1]:.2f} of what was measured")
 
 
 def stream_ms(steps: int = 60, batch: int = 256) -> float:
