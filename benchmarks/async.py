@@ -17,13 +17,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import itertools
 import json
 import os
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from skyrl_megatron.envs import BaseTextEnv, register
 from skyrl_megatron.trainer.callbacks import TrainerCallback
@@ -54,6 +58,18 @@ class Sleeps(BaseTextEnv):
         """See BaseTextEnv."""
         time.sleep(Sleeps.seconds * (Sleeps.factor if self.prompt in Sleeps.slow else 1.0))
         return {"observations": [], "reward": len(action) / 6, "done": True, "metadata": {}}
+
+
+@dataclasses.dataclass(frozen=True)
+class Naps(Distribution):
+    """How long the environments of one prompt after another sleep: the first of each batch ``straggler_factor`` times
+    as long as the others."""
+
+    numbers: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+
+    def draw(self, rng: np.random.Generator, count: int) -> np.ndarray:
+        """See Distribution."""
+        return np.full(count, self.mean * (1.0 if next(self.numbers) % PROMPTS else self.straggler_factor))
 
 
 class Lines(TrainerCallback):
@@ -170,7 +186,7 @@ def predicted(before: list[dict[str, float]], ahead: list[dict[str, float]], bou
 
     tokens, sync = median(before, "generate/avg_assistant_tokens"), median(ahead, "timing/sync_weights")
     pace = median(before, "generate/trajectory_time_llm_mean") / tokens
-    share = 1 / PROMPTS if Sleeps.slow else 0.0
+    factor = Sleeps.factor if Sleeps.slow else 1.0
     return simulate(
         RunPlan(
             engines=1,
@@ -179,7 +195,7 @@ def predicted(before: list[dict[str, float]], ahead: list[dict[str, float]], bou
             groups=PROMPTS,
             samples=1,
             tokens=Distribution(tokens),
-            env=Distribution(Sleeps.seconds, straggler_share=share, straggler_factor=Sleeps.factor),
+            env=Naps(Sleeps.seconds, straggler_factor=factor),
             train=statistics.median(_training(line) for line in ahead) - sync,
             sync=sync,
             staleness=bound,
