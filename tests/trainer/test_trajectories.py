@@ -41,11 +41,18 @@ class Life:
     def __init__(self, folder, answers=99, env_class="gsm8k_multi_turn", version=3, **changes):
         from skyrl_megatron.trainer.stream.durable import DurableGroups
 
-        self.engine, self.env_class, self.version = Cut(answers), env_class, version
+        self.engine, self.env_class, self.version, self.kept = Cut(answers), env_class, version, 0
         self.groups = DurableGroups(config(folder, **changes), lambda number: 0, fresh=False)
 
-    async def live(self, turns=None):
-        """Returns (output or None where it was cut off, turns that were known before). ``turns``: filled in."""
+    def counted(self, method):
+        async def call(*arguments):
+            await method(*arguments)
+            self.kept += 1
+
+        return call
+
+    async def live(self):
+        """Returns the output, or None where it was cut off."""
         from skyrl_megatron.rollout.interface import TrajectoryID
         from skyrl_megatron.trainer.stream.group import Group
 
@@ -56,6 +63,8 @@ class Life:
         self.known = {f"{UID}_{sample}": each for sample, each in partial.items()}
         self.engine.turns = {session: len(each.turns) - 1 for session, each in self.known.items()}
         group = Group(NUMBER, entry, min(kept.begun.get(NUMBER, self.version), self.version))
+        log = await self.groups.trajectories(group, 3)
+        log.turn, log.finished = self.counted(log.turn), self.counted(log.finished)
         batch = {
             "prompts": [PROMPT] * 3,
             "env_classes": [self.env_class] * 3,
@@ -63,14 +72,16 @@ class Life:
             "sampling_params": None,
             "trajectory_ids": [TrajectoryID(UID, sample) for sample in range(3)],
             "batch_metadata": None,
-            "trajectory_log": await self.groups.trajectories(group, 3),
+            "trajectory_log": log,
         }
         work = asyncio.create_task(generator_of("chatml", self.engine).generate(batch, disable_tqdm=True))
         stuck = asyncio.create_task(self.engine.stuck.wait())
         await asyncio.wait({work, stuck}, return_when=asyncio.FIRST_COMPLETED)
         stuck.cancel()
         if not work.done():
-            await asyncio.sleep(0.05)  # answers of environments that are under way
+            async with asyncio.timeout(60):  # until what was answered is kept
+                while self.kept < sum(map(len, self.engine.calls)):
+                    await asyncio.sleep(0.01)
             work.cancel()
             await asyncio.wait({work})
         await self.groups.close()
