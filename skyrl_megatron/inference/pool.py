@@ -7,12 +7,14 @@ import contextlib
 import enum
 import itertools
 import re
+import time
 import zlib
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from skyrl_megatron import spans
 from skyrl_megatron.errors import EngineError, EngineGoneError
 from skyrl_megatron.inference.protocol import INITIAL_VERSION, Generation, InferenceEngine
 
@@ -58,6 +60,8 @@ class EngineSlot:
     """Requests that it answered."""
     in_flight: set[asyncio.Task[Any]] = field(default_factory=set)
 
+    _busy_since: float = 0.0
+
     def __post_init__(self) -> None:
         self.engine = self.make()
 
@@ -80,6 +84,8 @@ class EngineSlot:
     async def run[T](self, work: Awaitable[T]) -> T:
         """Await a request to the engine. Raises EngineGoneError as soon as the pool marks the engine dead."""
         task = asyncio.ensure_future(work)
+        if not self.in_flight:
+            self._busy_since = time.time()
         self.in_flight.add(task)
         try:
             result = await task
@@ -93,6 +99,10 @@ class EngineSlot:
             raise
         finally:
             self.in_flight.discard(task)
+            now = time.time()
+            if not self.in_flight or now - self._busy_since > 1:  # what is always busy is told of too
+                spans.record(self.name, "requests", self._busy_since, now)
+                self._busy_since = now
 
 
 class EnginePool:

@@ -123,6 +123,7 @@ class MegatronEngine:
         self._now = self._trained[self._name]
         chunks = [chunk for trained in self._trained.values() for chunk in trained.chunks]
         self._memory = Offload(chunks, [trained.optimizer for trained in self._trained.values()])
+        self._expert_load: dict[int, Tensor] = {}
 
     def _replay_routes(self) -> tuple[int, ...]:
         """Let routers take the experts that the engine chose; return the model's layers of those on this rank."""
@@ -348,7 +349,10 @@ class MegatronEngine:
         seconds = time.perf_counter() - started
         metrics = self._reduce(merge_metrics(*(each for results in measured.values() for each in results)))
         per_layer = self.megatron.moe_per_layer_logging
-        metrics |= router_metrics(self.chunks, self.model.config, per_layer=per_layer)
+        routing, loads = router_metrics(self.chunks, self.model.config, per_layer=per_layer)
+        metrics |= routing
+        for layer, load in loads.items():
+            self._expert_load[layer] = self._expert_load.get(layer, 0) + load
         for name, results in measured.items() if self.adapter_names != ("",) else ():
             own = self._reduce(merge_metrics(*results))
             metrics |= {f"adapter/{name}/{metric}": value for metric, value in own.items()}
@@ -476,6 +480,11 @@ class MegatronEngine:
     def device_bytes(self) -> int:
         """Return what weights, gradients and optimizer state hold on the device now."""
         return sum(self._memory.device_bytes.values())
+
+    def take_expert_load(self) -> dict[int, list[int]]:
+        """Return the tokens of all ranks that each expert was trained with since the last call, [E] by layer."""
+        taken, self._expert_load = self._expert_load, {}
+        return {layer: load.long().tolist() for layer, load in taken.items()}
 
     def away(self) -> tuple[Part, ...]:
         """Return the parts that are offloaded."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from skyrl_megatron.algorithms.metrics import GAP, gap_metrics, metric_values
 from skyrl_megatron.rollout.interface import GeneratorOutput
 from skyrl_megatron.rollout.outputs import select_rows
-from skyrl_megatron.rollout.rewards import get_metrics_from_generator_output
+from skyrl_megatron.rollout.rewards import get_metrics_from_generator_output, total_reward
 from skyrl_megatron.types import TrainingBatch
 
 
@@ -27,11 +27,23 @@ def reward_metrics(
 def _reward_metrics(of: str, output: GeneratorOutput, uids: Sequence[str], samples: int) -> dict[str, float]:
     scores = get_metrics_from_generator_output(output, uids)
     metrics = {
+        f"{of}/zero_variance_groups": zero_variance(output, uids),
         f"{of}/avg_pass_at_{samples}": scores["pass_at_n"],
         f"{of}/avg_raw_reward": scores["avg_score"],
         f"{of}/mean_positive_reward": scores["mean_positive_reward"],
     }
     return {name: value for name, value in metrics.items() if value is not None}
+
+
+def zero_variance(output: GeneratorOutput, uids: Sequence[str]) -> float | None:
+    """Return the share of prompts with several responses whose rewards are all the same; None without such prompts."""
+    last, totals = output.get("is_last_step"), dict[str, list[float]]()
+    rewards = output["rewards"]
+    for row, uid in enumerate(uids):
+        if last is None or last[row]:
+            totals.setdefault(uid, []).append(total_reward(rewards[row]))
+    several = [each for each in totals.values() if len(each) > 1]
+    return sum(max(each) == min(each) for each in several) / len(several) if several else None
 
 
 def logprob_diff_metrics(batch: TrainingBatch) -> dict[str, float]:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import psutil
 
-from skyrl_megatron import start_times
+from skyrl_megatron import spans, start_times
 from skyrl_megatron.progress import under_way
 
 _process = psutil.Process()
@@ -27,7 +27,7 @@ class Phases:
     def __call__(self, name: str) -> Iterator[None]:
         began = self._began[name] = time.perf_counter()
         try:
-            with under_way(name):
+            with under_way(name), spans.span("trainer", name):
                 yield
                 self.memory |= {f"{name}_{whose}": nbytes / 1e9 for whose, nbytes in self._held(name).items()}
         finally:

@@ -22,7 +22,6 @@ from skyrl_megatron.algorithms.checks import finite_samples
 from skyrl_megatron.algorithms.kl import get_kl_controller, penalize_rewards
 from skyrl_megatron.algorithms.metrics import metric_values
 from skyrl_megatron.algorithms.objective import PolicyObjective
-from skyrl_megatron.config import get_config_as_yaml_str
 from skyrl_megatron.config.adapters import adapter_names
 from skyrl_megatron.config.rules.role_layout import (
     active_roles,
@@ -60,10 +59,11 @@ from skyrl_megatron.trainer.metrics import (
     value_metrics,
 )
 from skyrl_megatron.trainer.phases import Phases, StartUp
-from skyrl_megatron.trainer.report import last_lines, write_report
+from skyrl_megatron.trainer.report import last_lines, write_curves
 from skyrl_megatron.trainer.stop import StopRequested, StopSignal
 from skyrl_megatron.trainer.teachers import Teachers, with_teacher_rewards
 from skyrl_megatron.trainer.tracking import as_numbers
+from skyrl_megatron.trainer.watch import RunWatch
 from skyrl_megatron.types import OWN_LOGPROBS, TrainingBatch
 from skyrl_megatron.workers.policy_rank import weight_synchronizer
 from skyrl_megatron.workers.worker_group import WorkerGroup
@@ -129,6 +129,7 @@ class RayPPOTrainer:
             cfg.trainer.algorithm.dynamic_sampling, cfg.trainer.train_batch_size, cfg.trainer.seed
         )
         self.phases, self.start_up = Phases(self._held), StartUp(tracker.say)
+        self.watch = RunWatch(cfg, tokenizer, self.total_steps)
         self.metrics: dict[str, float] = {}
         """Numbers of the step at hand."""
         self.logged_step = 0
@@ -183,6 +184,7 @@ class RayPPOTrainer:
                     batch = self.apply_reward_kl_penalty(batch)
                 with self.phases("compute_advantages_and_returns"):
                     batch = self.compute_advantages_and_returns(batch)
+                self.keep_samples(batch)
                 with self.phases("train_critic_and_policy"):
                     self.train_critic_and_policy(batch)
                 self.complete_step()
@@ -271,7 +273,9 @@ class RayPPOTrainer:
             self.tracker.say(f"resumed from {loaded.folder} (step {loaded.step} of {self.total_steps})")
             self.start_up.done(f"checkpoint: step {self.global_step} loaded")
         self.position = self.train_dataloader.state_dict()
-        logged = self.tracker.open(total_steps=self.total_steps, resumed_from=self.global_step if loaded else None)
+        resumed_from = self.global_step if loaded else None
+        logged = self.tracker.open(total_steps=self.total_steps, resumed_from=resumed_from)
+        self.watch.open(resumed_from)
         self.logged_step = self.global_step
         if loaded is not None and not logged and (unlogged := loaded.trainer_state.get("unlogged")):
             self.logged_step -= 1
@@ -320,6 +324,7 @@ class RayPPOTrainer:
     def convert_to_training_input(self, generator_output: GeneratorOutput, uids: list[str]) -> TrainingBatch:
         """Return right-aligned tensors; samples that are not finite are masked with ``algorithm.nonfinite=skip``."""
         batch = to_training_batch(generator_output, uids)
+        self.watch.note(generator_output)
         batch.metadata[PROMPT_UIDS] = uids
         batch.adapters = self._adapters_of(uids)
         if batch.rollout_routes:
@@ -424,6 +429,14 @@ class RayPPOTrainer:
         if algorithm.advantage_batch_normalize:
             batch.advantages = normalize_advantages(batch.advantages, batch.loss_mask)
         return metrics
+
+    def keep_samples(self, batch: TrainingBatch) -> None:
+        """Keep some rows for those who look at the run, where it is this step's turn. Log-probs that the training pass
+        would give are computed for these rows alone, unless the policy has left its GPUs to the critic."""
+        there = not self._takes_turns("critic")
+        score = (lambda rows: self.policy.compute_logprobs(rows, "samples").numpy()) if there else None
+        with self.phases("keep_samples"):
+            self.watch.keep_samples(self.global_step + 1, batch, score)
 
     def train_critic_and_policy(self, batch: TrainingBatch) -> None:
         """Train the critic, if there is one, and the policy; until ``critic_warmup_steps`` the critic alone."""
@@ -566,6 +579,7 @@ class RayPPOTrainer:
         self.logged_step = self.global_step
         notify(self.callbacks, "on_log", self, self.metrics)
         self.metrics = {}
+        self.watch.end_step(self.global_step, self.roles)
 
     def finish(self) -> None:
         """Complete what is being written, end the ranks, draw the report."""
@@ -578,7 +592,8 @@ class RayPPOTrainer:
                 role.stop()
             self.tracker.finish()
             if self.global_step:
-                write_report(run_folder(self.cfg), get_config_as_yaml_str(self.cfg))
+                write_curves(run_folder(self.cfg))
+                self.watch.close()
                 saved = None if self.checkpoints is None else self.checkpoints.saved_step
                 for line in last_lines(self.cfg, saved, self.global_step):
                     self.tracker.say(line)

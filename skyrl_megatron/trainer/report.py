@@ -1,9 +1,7 @@
-"""The end of a run: ``curves.png`` and ``report.html``, made from ``metrics.jsonl``, and what was written where."""
+"""The end of a run: ``curves.png``, made from ``metrics.jsonl``, and what was written where."""
 
 from __future__ import annotations
 
-import base64
-import html
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,13 +24,9 @@ CURVES = (
 """Panels and the metrics drawn in each, over the step; those of the warm-up over steps of its own."""
 
 
-def write_report(folder: Path, config_yaml: str = "") -> Path:
-    """Write both files into the run's ``folder`` and return the page. Metrics that are missing are not drawn."""
-    lines = read_metrics(folder / METRICS_FILE)
-    picture = draw_curves(lines, folder / "curves.png")
-    page = folder / "report.html"
-    page.write_text(_page(folder.name, lines, picture, config_yaml))
-    return page
+def write_curves(folder: Path) -> Path:
+    """Draw ``curves.png`` into the run's ``folder`` and return it. Metrics that are missing are not drawn."""
+    return draw_curves(read_metrics(folder / METRICS_FILE), folder / "curves.png")
 
 
 def draw_curves(lines: Sequence[Mapping[str, Any]], path: Path) -> Path:
@@ -78,21 +72,3 @@ def _points(lines: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, 
 
 def _step_name(name: str) -> str:
     return "warmup/step" if name.startswith("warmup/") else "step"
-
-
-def _page(title: str, lines: Sequence[Mapping[str, Any]], picture: Path, config_yaml: str) -> str:
-    image = base64.b64encode(picture.read_bytes()).decode()
-    last: dict[str, Any] = {}
-    for line in lines:
-        last |= {name: value for name, value in line.items() if value is not None}
-    rows = "".join(
-        f"<tr><td>{html.escape(name)}</td><td>{value:.6g}</td></tr>" for name, value in sorted(last.items())
-    )
-    return (
-        f"<!doctype html><meta charset=utf-8><title>{html.escape(title)}</title>"
-        "<style>body{font:14px sans-serif;max-width:75em;margin:2em auto}td{padding:0 1.5em 0 0}"
-        "img{max-width:100%}pre{background:#f4f4f4;padding:1em}</style>"
-        f"<h1>{html.escape(title)}</h1><img alt='curves of the run' src='data:image/png;base64,{image}'>"
-        f"<h2>Last values</h2><table>{rows}</table>"
-        f"<details><summary>Configuration</summary><pre>{html.escape(config_yaml)}</pre></details>"
-    )

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from skyrl_megatron import spans
 from skyrl_megatron.config.adapters import role_part
 from skyrl_megatron.hub import model_card
 from skyrl_megatron.plugins import load_plugins
+from skyrl_megatron.spans import timed
 from skyrl_megatron.workers.ports import take_port
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from skyrl_megatron.runtime.engine import RoleName
     from skyrl_megatron.runtime.flops import ModelFlops
     from skyrl_megatron.runtime.offload import Part
+    from skyrl_megatron.spans import Span
     from skyrl_megatron.weight_sync.bucket import TensorMeta
     from skyrl_megatron.weight_sync.routes import Holdings
     from skyrl_megatron.workers.dispatch import RankInfo
@@ -100,6 +103,7 @@ class MegatronWorker:
         """Return what sequences cost: the measure that batches are balanced by."""
         return self.engine.flops
 
+    @timed
     def compute_logprobs(self, adapters: bool, chunk: Arrays) -> np.ndarray | None:
         """Return [rows, T] float32, nats, of this replica's rows on the rank that collects, None elsewhere.
 
@@ -110,6 +114,7 @@ class MegatronWorker:
         logprobs = self.engine.compute_logprobs(from_arrays(chunk), adapters=adapters)
         return logprobs.numpy() if self.engine.is_collection_rank else None
 
+    @timed
     def compute_recorded(
         self, temperature: float | None, layers: bool, perturbation: float, chunk: Arrays
     ) -> tuple[np.ndarray | None, dict[str, dict[int, np.ndarray]] | None]:
@@ -140,6 +145,7 @@ class MegatronWorker:
                 found[name] = piece.tensor.float().cpu().numpy()
         return found
 
+    @timed
     def compute_values(self, chunk: Arrays) -> np.ndarray | None:
         """Return a critic's values, [rows, T] float32, of this replica's rows on the rank that collects."""
         from skyrl_megatron.runtime.critic import CriticEngine
@@ -149,6 +155,7 @@ class MegatronWorker:
         values = self.engine.compute_values(from_arrays(chunk))
         return values.numpy() if self.engine.is_collection_rank else None
 
+    @timed
     def compute_scores(self, k: int, chunk: Arrays) -> np.ndarray | None:
         """Return what a teacher says of this replica's rows, [rows, T, 1 + 2k] float32 (``runtime/teacher.py``), on
         the rank that collects."""
@@ -158,6 +165,7 @@ class MegatronWorker:
         scores = score_responses(self.engine, from_arrays(chunk), k)
         return scores.numpy() if self.engine.is_collection_rank else None
 
+    @timed
     def train_mini_batch(
         self, registry: RegistryVersions, algorithm: Mapping[str, Any], more_follow: bool, chunk: Arrays
     ) -> dict[str, float]:
@@ -173,6 +181,7 @@ class MegatronWorker:
         objective = self.engine.objective(algorithm)
         return self.engine.forward_backward(from_arrays(chunk), objective=objective) | self.optim_step(more_follow)
 
+    @timed
     def optim_step(self, more_follow: bool = False) -> dict[str, float]:
         """Step on the gradients added since the last one."""
         result = self.engine.optim_step(more_follow=more_follow)
@@ -186,6 +195,16 @@ class MegatronWorker:
     def restart_schedule(self, lr: float | None, total_steps: int | None) -> None:
         """Begin the learning-rate schedule anew: as configured, or constant at ``lr``."""
         self.engine.restart_schedule(lr, total_steps)
+
+    def take_spans(self) -> list[Span]:
+        """Return what this process was busy with since the last call, and when."""
+        return spans.take()
+
+    def take_expert_load(self) -> dict[int, list[int]] | None:
+        """Return on rank 0 the tokens that each expert was trained with since the last call, by layer; None
+        elsewhere."""
+        load = self.engine.take_expert_load()
+        return load if self.rank == 0 else None
 
     def memory_bytes(self) -> int:
         """Return the peak of this process so far."""
@@ -223,6 +242,7 @@ class MegatronWorker:
         """Send by this plan from now on."""
         self.sender.take_route(buckets, copies, ranks_of)
 
+    @timed
     def send_weights(self, adapters: Sequence[str] | None = None) -> list[Any]:
         """Send this rank's tensors, or those of some adapters; returns the checksum of each bucket."""
         from skyrl_megatron.weight_sync.adapter_source import AdapterSource
@@ -233,6 +253,7 @@ class MegatronWorker:
             self.source.chosen = adapters
         return self.sender.send()
 
+    @timed
     def score(self, token_ids: Sequence[int], perturbation: float, adapter: str = "") -> list[float] | None:
         """Score tokens, see ``runtime/scoring.py``."""
         from skyrl_megatron.runtime.scoring import score_tokens
@@ -240,6 +261,7 @@ class MegatronWorker:
         return score_tokens(self.engine, token_ids, perturbation=perturbation, adapter=adapter)
 
     # ------------------------------------------------------------------ weights for another role
+    @timed
     def next_weights(self, first: bool) -> list[Any] | None:
         """Return a reference to this rank's part of the ``first``, or the next, round of its weights; None when there
         are no more. The bytes stay with this process until somebody asks for them."""
@@ -251,6 +273,7 @@ class MegatronWorker:
         given = next(self._rounds, None)
         return None if given is None else [ray.put(given)]
 
+    @timed
     def take_weights(self, first: bool, given: Sequence[Any]) -> None:
         """Take this rank's share of the ``first``, or a later, round that ``given`` refers to. An empty one is the
         last: raises WeightSyncError when a weight never came."""
@@ -265,10 +288,12 @@ class MegatronWorker:
             self._taker.finish()
 
     # ------------------------------------------------------------------ memory
+    @timed
     def offload(self, parts: Sequence[Part]) -> None:
         """Free the GPU memory of ``parts`` for others on the same GPU, until they are needed."""
         self.engine.offload(*parts)
 
+    @timed
     def onload(self, parts: Sequence[Part]) -> None:
         """Bring ``parts`` back ahead of their use."""
         self.engine.onload(*parts)
@@ -282,6 +307,7 @@ class MegatronWorker:
         return self.engine.away()
 
     # ------------------------------------------------------------------ checkpoints
+    @timed
     def save_checkpoint(self, adapter: str, folder: str, step: int, background: bool) -> None:
         """Write this rank's share of the role, or of one of its named adapters, into ``folder``; with ``background``,
         return once it has been copied."""
@@ -297,6 +323,7 @@ class MegatronWorker:
         if hasattr(self, "writers"):
             self.writers[adapter].wait(timeout_s)
 
+    @timed
     def load_checkpoint(self, adapter: str, folder: str) -> int:
         """Fill weights, moments, schedule and random states; returns the step they are of."""
         from skyrl_megatron.runtime.checkpoint.rank_reader import read_rank
@@ -304,6 +331,7 @@ class MegatronWorker:
         part = role_part(self.role, adapter)
         return read_rank(folder, part, self._state(adapter), seed=self.cfg.trainer.seed)
 
+    @timed
     def export_hf(self, folder: str) -> None:
         """Write the model as a HF folder, with the adapter in its weights; it goes to ``adapter`` beside it as well.
         Named adapters go to ``adapters/<name>`` beside the folder alone, which then is not written."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from skyrl_megatron import spans
 from skyrl_megatron.errors import EngineError, EngineGoneError
 from skyrl_megatron.inference.pool import EngineSlot
 from skyrl_megatron.inference.protocol import InferenceEngine
@@ -102,7 +103,7 @@ class SyncCalls:
         it is; else an engine that does not answer afterwards does (EnginesLost); else nobody is to blame
         (AttemptFailed).
         """
-        work = [self.within(of_engine(slot.engine)) for slot in slots] if of_engine else []
+        work = [self._timed(slot.name, phase, of_engine(slot.engine)) for slot in slots] if of_engine else []
         if of_rank:
             work += [self.within(of_rank(number, rank)) for number, rank in enumerate(self.ranks)]
         results = await asyncio.gather(*work, return_exceptions=True)
@@ -131,6 +132,10 @@ class SyncCalls:
                 return await work
         except TimeoutError:
             raise EngineError(f"no answer within {left:.0f} s") from None
+
+    async def _timed(self, lane: str, phase: str, work: Awaitable[Any]) -> Any:
+        with spans.span(lane, phase):
+            return await self.within(work)
 
     async def _answers(self, slot: EngineSlot) -> bool:
         try:

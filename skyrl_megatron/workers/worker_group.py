@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.runtime.checkpoint.checkpointer import RoleRanks
     from skyrl_megatron.runtime.offload import Part
+    from skyrl_megatron.spans import Span
     from skyrl_megatron.types import TrainingBatch
     from skyrl_megatron.workers.placement import BundleAllocation
 
@@ -196,6 +197,19 @@ class WorkerGroup:
     def onload(self, *parts: Part) -> None:
         """Bring ``parts`` (all: without arguments) back ahead of their use."""
         self.group.call("onload", parts or PARTS)
+
+    # ------------------------------------------------------------------ what was done
+    def take_spans(self, ranks: int) -> list[list[Span]]:
+        """Return what the first so many ranks were busy with since the last call, and when."""
+        return [ray.get(each, timeout=self.group.timeout_s) for each in self._asked("take_spans", ranks)]
+
+    def expert_load(self) -> dict[int, list[int]]:
+        """Return the tokens that each expert was trained with since the last call, by layer; {} without experts."""
+        load: dict[int, list[int]] = self.group.call("take_expert_load", phase="expert load")[0]
+        return load
+
+    def _asked(self, method: str, ranks: int) -> list[Any]:
+        return [getattr(actor, method).remote() for actor in self.group.actors[:ranks]]
 
     # ------------------------------------------------------------------ state
     def checkpointed(self) -> dict[str, RoleRanks]:

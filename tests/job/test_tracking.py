@@ -1,4 +1,4 @@
-"""Numbers of a run: every sink gets them, a resumed run drops those that came to nothing, the report draws them."""
+"""Numbers of a run: every sink gets them, a resumed run drops those that came to nothing, a page shows them."""
 
 import json
 import math
@@ -69,15 +69,20 @@ def test_a_resumed_run_goes_on_behind_its_checkpoint(tmp_path):
     assert [line["step"] for line in lines_of(tmp_path)] == [1], "a run that starts anew starts a new file"
 
 
-def test_the_report_shows_curves_values_and_configuration(tmp_path):
-    from skyrl_megatron.trainer.report import write_report
+@pytest.mark.process
+def test_the_run_leaves_curves_and_a_page(tmp_path):
+    from skyrl_megatron.trainer.report import write_curves
+    from skyrl_megatron.trainer.watch import PageWriter
 
     folder = tracked(tmp_path, [1, 2, 3]).folder
-    page = write_report(folder, "trainer: {seed: 1}  # <b>")
-    text = page.read_text()
+    write_curves(folder)
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert "<td>reward/avg_raw_reward</td><td>0.3</td>" in text
-    assert "# &lt;b&gt;" in text and "data:image/png;base64," in text
+    writer = PageWriter(folder)
+    writer.begin()  # the folder is new, and so would the page be
+    assert not (folder / "report.html").exists()
+    writer.finish()
+    text = (folder / "report.html").read_text()
+    assert text.startswith("<!doctype html>") and "<title>skyrl/run</title>" in text and "http://" not in text[:400]
 
 
 def test_a_tracker_without_its_package_is_one_message(tmp_path):

@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYER = {
     "cluster": 9,
     "entrypoints": 8,
+    "dashboard": 8,
     "explain_gap": 8,
     "trainer": 7,
     "workers": 6,
@@ -25,6 +26,7 @@ LAYER = {
     "errors": 0,
     "plugins": 0,
     "progress": 0,
+    "spans": 0,
     "start_times": 0,
     "types": 0,
     "device": 0,

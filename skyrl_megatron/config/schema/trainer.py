@@ -164,3 +164,7 @@ class TrainerConfig(BaseConfig):
     """Teachers."""
     critic_warmup_steps: NonNegativeInt = 0
     """Steps at the start of the run in which the critic learns and the policy stays as it is."""
+    samples_per_step: NonNegativeInt = 8
+    """Samples that are kept for the dashboard, with log-probs and advantages of each token; 0: none."""
+    samples_per_run: Count = 2000
+    """Samples of the whole run; with more steps, samples and expert loads are kept of fewer of them, evenly."""

@@ -119,8 +119,9 @@ def routers_of(chunks: Iterable[torch.nn.Module]) -> list[TokenWeightedRouter]:
 
 def router_metrics(
     chunks: Sequence[torch.nn.Module], config: TransformerConfig, *, per_layer: bool
-) -> dict[str, float]:
-    """Measure balance and entropy of the routers over all ranks' valid tokens since the last call; {} without experts.
+) -> tuple[dict[str, float], dict[int, Tensor]]:
+    """Measure balance and entropy of the routers over all ranks' valid tokens since the last call, and count the
+    tokens of each expert, [E] float64 by layer; both empty without experts.
 
     ``moe_load_imbalance``: the busiest expert's tokens over the mean of all (1 is even); ``moe_dead_experts``: the
     share of experts without a token; ``moe_router_entropy``: mean entropy of the routing distribution, in nats. With
@@ -130,7 +131,7 @@ def router_metrics(
     Collective over all ranks: with tp > 1 the sequence is split, so that each token is counted on one rank.
     """
     if not config.num_moe_experts:
-        return {}
+        return {}, {}
     load = torch.zeros(config.num_layers, config.num_moe_experts + 4, dtype=torch.float64, device=device.device())
     for router in routers_of(chunks):
         if router.load is not None:
@@ -143,7 +144,7 @@ def router_metrics(
     dist.all_reduce(load)
     layers = load[:, -3].nonzero().flatten().tolist()
     if not layers:
-        return {}
+        return {}, {}
     experts, (entropy, tokens, replayed, elsewhere) = load[layers, :-4], load[layers, -4:].unbind(1)
     found = {
         "moe_load_imbalance": (experts.amax(1) / experts.mean(1)).tolist(),
@@ -159,4 +160,4 @@ def router_metrics(
     if per_layer:
         for name, values in found.items():
             metrics |= {f"{name}/layer_{layer}": value for layer, value in zip(layers, values, strict=True)}
-    return metrics
+    return metrics, dict(zip(layers, experts, strict=True))

@@ -92,6 +92,7 @@ def plan(cfg):
         fwd_logprobs_values_reward = lambda self, batch: batch  # noqa: E731
         compute_advantages_and_returns = lambda self, batch: batch  # noqa: E731
         apply_reward_kl_penalty = lambda self, batch: batch  # noqa: E731
+        keep_samples = lambda self, batch: None  # noqa: E731
         begin_training = sync_weights = lambda self: None
 
     trainer = trainer_of(cfg, Noting)
@@ -203,6 +204,12 @@ def dumps(cfg):
     """Whether the tensors of a batch are written, and where to."""
     trainer_of(cfg).convert_to_training_input(output_of([[0.0, 1.0]] * 8), [uid for uid in "abcd" for _ in range(2)])
     return files_below(cfg.trainer.export_path)
+
+
+def looks(cfg):
+    """Steps of which samples are kept, and how many."""
+    samples = trainer_of(cfg).watch.samples
+    return [step for step in range(1, 4000) if samples.due(step)], samples.rows
 
 
 def files_below(folder):

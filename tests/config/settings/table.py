@@ -144,6 +144,8 @@ LOOP = {
     f"{M}async_dist_ckpt_save": Row(True, loop.checkpointer),
     f"{T}phase_timeout_s": Row(99.0, loop.checkpointer),
     f"{T}dump_data_batch": Row(True, loop.dumps),
+    f"{T}samples_per_step": Row(3, loop.looks),
+    f"{T}samples_per_run": Row(16, loop.looks),
     f"{T}dump_eval_results": Row(False, loop.evaluation),
     f"{T}eval_batch_size": Row(3, loop.evaluation),
     f"{G}eval_n_samples_per_prompt": Row(2, loop.evaluation),
