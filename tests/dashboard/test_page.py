@@ -201,7 +201,7 @@ def test_a_run_is_followed(quiet, tmp_path):
         choose(quiet, "samples")
         quiet.wait("document.querySelector('.strip b')")
         server.shutdown()
-        quiet.wait("document.getElementById('status').textContent.includes('server gone')")
+    quiet.wait("document.getElementById('status').textContent.includes('server gone')")
     quiet.errors[:] = [error for error in quiet.errors if "ERR_CONNECTION" not in error]  # the server that is gone
 
 

@@ -12,6 +12,8 @@ LAYER = {
     "entrypoints": 8,
     "dashboard": 8,
     "explain_gap": 8,
+    "compare": 8,
+    "diagnose": 8,
     "trainer": 7,
     "workers": 6,
     "rollout": 5,

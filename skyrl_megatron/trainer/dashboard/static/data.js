@@ -42,7 +42,7 @@ async function ask() {
 }
 
 async function served(path) {
-  const answer = await fetch(path, { headers: { Authorization: `Bearer ${token}` } });
+  const answer = await fetch(path, { headers: { Authorization: `Bearer ${token}` }, signal: AbortSignal.timeout(20000) });
   if (!answer.ok) throw new Error(await answer.text());
   return answer;
 }

@@ -1,0 +1,83 @@
+"""Processes of a run that hangs: found by their logs, read without stopping them, and what they wait for."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+WAITS = "import asyncio\nprint('waiting for a peer', flush=True)\nasyncio.run(asyncio.Event().wait())"
+
+
+@pytest.mark.process
+def test_processes_of_a_run_are_told_with_stack_and_log(tmp_path, capsys):
+    """Two real processes that write into the folder, one in a child's wait; another run's process is left out."""
+    import psutil
+
+    from skyrl_megatron.entrypoints.diagnose import main
+
+    logs = tmp_path / "run" / "workers"
+    logs.mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    sleeps = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {WAITS!r}])"
+    paths = {logs / "policy_rank0.log": WAITS, logs.parent / "console.log": sleeps, tmp_path / "other/x.log": WAITS}
+    started = []
+    try:
+        for path, code in paths.items():
+            with path.open("w") as log:
+                started.append(subprocess.Popen([sys.executable, "-c", code], stdout=log, stderr=log))
+        deadline = time.monotonic() + 60
+        while not all("waiting" in path.read_text() for path in paths):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert main([str(tmp_path / "run")]) == 0
+        out = capsys.readouterr().out
+    finally:
+        for child in psutil.Process(started[1].pid).children():
+            child.kill()
+        for process in started:
+            process.kill()
+            process.wait(30)
+    if "no stack: " in out:
+        pytest.skip(f"no rights to read other processes here: {out}")
+    head = out.splitlines()
+    assert head[0].startswith("3 processes of ") and head[1].split()[0] == "trainer"
+    assert "waits for another process" in head[1]
+    assert any("policy rank 0" in line and "waits for events" in line for line in head[:4])
+    assert "log: waiting for a peer" in out and "asyncio" in out
+
+
+@pytest.mark.parametrize(
+    ("frames", "meaning"),
+    [
+        (["x.py:wait:1", "site-packages/torch/distributed/distributed_c10d.py:all_reduce:9"], "other ranks"),
+        (["ray/_private/worker.py:get:3", "skyrl_megatron/workers/actor_group.py:results:40"], "an actor's answer"),
+        (["threading.py:wait:1", "skyrl_megatron/workers/actor_group.py:results:40"], "its ranks"),
+        (["ray/_private/worker.py:main_loop:3"], "idle"),
+        (["selectors.py:select:1", "asyncio/base_events.py:_run_once:2"], "events"),
+        (["megatron/core/pipeline_parallel/p2p_communication.py:recv_forward:2"], "neighbour in the pipeline"),
+        ([], "unknown"),
+    ],
+)
+def test_what_a_stack_waits_for(frames, meaning):
+    from skyrl_megatron.trainer.diagnosis import Diagnosed
+
+    assert meaning in Diagnosed(1, "x", None, 0.0, frames).waits_for
+
+
+def test_a_run_that_is_not_under_way(tmp_path, capsys):
+    from skyrl_megatron.entrypoints.diagnose import main
+
+    assert main([str(tmp_path)]) == 1
+    assert "no process of it on this host" in capsys.readouterr().err
+
+
+def test_every_verb_has_a_command(capsys):
+    import importlib
+
+    from skyrl_megatron.entrypoints.verbs import VERBS, main
+
+    for module, _ in VERBS.values():
+        assert importlib.util.find_spec(f"skyrl_megatron.{module}") is not None, module
+    assert main(["colour"]) == 2 and main([]) == 2 and main(["--help"]) == 0
+    assert "VERB=colour: no such verb" in capsys.readouterr().err
