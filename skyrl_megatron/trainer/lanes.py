@@ -24,15 +24,16 @@ class LaneLog:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def write(self, step: int, roles: Mapping[str, WorkerGroup]) -> list[Span]:
-        """Take what trainer, ranks and engines recorded since the last step, write it, and return it by lane."""
+    def write(self, step: int, roles: Mapping[str, WorkerGroup], *, told: bool = True) -> list[Span]:
+        """Take what trainer, ranks and engines recorded since the last step, write it if it is to be ``told``, and
+        return it."""
         found = [span for span in spans.take() if span[1] not in OUTER]
         for name, role in roles.items():
             if role.group.actors:
                 for rank, theirs in enumerate(role.take_spans(RANKS)):
                     found += [(f"{name} rank {rank}", what, begin, end) for _, what, begin, end in theirs]
         found = [span for span in found if span[3] - span[2] >= SHORTEST_S]
-        if found:
+        if found and told:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a") as file:
                 file.write(json.dumps(lanes(step, found)) + "\n")

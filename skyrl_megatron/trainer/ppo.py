@@ -157,6 +157,7 @@ class RayPPOTrainer:
                 self.before_training()
                 gc.collect()
                 gc.freeze()  # what lives now stays: the garbage of each step is not looked for among it
+                self.watch.begin_steps(self.global_step, self.roles)
                 notify(self.callbacks, "on_train_start", self)
                 self.train_steps()
                 notify(self.callbacks, "on_train_end", self)

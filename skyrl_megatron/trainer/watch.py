@@ -52,6 +52,10 @@ class RunWatch:
             if int(path.stem[5:]) > after:
                 path.unlink()
 
+    def begin_steps(self, step: int, roles: Mapping[str, WorkerGroup]) -> None:
+        """Put the start of a run, which is resumed at ``step`` unless that is 0, apart from its first step."""
+        self.lanes.write(step, roles, told=step == 0)
+
     def keep_samples(
         self, step: int, batch: TrainingBatch, score: Callable[[TrainingBatch], np.ndarray] | None
     ) -> None:

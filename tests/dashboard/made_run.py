@@ -194,7 +194,8 @@ def batch_of(tokenizer, tokens, rng, *, groups=6, samples=4):
         rollout_logprobs=engine,
         advantages=(rewards.sum(1, keepdim=True) - rewards.sum(1).mean()) * sampled,
     )
-    return batch, [mask] * rows, engine + torch.randn(rows, length) * 1e-3 * sampled
+    trainer = engine + torch.randn(rows, length).clamp(-3, 3) * 1e-3
+    return batch, [mask] * rows, torch.where(sampled > 0, trainer, -9.0)  # engines give 0 for what they did not sample
 
 
 def write_samples(cfg, steps, tokens, rng):

@@ -138,6 +138,10 @@ def test_samples_say_what_their_file_says(quiet, report, made):
         "[...document.querySelector('select[aria-label=\"colour tokens by\"]').options].map(o => o.value)"
     )
     assert set(kinds) >= {"log-prob difference", "advantage", "log-prob", "mask", "version", "reward"}
+    chosen = "document.querySelector('select[aria-label=\"colour tokens by\"]')"
+    quiet.run(f"{chosen}.value = 'log-prob difference'; {chosen}.dispatchEvent(new Event('change'))")
+    scale = quiet.run("document.querySelector('.row .unit .scale').nextSibling.textContent")
+    assert 0 < float(scale) < 0.004, "what the environment said has no log-probs to compare"
     last = max(made.glob("samples/*.json"), key=lambda path: int(path.stem[5:]))
     record = json.loads(last.read_text())
     assert quiet.run("document.querySelectorAll('.groups button').length") == record["group_count"] == 6

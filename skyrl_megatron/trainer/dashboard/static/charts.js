@@ -87,7 +87,7 @@ function lineCard(spec) {
       parts.push(el("line", { class: "gridline", x1: LEFT, x2: width - RIGHT, y1: plain(at), y2: plain(at) }));
       parts.push(el("text", { x: LEFT - 6, y: plain(at) + 3.5, "text-anchor": "end" }, format(+value.toPrecision(3))));
     }
-    for (const at of ticks(x0, x1, Math.max(2, width / 110)).filter((v) => Number.isInteger(v))) parts.push(el("text", { x: px(at), y: HEIGHT - 5, "text-anchor": "middle" }, format(at)));
+    for (const at of ticks(x0, x1, Math.max(2, width / 60)).filter((v) => Number.isInteger(v))) parts.push(el("text", { x: px(at), y: HEIGHT - 5, "text-anchor": "middle" }, format(at)));
     for (const s of shown) {
       const style = `stroke:${s.colour};stroke-dasharray:${s.dash}`;
       if (state.smooth && s.x.length >= 30) {

@@ -2,9 +2,9 @@
 const BLOCK = 400; // tokens of a part that the browser may leave out while it is not seen
 
 const COLOURINGS = {
-  "log-prob difference": { of: (s) => s.trainer && s.engine && s.engine.map((v, i) => s.trainer[i] - v), unit: "nats, trainer − engine", signed: true },
+  "log-prob difference": { of: (s) => s.trainer && s.engine && s.engine.map((v, i) => (s.own[i] ? s.trainer[i] - v : NaN)), unit: "nats, trainer − engine", signed: true },
   advantage: { of: (s) => s.advantages, unit: "advantage", signed: true },
-  "log-prob": { of: (s) => s.engine && s.engine.map((v) => -v), unit: "−log-prob, nats" },
+  "log-prob": { of: (s) => s.engine && s.engine.map((v, i) => (s.own[i] ? -v : NaN)), unit: "−log-prob, nats" },
   mask: { of: (s) => s.mask && Float32Array.from(s.mask), unit: "trained on" },
   support: { of: (s) => s.support && Float32Array.from(s.support), unit: "entries sampled from; 0: all" },
   version: { of: (s) => s.versions.length > 0 && versionOf(s), unit: "weights that sampled it" },
@@ -20,7 +20,8 @@ function versionOf(sample) {
 /** Unpack a sample of samples/step_N.json. */
 function unpacked(raw) {
   const floats = (name) => (raw[name] ? decoded(raw[name], Float32Array) : null);
-  return { ...raw, prompt: decoded(raw.prompt, Int32Array), tokens: decoded(raw.tokens, Int32Array), mask: decoded(raw.mask, Uint8Array), engine: floats("engine"), trainer: floats("trainer"), advantages: floats("advantages"), rewards: floats("rewards"), support: raw.support ? decoded(raw.support, Int32Array) : null, versions: raw.versions || [] };
+  const own = decoded(raw.sampled || raw.mask, Uint8Array); // the policy's tokens: those of environments have no log-probs
+  return { ...raw, own, prompt: decoded(raw.prompt, Int32Array), tokens: decoded(raw.tokens, Int32Array), mask: decoded(raw.mask, Uint8Array), engine: floats("engine"), trainer: floats("trainer"), advantages: floats("advantages"), rewards: floats("rewards"), support: raw.support ? decoded(raw.support, Int32Array) : null, versions: raw.versions || [] };
 }
 
 function tinted(value, low, high, signed) {
@@ -62,9 +63,9 @@ function strip(sample, pieces, kind, say) {
     spans[i].classList.add("now");
     if (scroll) spans[i].scrollIntoView({ block: "nearest" });
     const facts = [`token ${i} of ${spans.length}: ${JSON.stringify(pieces[sample.tokens[i]] ?? "")} (${sample.tokens[i]})`];
-    if (sample.engine) facts.push(`engine ${format(sample.engine[i])}`);
+    if (sample.engine && sample.own[i]) facts.push(`engine ${format(sample.engine[i])}`);
     if (sample.trainer) facts.push(`trainer ${format(sample.trainer[i])}`);
-    if (sample.trainer && sample.engine) facts.push(`difference ${format(sample.trainer[i] - sample.engine[i])}`);
+    if (sample.trainer && sample.engine && sample.own[i]) facts.push(`difference ${format(sample.trainer[i] - sample.engine[i])}`);
     if (sample.advantages) facts.push(`advantage ${format(sample.advantages[i])}`);
     if (sample.support) facts.push(`support ${sample.support[i] || "all"}`);
     if (sample.versions.length) facts.push(`version ${format(versionOf(sample)[i])}`);
@@ -84,7 +85,7 @@ function strip(sample, pieces, kind, say) {
 /** Prompt, the policy's turns and what the environment answered; calls of tools stand out. */
 function conversation(sample, pieces) {
   const text = (ids) => Array.from(ids, (id) => pieces[id] ?? `⟨${id}⟩`).join(""), parts = [turn("prompt", "prompt", text(sample.prompt))];
-  const own = sample.sampled ? decoded(sample.sampled, Uint8Array) : sample.mask;
+  const { own } = sample;
   for (let from = 0; from < sample.tokens.length; ) {
     let until = from;
     while (until < sample.tokens.length && own[until] === own[from]) until++;
