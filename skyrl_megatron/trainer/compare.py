@@ -70,7 +70,7 @@ def compare(run: Path, baseline: Path, bands: Mapping[str, float], last: int) ->
             else:
                 values.append(math.fsum(those) / len(those))
         if len(values) == 2:
-            found.append(Finding(name, *values, band))
+            found.append(Finding(name, values[0], values[1], band))
     if problems:
         raise ConfigError(problems)
     return found

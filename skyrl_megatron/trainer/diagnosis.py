@@ -174,7 +174,7 @@ def _is_python(pid: int) -> bool:
 
 def _title(process: psutil.Process) -> str:
     words = process.cmdline()
-    return (words[0] if words else process.name()).rpartition("/")[2][:24]
+    return str(words[0] if words else process.name()).rpartition("/")[2][:24]
 
 
 def _tail(log: Path | None, lines: int) -> list[str]:

@@ -6,10 +6,13 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from skyrl_megatron import spans
 from skyrl_megatron.spans import Span
-from skyrl_megatron.workers.worker_group import WorkerGroup
+
+if TYPE_CHECKING:
+    from skyrl_megatron.workers.worker_group import WorkerGroup
 
 RANKS = 64
 """Ranks of a role that get lanes: the first ones."""

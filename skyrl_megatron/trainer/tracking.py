@@ -13,6 +13,7 @@ from skyrl_megatron.config import get_config_as_dict
 from skyrl_megatron.config.run_folder import run_folder
 from skyrl_megatron.errors import LaunchError, SkyRLMegatronWarning, install_command
 from skyrl_megatron.trainer.console import ConsoleSink
+from skyrl_megatron.trainer.exporters import PrometheusEndpoint
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -161,6 +162,8 @@ class Tracking:
         self.cfg, self.folder = cfg, run_folder(cfg)
         self.console = ConsoleSink(self.folder / "console.log")
         self._named = named_tracker(cfg)
+        port = cfg.trainer.prometheus_port
+        self._endpoint = None if port is None else PrometheusEndpoint(port)
         self.sinks: list[MetricSink] = []
 
     def open(self, *, total_steps: int, resumed_from: int | None = None) -> bool:
@@ -171,7 +174,7 @@ class Tracking:
         self.sinks = [
             lines,
             TensorBoard(self.folder / "tensorboard", after),
-            *([self._named] if self._named else []),
+            *(sink for sink in (self._named, self._endpoint) if sink is not None),
         ]
         self.console.start(total_steps, resumed_from or 0)
         return resumed_from in lines.steps

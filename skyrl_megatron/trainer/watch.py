@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from skyrl_megatron.config.run_folder import run_folder
 from skyrl_megatron.rollout.interface import GeneratorOutput
 from skyrl_megatron.trainer.dashboard.reading import EXPERTS, SAMPLES, SPANS
+from skyrl_megatron.trainer.exporters import SpanSender
 from skyrl_megatron.trainer.lanes import LaneLog
 from skyrl_megatron.trainer.samples import SampleLog
 
@@ -38,6 +39,8 @@ class RunWatch:
         self.samples = SampleLog(cfg, tokenizer, total_steps)
         self.lanes = LaneLog(self.folder / SPANS)
         self.page = PageWriter(self.folder)
+        endpoint, run = cfg.trainer.opentelemetry_endpoint, f"{cfg.trainer.project_name}/{cfg.trainer.run_name}"
+        self.collector = None if endpoint is None else SpanSender(endpoint, run)
 
     def open(self, resumed_from: int | None) -> None:
         """Remove what an earlier run in the folder left of steps after ``resumed_from``; None: all of it."""
@@ -76,7 +79,9 @@ class RunWatch:
 
     def end_step(self, step: int, roles: Mapping[str, WorkerGroup]) -> None:
         """Write lanes and, where it is this step's turn, expert loads; begin a new page when the last one is old."""
-        self.lanes.write(step, roles)
+        done = self.lanes.write(step, roles)
+        if self.collector is not None:
+            self.collector.send(step, done)
         if self.samples.due(step) and (load := roles["policy"].expert_load()):
             line = {"step": step, "layers": sorted(load), "load": [load[layer] for layer in sorted(load)]}
             with (self.folder / EXPERTS).open("a") as file:
@@ -84,7 +89,9 @@ class RunWatch:
         self.page.begin()
 
     def close(self) -> None:
-        """Write the last page."""
+        """Write the last page, and send what was not sent yet."""
+        if self.collector is not None:
+            self.collector.finish()
         self.page.finish()
 
 

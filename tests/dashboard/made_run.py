@@ -6,6 +6,7 @@ import json
 import math
 import random
 from pathlib import Path
+from typing import Any
 
 PHASES = {
     "generate": 2.1,
@@ -156,7 +157,7 @@ def write_loads(run, steps, rng, layers=6, experts=16):
             file.write(json.dumps({"step": step, "layers": list(range(1, layers + 1)), "load": load}) + "\n")
 
 
-def byte_tokenizer():
+def byte_tokenizer() -> Any:
     """One token for each byte; pieces of several characters for frequent words."""
     from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
     from tokenizers.models import BPE
@@ -169,7 +170,9 @@ def byte_tokenizer():
     return tokenizer
 
 
-def batch_of(tokenizer, tokens, rng, *, groups=6, samples=4):
+def batch_of(
+    tokenizer: Any, tokens: int, rng: random.Random, *, groups: int = 6, samples: int = 4
+) -> tuple[Any, list[list[int]], Any]:
     """Rows as a step trains on: a turn with a tool call, its answer, and a turn that is as long as it must be."""
     import torch
 

@@ -206,9 +206,11 @@ def test_a_run_is_followed(quiet, tmp_path):
         quiet.wait("document.querySelector('.strip b')")
         server.shutdown()
     quiet.wait("document.getElementById('status').textContent.includes('server gone')")
+    quiet.send("Page.navigate", url="about:blank")  # which ends the page's questions
     quiet.errors[:] = [error for error in quiet.errors if "ERR_CONNECTION" not in error]  # the server that is gone
 
 
+@pytest.mark.full_matrix
 def test_a_long_run_opens(quiet, tmp_path):
     """10,000 steps of 120 metrics: one file of at most 10 MB, with every spike."""
     from tests.dashboard.long_run import write_long_run

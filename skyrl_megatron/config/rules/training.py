@@ -29,6 +29,9 @@ def training_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     yield from _limits(cfg.trainer.algorithm)
     yield from _optimizers(cfg)
     yield from _checkpoints(cfg)
+    endpoint = cfg.trainer.opentelemetry_endpoint
+    if endpoint is not None and not endpoint.startswith(("http://", "https://")):
+        yield Problem("trainer.opentelemetry_endpoint", endpoint, "give an address such as http://127.0.0.1:4318")
 
 
 def _batch(cfg: SkyRLTrainConfig) -> Iterator[Problem]:

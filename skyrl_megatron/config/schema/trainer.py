@@ -168,3 +168,8 @@ class TrainerConfig(BaseConfig):
     """Samples that are kept for the dashboard, with log-probs and advantages of each token; 0: none."""
     samples_per_run: Count = 2000
     """Samples of the whole run; with more steps, samples and expert loads are kept of fewer of them, evenly."""
+    prometheus_port: Annotated[int | None, Bounds(1, 65535)] = None
+    """Port on the loopback interface of the trainer's host where Prometheus finds the last numbers, at `/metrics`."""
+    opentelemetry_endpoint: str | None = None
+    """Collector that gets each step as a trace, with a span for each phase of trainer, ranks and engines: the address
+    of OTLP over HTTP, such as `http://127.0.0.1:4318`."""

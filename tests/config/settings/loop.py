@@ -206,6 +206,18 @@ def dumps(cfg):
     return files_below(cfg.trainer.export_path)
 
 
+def exports(cfg):
+    """Who else is told of numbers and spans."""
+    from skyrl_megatron.trainer.tracking import Tracking
+    from skyrl_megatron.trainer.watch import RunWatch
+
+    tracking, collector = Tracking(cfg), RunWatch(cfg, None, 1).collector
+    tracking.open(total_steps=1)
+    kinds = [type(sink).__name__ for sink in tracking.sinks]
+    tracking.finish()
+    return kinds, collector and collector.address
+
+
 def looks(cfg):
     """Steps of which samples are kept, and how many."""
     samples = trainer_of(cfg).watch.samples

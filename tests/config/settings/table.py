@@ -144,6 +144,8 @@ LOOP = {
     f"{M}async_dist_ckpt_save": Row(True, loop.checkpointer),
     f"{T}phase_timeout_s": Row(99.0, loop.checkpointer),
     f"{T}dump_data_batch": Row(True, loop.dumps),
+    f"{T}prometheus_port": Row(PORTS[1], loop.exports),
+    f"{T}opentelemetry_endpoint": Row("http://127.0.0.1:9", loop.exports),
     f"{T}samples_per_step": Row(3, loop.looks),
     f"{T}samples_per_run": Row(16, loop.looks),
     f"{T}dump_eval_results": Row(False, loop.evaluation),

@@ -1,0 +1,119 @@
+"""A run's numbers and phases for what watches many runs: a Prometheus endpoint, and OpenTelemetry spans."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import queue
+import re
+import threading
+import urllib.request
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from skyrl_megatron.errors import LaunchError, SkyRLMegatronWarning
+from skyrl_megatron.spans import Span
+from skyrl_megatron.trainer.metric_table import describe
+
+HOST = "127.0.0.1"
+POST_S = 10.0
+WAITING = 100
+"""Steps that wait to be sent; with more the newest are left out."""
+
+
+class PrometheusEndpoint:
+    """The last value of every metric at ``http://127.0.0.1:PORT/metrics``, in Prometheus' text format, as gauges
+    ``skyrl_<name>`` with underscores for what its names may not hold. Raises LaunchError when the port is taken."""
+
+    def __init__(self, port: int) -> None:
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        self._values: dict[str, float] = {}
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)  # whatever has collect()
+        try:
+            self._server, self._thread = start_http_server(port, HOST, registry)
+        except (OSError, OverflowError) as error:
+            raise LaunchError(
+                f"trainer.prometheus_port={port}: {error}; choose another port, or end what listens there"
+            ) from error
+        self.port: int = self._server.server_port
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._values = {**self._values, **metrics, "step": float(step)}
+
+    def collect(self) -> Iterator[Any]:
+        """Yield a gauge for each metric."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        for name, value in sorted(self._values.items()):
+            known = describe(name)
+            text = f"{known.meaning} ({known.unit})" if known and known.unit else known.meaning if known else name
+            yield GaugeMetricFamily(f"skyrl_{re.sub(r'[^a-zA-Z0-9_]', '_', name)}", text, value=value)
+
+    def finish(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class SpanSender:
+    """Sends the spans of each step as a trace to an OpenTelemetry collector, from a thread of its own.
+
+    ``endpoint``: that of OTLP over HTTP, such as ``http://127.0.0.1:4318``; it gets JSON at ``/v1/traces``
+    (https://opentelemetry.io/docs/specs/otlp). One that does not answer is warned of once, and gets no more.
+    """
+
+    def __init__(self, endpoint: str, run: str) -> None:
+        self.address, self.run = f"{endpoint.rstrip('/')}/v1/traces", run
+        self._waiting: queue.Queue[bytes | None] = queue.Queue(WAITING)
+        self._thread = threading.Thread(target=self._work, name="spans", daemon=True)
+        self._thread.start()
+
+    def send(self, step: int, spans: Sequence[Span]) -> None:
+        """Send what was done in a step; returns at once."""
+        if spans and self._thread.is_alive() and not self._waiting.full():
+            self._waiting.put(json.dumps(as_trace(self.run, step, spans)).encode())
+
+    def finish(self) -> None:
+        """Send what waits, for a while at most."""
+        if self._thread.is_alive():
+            self._waiting.put(None)
+            self._thread.join(POST_S)
+
+    def _work(self) -> None:
+        while (body := self._waiting.get()) is not None:
+            request = urllib.request.Request(self.address, body, {"Content-Type": "application/json"})
+            try:
+                with urllib.request.urlopen(request, timeout=POST_S):
+                    pass
+            except (OSError, ValueError) as error:
+                said = f"trainer.opentelemetry_endpoint: {self.address} takes no spans and gets no more: {error}"
+                warnings.warn(said, SkyRLMegatronWarning, stacklevel=1)
+                return
+
+
+def as_trace(run: str, step: int, spans: Sequence[Span]) -> dict[str, Any]:
+    """Return a step as OTLP's JSON: a span for all of it, and below it one for each of ``spans`` with its lane."""
+    trace = hashlib.sha256(f"{run}/{step}/{spans[0][2]}".encode()).hexdigest()
+    begin, end = min(span[2] for span in spans), max(span[3] for span in spans)
+    root = _span(trace, 0, f"step {step}", begin, end, {"step": step})
+    children = [
+        {**_span(trace, number, name, since, until, {"lane": lane}), "parentSpanId": root["spanId"]}
+        for number, (lane, name, since, until) in enumerate(spans, 1)
+    ]
+    resource = {"attributes": _attributes({"service.name": "skyrl-megatron", "run": run})}
+    scope = {"scope": {"name": "skyrl_megatron"}, "spans": [root, *children]}
+    return {"resourceSpans": [{"resource": resource, "scopeSpans": [scope]}]}
+
+
+def _span(trace: str, number: int, name: str, begin: float, end: float, facts: Mapping[str, Any]) -> dict[str, Any]:
+    own = hashlib.sha256(f"{trace}/{number}".encode()).hexdigest()[:16]
+    times = {"startTimeUnixNano": str(int(begin * 1e9)), "endTimeUnixNano": str(int(end * 1e9))}
+    return {"traceId": trace[:32], "spanId": own, "name": name, "kind": 1, **times, "attributes": _attributes(facts)}
+
+
+def _attributes(facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+    kinds = {int: "intValue", str: "stringValue"}
+    return [{"key": key, "value": {kinds[type(value)]: str(value)}} for key, value in facts.items()]
