@@ -28,13 +28,15 @@ PAGE = (
     "from skyrl_megatron.trainer.dashboard.page import write_page\n"
     "from skyrl_megatron.trainer.dashboard.reading import RunReader\n"
     "run = RunReader(Path(sys.argv[1])); run.refresh(); size = write_page([run], run.folder / 'report.html')\n"
-    "print(time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, size)"
+    "used = resource.getrusage(resource.RUSAGE_SELF)\n"
+    "print(time.perf_counter() - began, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024, size)"
 )
 CURVES = (
     "import resource, sys, time; from pathlib import Path; began = time.perf_counter()\n"
     "from skyrl_megatron.trainer.report import write_curves\n"
     "write_curves(Path(sys.argv[1]))\n"
-    "print(time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, 0)"
+    "used = resource.getrusage(resource.RUSAGE_SELF)\n"
+    "print(time.perf_counter() - began, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024, 0)"
 )
 
 
@@ -49,11 +51,11 @@ def long_run(folder: Path, steps: int) -> Path:
     return folder
 
 
-def in_process(code: str, folder: Path) -> tuple[float, float, float]:
-    """Seconds, bytes of memory and bytes of the file."""
+def in_process(code: str, folder: Path) -> tuple[float, float, float, float]:
+    """Seconds, CPU seconds with the start of Python, bytes of memory and bytes of the file."""
     done = subprocess.run([sys.executable, "-c", code, str(folder)], check=True, capture_output=True, text=True)
-    seconds, memory, size = map(float, done.stdout.split())
-    return seconds, memory, size
+    seconds, used, memory, size = map(float, done.stdout.split())
+    return seconds, used, memory, size
 
 
 def opened(path: Path) -> float | None:
@@ -153,12 +155,15 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = long_run(Path(name), args.steps)
-        seconds, memory, size = in_process(PAGE, folder)
-        curves, curve_memory, _ = in_process(CURVES, folder)
-        print(f"page of {args.steps:,} steps, {NAMES} metrics: {seconds:.2f} s, {memory / 1e6:.0f} MB, ", end="")
+        seconds, used, memory, size = in_process(PAGE, folder)
+        curves, curve_used, curve_memory, _ = in_process(CURVES, folder)
+        print(
+            f"page of {args.steps:,} steps, {NAMES} metrics: {seconds:.2f} s, {used:.2f} CPU s, {memory / 1e6:.0f} MB, ",
+            end="",
+        )
         print(f"a file of {size / 1e6:.1f} MB", end="")
-        print(f"; curves of matplotlib: {curves:.2f} s, {curve_memory / 1e6:.0f} MB, ", end="")
-        print(f"ratio {curves / seconds:.2f}")
+        print(f"; curves of matplotlib: {curves:.2f} s, {curve_used:.2f} CPU s, {curve_memory / 1e6:.0f} MB, ", end="")
+        print(f"ratio {curve_used / used:.2f} of CPU")
         shown = opened(folder / "report.html")
         print("opened: no Chromium here" if shown is None else f"opened in Chromium: {shown:.2f} s")
         track, keep, anyway = step_costs(folder, args.rows, args.tokens)

@@ -25,7 +25,7 @@ GATES: dict[str, float] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Compared:
     """A metric of a run and of the one that it is compared with: means over the last steps."""
 
     name: str
@@ -48,8 +48,8 @@ class Finding:
         return not better and abs(self.change) > self.band
 
 
-def compare(run: Path, baseline: Path, bands: Mapping[str, float], last: int) -> list[Finding]:
-    """Return a finding for each metric of ``bands`` that the baseline has, over the ``last`` lines that hold it.
+def compare(run: Path, baseline: Path, bands: Mapping[str, float], last: int) -> list[Compared]:
+    """Compare each metric of ``bands`` that the baseline has, over the ``last`` lines that hold it.
 
     Raises LaunchError for a folder without metrics, ConfigError for a metric that one of the runs does not have or
     whose value there is no number.
@@ -70,7 +70,7 @@ def compare(run: Path, baseline: Path, bands: Mapping[str, float], last: int) ->
             else:
                 values.append(math.fsum(those) / len(those))
         if len(values) == 2:
-            found.append(Finding(name, values[0], values[1], band))
+            found.append(Compared(name, values[0], values[1], band))
     if problems:
         raise ConfigError(problems)
     return found
@@ -84,7 +84,7 @@ def default_bands(run: Path, baseline: Path) -> dict[str, float]:
     return bands
 
 
-def table(found: Sequence[Finding]) -> list[str]:
+def table(found: Sequence[Compared]) -> list[str]:
     """Return lines for people, those that leave their band marked."""
     lines = [f"{'':2}{'metric':<48}{'run':>12}{'baseline':>12}{'change':>10}{'band':>9}"]
     for each in found:

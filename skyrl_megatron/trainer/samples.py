@@ -86,7 +86,7 @@ class SampleLog:
 
     def _sample(self, batch: TrainingBatch, row: int, logprobs: np.ndarray | None) -> dict[str, Any]:
         response = int(batch.response_mask[row].sum())
-        whole = int(batch.lengths[row])
+        whole = int(batch.attention_mask[row].sum())
         tokens = batch.sequences[row, -whole:].numpy()
         facts = {name: None if known is None else known[row] for name, known in self._facts.items()}
         sampled = facts.get("loss_masks")
@@ -122,14 +122,20 @@ class SampleLog:
 def reward_groups(batch: TrainingBatch) -> dict[str, Any]:
     """Return (uid, mean, deviation, rows) of the reward in each group, how many groups there are, and how many have
     one reward for all rows; of the rows that end a trajectory, where some do not."""
-    totals = np.zeros(len(batch)) if batch.rewards is None else batch.rewards.sum(dim=1).numpy()
-    groups: dict[str, list[float]] = {}
-    for row, uid in enumerate(batch.uids):
-        if batch.is_last_step is None or bool(batch.is_last_step[row]):
-            groups.setdefault(uid, []).append(float(totals[row]))
-    told = [(uid, float(np.mean(each)), float(np.std(each)), len(each)) for uid, each in groups.items()]
-    flat = sum(max(each) == min(each) for each in groups.values())
-    return {"groups": told[:MOST_GROUPS], "group_count": len(told), "flat_groups": flat}
+    totals = np.zeros(len(batch)) if batch.rewards is None else batch.rewards.sum(dim=1).numpy().astype(np.float64)
+    ends = np.ones(len(batch), bool) if batch.is_last_step is None else batch.is_last_step.numpy()
+    names: dict[str, int] = {}
+    groups = np.asarray([names.setdefault(uid, len(names)) for uid in batch.uids], dtype=np.int64)[ends]
+    totals, known = totals[ends], len(names)
+    rows = np.maximum(np.bincount(groups, minlength=known), 1)
+    means = np.bincount(groups, totals, known) / rows
+    deviations = np.sqrt(np.bincount(groups, (totals - means[groups]) ** 2, known) / rows)
+    low, high = np.full(known, np.inf), np.full(known, -np.inf)
+    np.minimum.at(low, groups, totals)
+    np.maximum.at(high, groups, totals)
+    flat = low == high
+    told = zip(names, means.tolist(), np.where(flat, 0.0, deviations).tolist(), rows.tolist(), strict=True)
+    return {"groups": list(told)[:MOST_GROUPS], "group_count": known, "flat_groups": int(flat.sum())}
 
 
 def _packed(values: Any, kind: str) -> str:

@@ -48,12 +48,12 @@ def test_means_of_the_last_steps_are_compared(folders):
 
 
 def test_a_metric_whose_better_side_is_not_known_may_leave_on_either(tmp_path):
-    from skyrl_megatron.trainer.compare import Finding
+    from skyrl_megatron.trainer.compare import Compared
 
     for run, leaves in ((1.2, True), (0.8, True), (1.05, False)):
-        assert Finding("policy/policy_entropy", run, 1.0, 0.1).leaves == leaves
-    assert Finding("timing/step", 2.0, 1.0, 0.1).leaves and not Finding("timing/step", 0.5, 1.0, 0.1).leaves
-    assert Finding("policy/x", 1.0, 0.0, 0.1).leaves and not Finding("policy/x", 0.0, 0.0, 0.1).leaves
+        assert Compared("policy/policy_entropy", run, 1.0, 0.1).leaves == leaves
+    assert Compared("timing/step", 2.0, 1.0, 0.1).leaves and not Compared("timing/step", 0.5, 1.0, 0.1).leaves
+    assert Compared("policy/x", 1.0, 0.0, 0.1).leaves and not Compared("policy/x", 0.0, 0.0, 0.1).leaves
 
 
 @pytest.mark.parametrize(

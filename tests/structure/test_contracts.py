@@ -140,11 +140,12 @@ def test_scripts_are_executable(script):
     assert (ROOT / script).stat().st_mode & 0o111
 
 
-def test_the_converter_is_installed_under_its_name():
+def test_commands_are_installed_under_their_names():
     import tomllib
 
     from tests.structure.source import ROOT
 
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"] == {
-        "skyrl-convert": "bridges.__main__:main"
+        "skyrl-convert": "bridges.__main__:main",
+        "skyrl-megatron": "skyrl_megatron.entrypoints.verbs:main",
     }
