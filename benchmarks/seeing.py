@@ -157,11 +157,8 @@ def main() -> None:
         folder = long_run(Path(name), args.steps)
         seconds, used, memory, size = in_process(PAGE, folder)
         curves, curve_used, curve_memory, _ = in_process(CURVES, folder)
-        print(
-            f"page of {args.steps:,} steps, {NAMES} metrics: {seconds:.2f} s, {used:.2f} CPU s, {memory / 1e6:.0f} MB, ",
-            end="",
-        )
-        print(f"a file of {size / 1e6:.1f} MB", end="")
+        print(f"page of {args.steps:,} steps, {NAMES} metrics: {seconds:.2f} s, {used:.2f} CPU s, ", end="")
+        print(f"{memory / 1e6:.0f} MB, a file of {size / 1e6:.1f} MB", end="")
         print(f"; curves of matplotlib: {curves:.2f} s, {curve_used:.2f} CPU s, {curve_memory / 1e6:.0f} MB, ", end="")
         print(f"ratio {curve_used / used:.2f} of CPU")
         shown = opened(folder / "report.html")
