@@ -33,7 +33,7 @@ class LaneLog:
         found = [span for span in spans.take() if span[1] not in OUTER]
         for name, role in roles.items():
             if role.group.actors:
-                for rank, theirs in enumerate(role.take_spans(RANKS)):
+                for rank, theirs in enumerate(role.take_spans()[:RANKS]):
                     found += [(f"{name} rank {rank}", what, begin, end) for _, what, begin, end in theirs]
         found = [span for span in found if span[3] - span[2] >= SHORTEST_S]
         if found and told:

@@ -199,17 +199,15 @@ class WorkerGroup:
         self.group.call("onload", parts or PARTS)
 
     # ------------------------------------------------------------------ what was done
-    def take_spans(self, ranks: int) -> list[list[Span]]:
-        """Return what the first so many ranks were busy with since the last call, and when."""
-        return [ray.get(each, timeout=self.group.timeout_s) for each in self._asked("take_spans", ranks)]
+    def take_spans(self) -> list[list[Span]]:
+        """Return what each rank was busy with since the last call, and when."""
+        spans: list[list[Span]] = self.group.call("take_spans", phase="spans")
+        return spans
 
     def expert_load(self) -> dict[int, list[int]]:
         """Return the tokens that each expert was trained with since the last call, by layer; {} without experts."""
         load: dict[int, list[int]] = self.group.call("take_expert_load", phase="expert load")[0]
         return load
-
-    def _asked(self, method: str, ranks: int) -> list[Any]:
-        return [getattr(actor, method).remote() for actor in self.group.actors[:ranks]]
 
     # ------------------------------------------------------------------ state
     def checkpointed(self) -> dict[str, RoleRanks]:
