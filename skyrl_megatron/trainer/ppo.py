@@ -218,6 +218,7 @@ class RayPPOTrainer:
             with self.phases("postprocess_generator_output"):
                 output = self.postprocess_generator_output(output, uids)
             chosen = self.handle_dynamic_sampling(output, uids)
+        self.watch.note(chosen[0])
         with self.phases("convert_to_training_input"):
             return self.convert_to_training_input(*chosen)
 
@@ -325,7 +326,6 @@ class RayPPOTrainer:
     def convert_to_training_input(self, generator_output: GeneratorOutput, uids: list[str]) -> TrainingBatch:
         """Return right-aligned tensors; samples that are not finite are masked with ``algorithm.nonfinite=skip``."""
         batch = to_training_batch(generator_output, uids)
-        self.watch.note(generator_output)
         batch.metadata[PROMPT_UIDS] = uids
         batch.adapters = self._adapters_of(uids)
         if batch.rollout_routes:
