@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from skyrl_megatron.inference.pool import EngineSlot
 from skyrl_megatron.inference.protocol import InferenceEngine
@@ -44,7 +45,7 @@ class RoutePlanner:
     def __init__(self, calls: SyncCalls, bucket_bytes: int) -> None:
         self.calls, self.bucket_bytes = calls, bucket_bytes
         self._tensors: Sequence[TensorMeta] = ()
-        self._recorded: dict[InferenceEngine, Sequence[Route]] = {}
+        self._recorded: WeakKeyDictionary[InferenceEngine, Sequence[Route]] = WeakKeyDictionary()
         """What each worker of an engine needs of these tensors."""
 
     async def plan(self, slots: Sequence[EngineSlot]) -> WorkerRoutes | str:
@@ -64,7 +65,7 @@ class RoutePlanner:
 
     async def _record(self, slots: Sequence[EngineSlot], tensors: Sequence[TensorMeta]) -> None:
         if tensors != self._tensors:
-            self._tensors, self._recorded = tensors, {}
+            self._tensors, self._recorded = tensors, WeakKeyDictionary()
         new = [slot for slot in slots if slot.engine not in self._recorded]
         answers = await self.calls.on_engines(new, "connect", lambda engine: engine.weight_routes(tensors))
         for slot, answer in zip(new, answers, strict=True):
