@@ -7,7 +7,10 @@ in one order, and every rank and worker goes through its own in that order, so t
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,17 +64,32 @@ def join(
     itemsize = np.array([meta.torch_dtype.itemsize for meta in tensors], np.int64)
     kinds = {dtype: kind for kind, dtype in enumerate(dict.fromkeys(meta.dtype for meta in tensors))}
     dtypes = np.array([kinds[meta.dtype] for meta in tensors], np.int64)
-    needed: dict[bytes, tuple[Route, _Pieces]] = {}  # workers with equal routes need equal pieces
-    workers: list[Parcels] = []
-    outgoing: list[_Outgoing] = []
+    alike: dict[bytes, list[tuple[Route, list[int]]]] = {}  # workers with equal routes need equal pieces
     for worker, route in enumerate(routes):
-        key = route.copies.tobytes()
-        if key not in needed or needed[key][0].targets != route.targets:
-            needed[key] = route, _Pieces(tiles, route, itemsize, dtypes, kinds, bucket_bytes)
-        parcels, copies, ranks = needed[key][1].of_worker(worker)
-        workers.append(parcels)
-        outgoing.append((parcels.buckets, copies, np.searchsorted(ranks, range(len(holdings) + 1))))
-    return RoutePlan([_of_rank(rank, outgoing) for rank in range(len(holdings))], workers)
+        known = alike.setdefault(route.copies.sum(0).tobytes(), [])
+        same = next((each for first, each in known if _equal(first, route)), None)
+        if same is None:
+            known.append((route, [worker]))
+        else:
+            same.append(worker)
+
+    def pieces_of(route: Route) -> _Pieces:
+        return _Pieces(tiles, route, itemsize, dtypes, kinds, bucket_bytes)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # numpy lets other threads go on while it computes
+        distinct = list(itertools.chain.from_iterable(alike.values()))
+        pieces = pool.map(pieces_of, [route for route, _ in distinct])
+        of = {worker: each for each, (_, own) in zip(pieces, distinct, strict=True) for worker in own}
+        found = list(pool.map(lambda worker: of.pop(worker).of_worker(worker), range(len(routes))))
+        begins = range(len(holdings) + 1)
+        outgoing = [(own.buckets, copies, np.searchsorted(ranks, begins)) for own, copies, ranks in found]
+        of_ranks = pool.map(lambda rank: _of_rank(rank, outgoing), range(len(holdings)))
+        return RoutePlan(list(of_ranks), [own for own, _, _ in found])
+
+
+def _equal(one: Route, other: Route) -> bool:
+    same = one.targets is other.targets or one.targets == other.targets
+    return same and np.array_equal(one.copies, other.copies)
 
 
 class _Pieces:
@@ -81,52 +99,55 @@ class _Pieces:
         self, tiles: Tiles, route: Route, itemsize: Table, dtypes: Table, kinds: dict[str, int], bucket_bytes: int
     ) -> None:
         self.tiles, self.half = tiles, bucket_bytes // 2
-        which, tile = tiles.under(route.copies)
-        copies, held = route.copies[which], tiles.tiles[tile]
-        row = np.maximum(copies[:, ROW], held[:, 1])
-        rows = np.minimum(copies[:, ROW] + copies[:, ROWS], held[:, 1] + held[:, 2]) - row
-        column = np.maximum(copies[:, COLUMN], held[:, 3])
-        columns = np.minimum(copies[:, COLUMN] + copies[:, COLUMNS], held[:, 3] + held[:, 4]) - column
+        table = route.copies.T.copy()
+        which, tile = tiles.under(table)
+        copies, (_, first, held_rows, first_column, held_columns) = table[:, which], tiles.columns[:5, tile]
+        row = np.maximum(copies[ROW], first)
+        rows = np.minimum(copies[ROW] + copies[ROWS], first + held_rows) - row
+        column = np.maximum(copies[COLUMN], first_column)
+        columns = np.minimum(copies[COLUMN] + copies[COLUMNS], first_column + held_columns) - column
+        size = itemsize[copies[TENSOR]]
+        pieces = [tile, row, rows, column, columns, columns * size, *copies]
         some = (rows > 0) & (columns > 0)
-        table = np.column_stack([copies[:, TENSOR], tile, row, rows, column, columns, which])[some]
-        table = self._cut(table, itemsize[table[:, 0]])
-        tensor, self.tile, self.row, rows, self.column, columns, which = table.T.copy()
-        self.nbytes = rows * columns * itemsize[tensor]
+        pieces = self._cut(pieces if some.all() else [each[some] for each in pieces])
+        self.tile, self.row, rows, self.column, columns, row_bytes, *copies = pieces
+        tensor, target, by_row, by_column = copies[TENSOR], copies[TARGET], copies[ROW_STRIDE], copies[COLUMN_STRIDE]
+        size = itemsize[tensor]
+        self.nbytes = rows * row_bytes
         self.padded = -(-self.nbytes // ALIGNMENT) * ALIGNMENT
-        copies, held = route.copies[which], tiles.tiles[self.tile]
-        by_row, by_column = copies[:, ROW_STRIDE], copies[:, COLUMN_STRIDE]
-        offset = (
-            copies[:, OFFSET] + (self.row - copies[:, ROW]) * by_row + (self.column - copies[:, COLUMN]) * by_column
-        )
-        target = copies[:, TARGET]
+        offset = copies[OFFSET] + (self.row - copies[ROW]) * by_row + (self.column - copies[COLUMN]) * by_column
         self.copies = np.column_stack(
             [tensor, np.zeros_like(tensor), rows, columns, target, offset, by_row, by_column]
         )
         """The columns of ``Parcels.copies``, without places in buckets."""
-        whole_rows = (columns == held[:, 4]) & ((held[:, 7] == 1) | (rows == 1))
+        self.first, self.holders, self.shares = tiles.first[self.tile], tiles.copies[self.tile], self._shares()
+        self.direct = self.nbytes >= bucket_bytes // DIRECT_FRACTION
+        large = np.flatnonzero(self.direct)
+        whole_rows = (columns == tiles.columns[4, self.tile]) & ((tiles.columns[7, self.tile] == 1) | (rows == 1))
         in_place = ((by_column == 1) | (columns == 1)) & ((by_row == columns) | (rows == 1))
-        types = np.fromiter((kinds.get(target[2], -1) for target in route.targets), np.int64, len(route.targets))
-        same_type = dtypes[tensor] == types[target]
-        aligned = (self.nbytes % PAGE == 0) & (offset * itemsize[tensor] % 8 == 0)
-        large = self.nbytes >= bucket_bytes // DIRECT_FRACTION
-        self.direct = whole_rows & in_place & same_type & aligned & large
+        aligned = (self.nbytes % PAGE == 0) & (offset * size % 8 == 0)
+        types = [kinds.get(route.targets[number][2], -1) for number in target[large].tolist()]
+        self.direct[large] = (whole_rows & in_place & aligned)[large] & (dtypes[tensor[large]] == types)
 
-    def _cut(self, table: Table, itemsize: Table) -> Table:
-        """Cut pieces by rows into those of half a bucket."""
-        row_bytes = table[:, 5] * itemsize
+    def _cut(self, pieces: list[Table]) -> list[Table]:
+        """Cut pieces (tile, row, rows, column, columns, bytes of a row, …; [n] each) by rows into those of half a
+        bucket."""
+        row_bytes, rows = pieces[5], pieces[2]
         if len(row_bytes) and row_bytes.max() > self.half:
             raise Unroutable(f"a row of {row_bytes.max()} bytes does not fit into half a bucket")
         most = np.maximum(self.half // row_bytes, 1)
-        which, nth = spread(np.zeros(len(table), np.int64), -(-table[:, 3] // most))
-        cut, most = table[which], most[which]
-        cut[:, 2] += nth * most
-        cut[:, 3] = np.minimum(most, cut[:, 3] - nth * most)
+        if (rows <= most).all():
+            return pieces
+        which, nth = spread(np.zeros(len(rows), np.int64), -(-rows // most))
+        cut, most = [each[which] for each in pieces], most[which]
+        cut[1] += nth * most
+        cut[2] = np.minimum(most, cut[2] - nth * most)
         return cut
 
     def of_worker(self, worker: int) -> tuple[Parcels, Table, Table]:
         """Return what a worker receives, the copies of its buckets as their senders make them, rank after rank, and
         the rank of each."""
-        holder = self.tiles.first[self.tile] + self._turns(worker)
+        holder = self.first + (self.shares + worker) % self.holders
         rank = self.tiles.held[holder, 8]
         order = np.argsort((2 * rank + self.direct).astype(np.uint16), kind="stable")  # sorted by radix
         copies, held = self.copies.take(order, axis=0), self.tiles.held.take(holder[order], axis=0)
@@ -149,17 +170,16 @@ class _Pieces:
         source[:, 7] = self.column[order] - held[:, 3]
         return Parcels(buckets[turn], copies), source, rank
 
-    def _turns(self, worker: int) -> Table:
-        """Return which of those that hold it sends each piece. Replicas take turns, a share or half a bucket each."""
+    def _shares(self) -> Table:
+        """Return which share each piece lies in; replicas take turns with shares, of half a bucket at most."""
         kind, copies = self.tiles.kind[self.tile], self.tiles.copies[self.tile]
         order = np.argsort(kind, kind="stable")
         before = np.empty(len(order), np.int64)
         before[order] = np.cumsum(self.nbytes[order]) - self.nbytes[order]
         total = np.bincount(kind, self.nbytes).astype(np.int64)
         before -= (np.cumsum(total) - total)[kind]
-        share = np.clip(-(-total[kind] // copies), 1, self.half)
-        turns: Table = (before // share + worker) % copies
-        return turns
+        shares: Table = before // np.clip(-(-total[kind] // copies), 1, self.half)
+        return shares
 
 
 def _of_rank(rank: int, outgoing: Sequence[_Outgoing]) -> Parcels:

@@ -33,13 +33,21 @@ class Tiles:
         order = np.argsort(place, kind="stable")
         self.held = held[order]
         """[n, 9]: the columns of ``Holdings.tiles``, and the rank."""
-        _, first, self.copies = np.unique(place[order], return_index=True, return_counts=True)
-        self.first: Table = first.astype(np.int64)
+        place = place[order]
+        self.first: Table = _begins(place)
         """Of each tile, where those that hold it begin in :attr:`held`."""
-        self.tiles = self.held[first]
-        self.place = place[order][first]
+        self.copies: Table = np.diff(self.first, append=len(place))
+        self.tiles = self.held[self.first]
+        self.columns = self.tiles.T.copy()
+        """:attr:`tiles` by columns, which are read one by one."""
+        self.place = place[self.first]
         self._check(tensors)
-        self.bands = self._bands()
+        self.bands = _begins(self.place >> _ROW_BITS)
+        """The tiles that begin a band: those of the same columns of a tensor."""
+        self.size: Table = np.diff(self.bands, append=len(self.place))
+        """Tiles of each band."""
+        self.of_tensor: Table = np.searchsorted(self.columns[0][self.bands], np.arange(len(tensors) + 1))
+        """Of each tensor, where its bands begin, and where those of the last one end."""
         weights = np.random.default_rng(0).integers(1, 1 << 62, len(holdings))
         _, self.kind = np.unique(np.add.reduceat(weights[self.held[:, 8]], self.first), return_inverse=True)
         """Of each tile, a number that those held by the same ranks share."""
@@ -58,21 +66,21 @@ class Tiles:
         for number in np.flatnonzero(area != sizes).tolist():
             raise Unroutable(f"{area[number]} of {sizes[number]} elements of {tensors[number].name} are held")
 
-    def _bands(self) -> Table:
-        """Return the tiles that begin a band [n]: those of the same columns of a tensor."""
-        band = self.place >> _ROW_BITS
-        return np.flatnonzero(np.concatenate([[True], band[1:] != band[:-1]])[: len(band)])
-
     def under(self, copies: Table) -> tuple[Table, Table]:
-        """Return the pairs of (copy, tile) that have elements in common."""
-        tensor_of_band = self.tiles[self.bands, 0]
-        low = np.searchsorted(tensor_of_band, copies[:, TENSOR], "left")
-        which, band = spread(low, np.searchsorted(tensor_of_band, copies[:, TENSOR], "right"))
-        column = self.tiles[self.bands, 3][band]
-        row = copies[which, ROW]
-        first = np.searchsorted(self.place, _place(copies[which, TENSOR], column, row), "right") - 1
-        after = _place(copies[which, TENSOR], column, row + copies[which, ROWS] - 1)
-        pair, tile = spread(np.maximum(first, self.bands[band]), np.searchsorted(self.place, after, "right"))
+        """Return the pairs of (copy, tile) that have elements in common. ``copies``: columns of ``Route.copies``."""
+        tensor, row, rows = copies[TENSOR], copies[ROW], copies[ROWS]
+        which, band = spread(self.of_tensor[tensor], self.of_tensor[tensor + 1])
+        low = self.bands[band]
+        high = low + self.size[band]
+        several = np.flatnonzero(self.size[band] > 1)
+        if len(several):
+            which_of, from_tile = which[several], low[several]
+            column = self.columns[3][from_tile]
+            place = _place(tensor[which_of], column, row[which_of])
+            first = np.searchsorted(self.place, place, "right") - 1
+            low[several] = np.maximum(first, from_tile)
+            high[several] = np.searchsorted(self.place, place + rows[which_of] - 1, "right")
+        pair, tile = spread(low, high)
         return which[pair], tile
 
 
@@ -80,8 +88,17 @@ def _place(tensor: Table, column: Table, row: Table) -> Table:
     return (tensor << (_COLUMN_BITS + _ROW_BITS)) | (column << _ROW_BITS) | row
 
 
+def _begins(values: Table) -> Table:
+    """Return where each run of equal values begins."""
+    new = np.ones(len(values), bool)
+    new[1:] = values[1:] != values[:-1]
+    return np.flatnonzero(new).astype(np.int64)
+
+
 def spread(low: Table, high: Table) -> tuple[Table, Table]:
     """Return (index, value) for every value of every range low … high."""
     count = np.maximum(high - low, 0)
+    if (count == 1).all():
+        return np.arange(len(count)), low
     which = np.repeat(np.arange(len(count)), count)
     return which, np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count) + low[which]
