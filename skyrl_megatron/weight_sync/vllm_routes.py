@@ -101,20 +101,21 @@ def _route_of(model: torch.nn.Module, sink: _Sink, watch: _Watch, tensors: dict[
         path = paths[layer]
         if is_deferred_attention_layer(layer):
             raise Unroutable(f"{path} is loaded together with what it attends to")
-        packing = ExpertPacking.of(layer)
+        packing = ExpertPacking.of(layer, path)
         known: dict[tuple[str, int], int] = {}
         for copy in copies:
             name, meta, parameter = copy.param_name, tensors[copy.src[0]], getattr(layer, copy.param_name)
             if name in layer._non_persistent_buffers_set:
                 raise Unroutable(f"{path}.{name} is a buffer that belongs to no checkpoint")
-            size = parameter.numel() // (len(parameter) if packing else 1)
+            one_by_one = packing is not None and name in packing.packed  # not so the router's bias, which it has too
+            size = parameter.numel() // (len(parameter) if one_by_one else 1)
             for each in _rectangles_of(copy, meta):
-                for part, inside in in_parts(each, size) if packing else [(-1, each)]:
+                for part, inside in in_parts(each, size) if one_by_one else [(-1, each)]:
                     if (name, part) not in known:
                         known[name, part] = len(targets)
                         targets.append((path, name, dtype_name(parameter), size, part))
                     found.setdefault((numbers[meta.name], known[name, part]), []).append(inside)
-        if packing and len(known) != sum(len(tensor) for tensor in packing.packed.values()):
+        if packing and sum(part >= 0 for _, part in known) != sum(len(each) for each in packing.packed.values()):
             raise Unroutable(f"no tensor fills some experts of {path}")
     rows = [
         (*pair, *each)
