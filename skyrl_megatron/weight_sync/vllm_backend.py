@@ -33,7 +33,7 @@ from skyrl_megatron.weight_sync.parcel_receiver import ParcelReceiver
 from skyrl_megatron.weight_sync.parcels import Parcels, check_parcels
 from skyrl_megatron.weight_sync.receiver import WeightReceiver
 from skyrl_megatron.weight_sync.routes import FilledTensor, Route, Unroutable
-from skyrl_megatron.weight_sync.transport import DEFAULT_TIMEOUT_S, default_transport, open_transport
+from skyrl_megatron.weight_sync.transport import DEFAULT_TIMEOUT_S, default_transport, first_line, open_transport
 from skyrl_megatron.weight_sync.turned import as_on_disk
 from skyrl_megatron.weight_sync.vllm_routes import record_route
 from skyrl_megatron.weight_sync.vllm_targets import ModelTargets
@@ -125,6 +125,8 @@ class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self.route = record_route(self.model, metadata, torch.device(self.device))
         except Unroutable as error:
             return str(error)
+        except Exception as error:  # of a loader that a stand-in for a tensor was given to; the model is as it was
+            return f"{type(error).__name__} while its loaders were recorded: {first_line(error)}"
         self.dtypes = [meta.torch_dtype for meta in metadata]
         return self.route.plain
 

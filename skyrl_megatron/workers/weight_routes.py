@@ -67,11 +67,18 @@ class RoutePlanner:
         if tensors != self._tensors:
             self._tensors, self._recorded = tensors, WeakKeyDictionary()
         new = [slot for slot in slots if slot.engine not in self._recorded]
-        answers = await self.calls.on_engines(new, "connect", lambda engine: engine.weight_routes(tensors))
+        answers = await self.calls.on_engines(new, "connect", lambda engine: _routes_of(engine, tensors))
         for slot, answer in zip(new, answers, strict=True):
             if isinstance(answer, str):
                 raise Unroutable(f"{slot.name}: {answer}")
             self._recorded[slot.engine] = [Route.of_plain(targets, copies) for targets, copies in answer]
+
+
+async def _routes_of(engine: InferenceEngine, tensors: Sequence[TensorMeta]) -> list[Any] | str:
+    try:
+        return await engine.weight_routes(tensors)
+    except AttributeError as error:  # an engine of a plugin may leave it out
+        return f"it records no routes: {error}"
 
 
 async def connect_routes(

@@ -47,9 +47,10 @@ def groups(rank: int, *, tp: int = 1, pp: int = 1, dp: int = 1, **_: int) -> Ite
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from vllm.distributed import parallel_state
 
-    def quiet(ranks: Any, own: int, backend: str, *_: Any, group_name: Any = None, use_all2all: bool = False) -> Any:
-        apart = group_name not in ("tp", "pp")  # those would ask the others for shared memory
-        return make(ranks, own, backend, False, group_name, apart, use_all2all)
+    def quiet(*arguments: Any, **options: Any) -> Any:
+        # those of tp and pp would ask the others for shared memory
+        apart = options.get("group_name") not in ("tp", "pp")
+        return make(*arguments, **options | dict(use_message_queue_broadcaster=False, use_device_communicator=apart))
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=tp * pp * dp)
     make, new_group = parallel_state.init_model_parallel_group, dist.new_group
