@@ -3,7 +3,7 @@ process groups that nothing travels in. What each needs is recorded; what its lo
 
     python -m tests.weight_sync.engine_models JOB
 
-JOB is a pickle of (HF folder, metadata of the tensors that travel); in its place comes {engine: its workers}.
+JOB is a pickle of (HF folder, metadata of the tensors that travel, engines); in its place comes {engine: its workers}.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def main(job: str) -> None:
     from skyrl_megatron.inference.vllm import compat  # noqa: F401  (what our engines change in vLLM)
 
     torch.set_num_threads(1)
-    folder, metadata = pickle.loads(Path(job).read_bytes())
+    folder, metadata, engines = pickle.loads(Path(job).read_bytes())
     tensors = {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
     if any(meta.name not in tensors for meta in metadata):
         tensors = experts_fused(tensors)
@@ -146,6 +146,7 @@ def main(job: str) -> None:
             for rank in range(engine.get("tp", 1) * engine.get("pp", 1) * engine.get("dp", 1))
         ]
         for name, engine in ENGINES.items()
+        if name in engines
     }
     Path(job).write_bytes(pickle.dumps(found))
 

@@ -36,45 +36,10 @@ EXPERTS = [family for family in FAMILIES if family != "qwen3"]
 SYNCED = ["tp2·ep2", "tp2·etp2", "pp2·vpp2", "cp2·ep2", "tp2·dp2·ep4", "tp2·cp2·etp2·ep2", "pp2·dp2·ep2", "tp2·pp2"]
 
 
-def held(folder, layouts):
-    """What this rank holds in each of the layouts, with a model of ``folder``: (Holdings, shards), or why there are no
-    routes."""
-    from skyrl_megatron.runtime.engine import MegatronEngine
-    from skyrl_megatron.runtime.hf.load import load_hf
-    from skyrl_megatron.weight_sync.megatron_source import MegatronWeightSource
-    from skyrl_megatron.weight_sync.routes import Holdings, Unroutable
-    from tests.support.rank_pool import end_layout
-    from tests.training.bodies import config
-
-    found = {}
-    for name, (world, layout) in layouts.items():
-        engine = MegatronEngine(config(folder, world=world, **layout))
-        load_hf(engine.model, folder, engine.groups)
-        try:
-            shards, own = MegatronWeightSource(engine.model, engine.groups).held()
-            found[name] = Holdings.of(shards, own), [shard.local.detach().clone() for shard in shards]
-        except Unroutable as error:
-            found[name] = str(error)
-        del engine
-        end_layout()
-    return found
-
-
-def of_layouts(ranks, folder, layouts) -> dict[str, list]:
-    """What the ranks hold in each layout."""
-    found: dict[str, list] = {}
-    for world in sorted({world for world, _ in layouts.values()}):
-        chosen = {name: each for name, each in layouts.items() if each[0] == world}
-        answers = ranks(world, held, folder, chosen)
-        found |= {name: [answer[name] for answer in answers] for name in chosen}
-    return found
-
-
-def of_engines(folder, tensors, tmp_path) -> dict[str, list]:
-    """The workers of every engine."""
-    job = tmp_path / "job"
-    job.write_bytes(pickle.dumps((folder, tensors)))
-    command = [sys.executable, "-m", "tests.weight_sync.engine_models", str(job)]
+def answer(module, job, *question):
+    """What a process of this module makes of a question."""
+    job.write_bytes(pickle.dumps(question))
+    command = [sys.executable, "-m", f"tests.weight_sync.{module}", str(job)]
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -85,39 +50,47 @@ def layouts_of(family):
     return {name: each for name, each in LAYOUTS.items() if family in EXPERTS or not {"ep", "etp"} & set(each[1])}
 
 
-@pytest.mark.full_matrix
-@pytest.mark.process
-@pytest.mark.parametrize("family", FAMILIES)
-def test_routes_bring_what_loaders_make(ranks, tmp_path, family):
+def check_all(trainers, engines) -> None:
+    """Carry out the plan of every trainer with every engine, and compare with what loaders make of whole tensors."""
     from skyrl_megatron.weight_sync.route_plan import join
     from skyrl_megatron.weight_sync.routes import Route, tensors_of
 
-    folder = write_tiny_model(family, tmp_path / "model", 1, **FAMILIES[family])
-    trainers = of_layouts(ranks, folder, layouts_of(family))
     tensors = tensors_of([holdings for holdings, _ in next(iter(trainers.values()))])
-    engines = of_engines(folder, tensors, tmp_path)
-    for layout, engine in itertools.product(trainers, engines):
-        workers, of_ranks = engines[engine], trainers[layout]
+    for (layout, ranks), (engine, workers) in itertools.product(trainers.items(), engines.items()):
         refused = [worker.route for worker in workers if isinstance(worker.route, str)]
         assert not refused and not [worker.untold for worker in workers if worker.untold], (engine, refused)
-        own = {(meta.name, meta.dtype, meta.shape) for meta in tensors_of([holdings for holdings, _ in of_ranks])}
+        holdings, memory = zip(*ranks, strict=True)
+        own = {(meta.name, meta.dtype, meta.shape) for meta in tensors_of(holdings)}
         assert own == {(meta.name, meta.dtype, meta.shape) for meta in tensors}
         routes = [Route.of_plain(*worker.route) for worker in workers]
-        plan = join(tensors, [holdings for holdings, _ in of_ranks], routes, BUCKET_BYTES)
-        found = carried_out(plan, tensors, [memory for _, memory in of_ranks], routes)
+        found = carried_out(join(tensors, holdings, routes, BUCKET_BYTES), tensors, memory, routes)
         for worker, targets, route in zip(workers, found, routes, strict=True):
             for target, got, loaded in zip(route.targets, targets, worker.loaded, strict=True):
                 got[got == UNTOUCHED] = 0.0  # padding
                 assert np.array_equal(got.view(np.int32), loaded.numpy().view(np.int32)), (layout, engine, target)
+
+
+@pytest.mark.full_matrix
+@pytest.mark.process
+@pytest.mark.parametrize("family", FAMILIES)
+def test_routes_bring_what_loaders_make(tmp_path, family):
+    from skyrl_megatron.weight_sync.routes import tensors_of
+
+    folder = write_tiny_model(family, tmp_path / "model", 1, **FAMILIES[family])
+    trainers = answer("trainer_ranks", tmp_path / "job", folder, layouts_of(family))
+    tensors = tensors_of([holdings for holdings, _ in next(iter(trainers.values()))])
+    engines = answer("engine_models", tmp_path / "job", folder, tensors, list(ENGINES))
+    check_all(trainers, engines)
     print(f"{family}: {len(trainers)} trainers × {len(engines)} engines ({sum(map(len, engines.values()))} workers)")
 
 
 @pytest.mark.full_matrix
+@pytest.mark.process
 @pytest.mark.parametrize("family", BY_BUCKETS)
-def test_other_families_say_why(ranks, tmp_path, family):
-    folder = write_tiny_model(family, tmp_path, 1)
-    ((_, why), *_), *_ = of_layouts(ranks, folder, PLAIN).items()
-    assert BY_BUCKETS[family] in str(why)
+def test_other_families_say_why(tmp_path, family):
+    folder = write_tiny_model(family, tmp_path / "model", 1)
+    (ranks,) = answer("trainer_ranks", tmp_path / "job", folder, PLAIN).values()
+    assert all(BY_BUCKETS[family] in why for why in ranks)
 
 
 def cover() -> list[tuple[str, str, str]]:
