@@ -19,13 +19,9 @@ from skyrl_megatron.weight_sync.bucket import ALIGNMENT, PAGE, TensorMeta
 from skyrl_megatron.weight_sync.parcels import Parcels
 from skyrl_megatron.weight_sync.routes import (
     COLUMN,
-    COLUMN_STRIDE,
     COLUMNS,
-    OFFSET,
     ROW,
-    ROW_STRIDE,
     ROWS,
-    TARGET,
     TENSOR,
     Holdings,
     Route,
@@ -110,12 +106,12 @@ class _Pieces:
         pieces = [tile, row, rows, column, columns, columns * size, *copies]
         some = (rows > 0) & (columns > 0)
         pieces = self._cut(pieces if some.all() else [each[some] for each in pieces])
-        self.tile, self.row, rows, self.column, columns, row_bytes, *copies = pieces
-        tensor, target, by_row, by_column = copies[TENSOR], copies[TARGET], copies[ROW_STRIDE], copies[COLUMN_STRIDE]
+        self.tile, self.row, rows, self.column, columns, row_bytes, *of_route = pieces
+        tensor, target, from_row, _, from_column, _, into, by_row, by_column = of_route
         size = itemsize[tensor]
         self.nbytes = rows * row_bytes
         self.padded = -(-self.nbytes // ALIGNMENT) * ALIGNMENT
-        offset = copies[OFFSET] + (self.row - copies[ROW]) * by_row + (self.column - copies[COLUMN]) * by_column
+        offset = into + (self.row - from_row) * by_row + (self.column - from_column) * by_column
         self.copies = np.column_stack(
             [tensor, np.zeros_like(tensor), rows, columns, target, offset, by_row, by_column]
         )

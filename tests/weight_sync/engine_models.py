@@ -11,10 +11,15 @@ from __future__ import annotations
 import contextlib
 import pickle
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from skyrl_megatron.weight_sync.routes import Route
 
 ENGINES: dict[str, dict[str, int]] = {
     "tp1": {},
@@ -38,6 +43,8 @@ class WorkerModel:
     """[elements] each, a torch tensor."""
     untold: list[str]
     """Parameters that loaders fill and the route does not."""
+    unlike: list[str]
+    """Tensors that the kernels compute with which are not, bit for bit, what a reload by the loaders makes of them."""
 
 
 @contextlib.contextmanager
@@ -112,8 +119,11 @@ def worker_model(
         try:
             route = record_route(model, metadata, device)
         except Unroutable as error:
-            return WorkerModel(str(error), [], [])
+            return WorkerModel(str(error), [], [], [])
         state = dict(model.state_dict(keep_vars=True))
+        routed = reloaded(model, config.model_config, lambda: fill_by(model, route, tensors))
+        usual = reloaded(model, config.model_config, lambda: model.load_weights(iter(tensors.items())))
+        unlike = [name for name, tensor in usual.items() if not torch.equal(tensor, routed[name])]
     parts: list[Any] = []
     told = set()
     for path, name, _, size, part in route.targets:
@@ -123,7 +133,34 @@ def worker_model(
         flat = whole.detach().flatten()
         parts.append((flat if part < 0 else flat[part * size : (part + 1) * size]).clone())
     untold = [name for name, tensor in loaded.items() if name not in told and tensor.any()]
-    return WorkerModel(route.plain, parts, untold)
+    return WorkerModel(route.plain, parts, untold, unlike)
+
+
+def reloaded(model: torch.nn.Module, config: Any, fill: Callable[[], object]) -> dict[str, torch.Tensor]:
+    """The bits of a model's tensors after an update that ``fill`` brings."""
+    import torch
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    initialize_layerwise_reload(model)
+    fill()
+    finalize_layerwise_reload(model, config)
+    return {
+        name: t.detach().contiguous().view(torch.uint8).clone() for name, t in model.state_dict().items() if t.dim()
+    }
+
+
+def fill_by(model: torch.nn.Module, route: Route, tensors: dict[str, torch.Tensor]) -> None:
+    """Make the copies of a route, target by target."""
+    from skyrl_megatron.weight_sync.source import as_rows
+    from skyrl_megatron.weight_sync.vllm_targets import ModelTargets
+
+    targets, named = ModelTargets(model, route), list(tensors.items())
+    for number in range(len(route.targets)):
+        memory = targets.memory(number)
+        for tensor, _, row, rows, column, columns, *place in route.copies[route.copies[:, 1] == number].tolist():
+            part = as_rows(*named[tensor])[row : row + rows, column : column + columns]
+            memory.as_strided((rows, columns), place[1:], place[0]).copy_(part)
+        targets.complete(number)
 
 
 def main(job: str) -> None:

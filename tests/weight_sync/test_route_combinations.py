@@ -58,7 +58,8 @@ def check_all(trainers, engines) -> None:
     tensors = tensors_of([holdings for holdings, _ in next(iter(trainers.values()))])
     for (layout, ranks), (engine, workers) in itertools.product(trainers.items(), engines.items()):
         refused = [worker.route for worker in workers if isinstance(worker.route, str)]
-        assert not refused and not [worker.untold for worker in workers if worker.untold], (engine, refused)
+        assert not refused, (engine, refused)
+        assert [(worker.untold, worker.unlike) for worker in workers] == [([], [])] * len(workers), engine
         holdings, memory = zip(*ranks, strict=True)
         own = {(meta.name, meta.dtype, meta.shape) for meta in tensors_of(holdings)}
         assert own == {(meta.name, meta.dtype, meta.shape) for meta in tensors}
