@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Set up the environment if needed, then run the test suite.   launch/run_tests.sh [--fast|--te] [pytest arguments]
-# --fast: only what starts no process of its own, in two halves side by side, under a minute on two cores.
+# --fast: only what starts no process of its own, in two halves side by side, about a minute on two cores; --slow: the rest.
 # --te: what needs Transformer Engine and no GPU (tests/te), in an environment of its own (launch/setup.sh te).
 # --layouts=all adds the full layout matrix.
 set -euo pipefail

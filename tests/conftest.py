@@ -18,7 +18,7 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 from tests.support import rotation
-from tests.support.fast import FastPart
+from tests.support.fast import FastPart, SlowPart
 from tests.support.rank_pool import RankPool
 
 _started = time.monotonic()
@@ -28,6 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("skyrl-megatron")
     group.addoption("--layouts", choices=["plain", "all"], default="plain", help="all: also the full layout matrix")
     group.addoption("--fast", action="store_true", help="only tests that start no process; starting one fails")
+    group.addoption("--slow", action="store_true", help="only what --fast leaves")
     group.addoption("--part", default="1/1", help="i/n: the i-th of n parts, of whole modules")
     group.addoption("--rotate", type=int, help="the order of run number N (e.g. the number of commits)")
     group.addoption("--stop-after-minutes", type=float, default=0.0, help="skip and list what starts later than this")
@@ -36,6 +37,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--fast"):
         config.pluginmanager.register(FastPart())
+    if config.getoption("--slow"):
+        config.pluginmanager.register(SlowPart())
 
 
 @pytest.hookimpl(trylast=True)

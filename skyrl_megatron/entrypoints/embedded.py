@@ -38,9 +38,11 @@ if TYPE_CHECKING:
 
 NEEDED_GIB = 5.0
 WARM_MODEL = "warmed_up_model"
-"""Folder, beside the seeded model, of what the warm-up made of it: where runs with adapters, a critic, a teacher or
-rollouts that run ahead begin."""
+"""Folder, beside the seeded model, of what the warm-up made of it: where runs with adapters, a critic or a teacher
+begin."""
 ADAPTERS, CRITIC, TEACHER, ASYNC = "adapters", "critic", "teacher", "async"
+WARMING_UP = {"": "WarmedUpTrainer", ASYNC: "WarmedUpAsyncTrainer"}
+"""Trainers, of ``trainer/warmup.py``, of the variants that warm up themselves, with the optimizer that goes on."""
 TAUGHT_AFTER = 64
 """Step of the embedded run whose export teaches."""
 GPUS = "trainer.placement.policy_num_gpus_per_node"
@@ -87,7 +89,7 @@ def arguments(args: Sequence[str], hardware: Hardware) -> list[str]:
     if not model:
         warm = folder / WARM_MODEL
         seeded = write_embedded_model(folder / "model", number)
-        path = str(warm if variant and warm.exists() else seeded)
+        path = str(seeded if variant in WARMING_UP or not warm.exists() else warm)
         defaults["trainer.policy.model.path"] = path
     if variant == CRITIC:
         defaults["trainer.critic.model.path"] = path
@@ -169,15 +171,15 @@ def write_problems(folder: Path, seed: int) -> Path:
 def _train(args: Sequence[str]) -> int:
     began = time.perf_counter()
     hardware = run_hardware()
-    starts_warm = _own_model(args) is not None or bool(_variant(args))
-    if starts_warm:
+    trainer = WARMING_UP.get(_variant(args)) if _own_model(args) is None else None
+    if trainer is None:
         _warm_up_once(args, hardware)
         began = time.perf_counter()
     cfg, _ = load_config(SkyRLTrainConfig, arguments(args, hardware), hardware)
     require_memory(NEEDED_GIB, "the embedded default")
     from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
 
-    run_experiment(cfg, BasePPOExp if starts_warm else _warmed_up("WarmedUpTrainer"), began=began)
+    run_experiment(cfg, _warmed_up(trainer) if trainer else BasePPOExp, began=began)
     return 0
 
 

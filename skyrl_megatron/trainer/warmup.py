@@ -15,6 +15,7 @@ import torch
 
 from skyrl_megatron.data.batch import collate
 from skyrl_megatron.errors import AlgorithmError
+from skyrl_megatron.trainer.fully_async import FullyAsyncRayPPOTrainer
 from skyrl_megatron.trainer.ppo import RayPPOTrainer
 from skyrl_megatron.types import TrainingBatch
 
@@ -106,6 +107,13 @@ class WarmedUpTrainer(RayPPOTrainer):
         batch.adapters = self.train_dataset.adapters_of([row["uid"] for row in picked])
         batch.advantages = batch.returns = torch.zeros_like(batch.response_mask)
         return batch
+
+
+class WarmedUpAsyncTrainer(WarmedUpTrainer, FullyAsyncRayPPOTrainer):
+    """A trainer that warms up before its rollouts run ahead.
+
+    The optimizer's moments stay as the warm-up left them. With new ones the same learning rate is too high: the first
+    steps of RL are larger, and the policy gives up half of the problems (benchmarks/RESULTS.md)."""
 
 
 class WarmUpAlone(WarmedUpTrainer):

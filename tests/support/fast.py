@@ -1,4 +1,4 @@
-"""The fast part of the suite (``--fast``): every test that starts no process of its own.
+"""The fast part of the suite (``--fast``): every test that starts no process of its own; ``--slow`` is the rest.
 
 What needs the rank pool, Ray or an engine is known by its fixtures and markers; a test that starts processes itself is
 marked ``process``. Nobody has to remember that: under ``--fast`` the start of a process fails the test.
@@ -28,6 +28,18 @@ def starts_processes(item: pytest.Item) -> bool:
     return bool(FIXTURES & set(getattr(item, "fixturenames", ()))) or any(map(item.get_closest_marker, MARKERS))
 
 
+def _keep(config: pytest.Config, items: list[pytest.Item], *, slow: bool) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if starts_processes(item) != slow])
+    items[:] = [item for item in items if starts_processes(item) == slow]
+
+
+class SlowPart:
+    """The pytest plugin of ``--slow``: what ``--fast`` leaves."""
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        _keep(config, items, slow=True)
+
+
 class FastPart:
     """The pytest plugin of ``--fast``. At most one in an interpreter: audit hooks stay for good."""
 
@@ -40,9 +52,7 @@ class FastPart:
         multiprocessing.util.spawnv_passfds = self._refusing(start)  # type: ignore[attr-defined]
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        slow = [item for item in items if starts_processes(item)]
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if not starts_processes(item)]
+        _keep(config, items, slow=False)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_setup(self) -> Generator[None, Any, Any]:
