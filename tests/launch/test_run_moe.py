@@ -171,11 +171,13 @@ def test_critic_and_teacher_of_the_embedded_run(folder, capsys, home):
 
 
 def test_the_embedded_run_that_samples_ahead(folder, capsys, home):
-    """By its recipe or by the key alone, in a folder of its own."""
+    """By its recipe or by the key alone, in a folder of its own; it warms up itself, as a full run does."""
+    (home / "embedded" / "seed_7" / "warmed_up_model").mkdir(parents=True)
     for args in (["--recipe", "embedded-async"], ["trainer.fully_async.enabled=true"]):
         code, config, _, err = run(capsys, "--check", *args, "trainer.seed=7")
         assert code == 0, err
         assert value(config, "trainer.ckpt_path") == str(home / "embedded" / "seed_7" / "async" / "ckpts")
+        assert value(config, "trainer.policy.model.path") == str(home / "embedded" / "seed_7" / "model")
         assert value(config, "trainer.fully_async.max_staleness_steps") == 1
         assert value(config, "generator.batched") is False
 
