@@ -74,6 +74,58 @@ class InterleaveQkv(Conversion):
 
 
 @dataclass(frozen=True, slots=True)
+class InterleaveGatedQkv(InterleaveQkv):
+    """As :class:`InterleaveQkv` where each head of q is followed by its output gate: q ``[groups·queries·2·dim, …]``.
+
+    Megatron (``attention_output_gate``) has the group's query heads first, then its gates. With 1 group of 2 heads:
+    ``q0 g0 q1 g1``, ``k0``, ``v0`` → ``q0 q1 g0 g1 k0 v0``.
+    """
+
+    def to_parts(self, hf: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        q, k, v = hf
+        rest = q.shape[1:]
+        by_group = [
+            q.reshape(self.groups, self.queries, 2, self.dim, *rest).transpose(1, 2).flatten(1, 3),
+            k.reshape(self.groups, self.dim, *rest),
+            v.reshape(self.groups, self.dim, *rest),
+        ]
+        return (torch.cat(by_group, dim=1).flatten(0, 1),)
+
+    def from_parts(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        rest = parts[0].shape[1:]
+        rows = 2 * self.queries * self.dim
+        by_group = parts[0].reshape(self.groups, rows + 2 * self.dim, *rest)
+        q, k, v = torch.tensor_split(by_group, (rows, rows + self.dim), dim=1)
+        q = q.reshape(self.groups, 2, self.queries, self.dim, *rest).transpose(1, 2)
+        return q.flatten(0, 3), k.flatten(0, 1), v.flatten(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class JoinByGroup(Conversion):
+    """Sections of one or several HF tensors → rows by group: a group's rows of every section, in their order.
+
+    ``sections``: for each HF tensor, the rows that one group has in each section of it. With 2 groups:
+    ``(a0 a1 b0 b1)``, ``(c0 c1)`` → ``a0 b0 c0 a1 b1 c1``. A tp split is then a split into runs of whole groups.
+    """
+
+    groups: int = 1
+    sections: tuple[tuple[int, ...], ...] = ((1,),)
+
+    def to_parts(self, hf: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        pieces = [
+            piece.reshape(self.groups, -1, *piece.shape[1:])
+            for tensor, rows in zip(hf, self.sections, strict=True)
+            for piece in tensor.split([self.groups * count for count in rows])
+        ]
+        return (torch.cat(pieces, dim=1).flatten(0, 1),)
+
+    def from_parts(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        by_group = parts[0].reshape(self.groups, -1, *parts[0].shape[1:])
+        pieces = iter(by_group.split([count for rows in self.sections for count in rows], dim=1))
+        return tuple(torch.cat([next(pieces).flatten(0, 1) for _ in rows]) for rows in self.sections)
+
+
+@dataclass(frozen=True, slots=True)
 class Transpose(Conversion):
     """``[a, b]`` ↔ ``[b, a]``."""
 

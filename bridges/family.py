@@ -58,7 +58,8 @@ def grouped_query_model(
 @dataclass(frozen=True, slots=True)
 class Family:
     """One HF ``model_type``. Rows of the table: ``layer``, ``dense``, ``moe``, ``embedding``, ``head``: of every
-    layer, of layers without and with experts, before and after the layers. ``aliases``: other
+    layer, of layers without and with experts, before and after the layers; ``attention``, ``delta_net``: of layers
+    with softmax attention and with a gated delta net, in families that have both. ``aliases``: other
     ``model_type`` values with the same tensors. ``ignored``: endings of HF names that hold no weights. ``carried``:
     beginnings of HF names that conversion passes on as they are (multi-token prediction), beside those of the layers
     that ``num_nextn_predict_layers`` or ``num_mtp_modules`` counts."""
@@ -70,6 +71,8 @@ class Family:
     layer: tuple[Row, ...]
     dense: tuple[Row, ...] = ()
     moe: tuple[Row, ...] = ()
+    attention: tuple[Row, ...] = ()
+    delta_net: tuple[Row, ...] = ()
     embedding: tuple[Row, ...] = EMBEDDING
     head: tuple[Row, ...] = HEAD
     aliases: tuple[str, ...] = ()
@@ -91,6 +94,6 @@ class Family:
         """
         return self.read_megatron(self.config(hf_config))
 
-    def layer_rows(self, moe: bool) -> tuple[Row, ...]:
-        """Return rows of a layer with or without experts."""
-        return self.layer + (self.moe if moe else self.dense)
+    def layer_rows(self, moe: bool, delta_net: bool = False) -> tuple[Row, ...]:
+        """Return rows of a layer with or without experts, of softmax attention or a gated delta net."""
+        return self.layer + (self.delta_net if delta_net else self.attention) + (self.moe if moe else self.dense)

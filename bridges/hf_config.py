@@ -72,11 +72,62 @@ def dense_shape(config: PreTrainedConfig, *flags: str) -> ModelShape:
 
 
 def moe_shape(
-    config: PreTrainedConfig, *flags: str, experts: int, size: int, moe: tuple[bool, ...], **dims: int
+    config: PreTrainedConfig,
+    *flags: str,
+    experts: int,
+    size: int,
+    moe: tuple[bool, ...],
+    delta_net: tuple[bool, ...] = (),
+    **dims: int,
 ) -> ModelShape:
     """Return the shape of a model with ``experts`` of feed-forward size ``size`` in the layers marked by ``moe``."""
-    sizes = attention_dims(config) | {"F": config.intermediate_size, "E": experts, "M": size} | dims
-    return ModelShape(sizes, moe, frozenset(flags) | tie_flag(config))
+    dense = {"F": config.intermediate_size} if hasattr(config, "intermediate_size") else {}
+    sizes = attention_dims(config) | dense | {"E": experts, "M": size} | dims
+    return ModelShape(sizes, moe, frozenset(flags) | tie_flag(config), delta_net=delta_net)
+
+
+def delta_net_layers(config: PreTrainedConfig) -> tuple[bool, ...]:
+    """Return which layers are gated delta nets (``layer_types``)."""
+    known = {"linear_attention": True, "full_attention": False}
+    for kind in config.layer_types:
+        if kind not in known:
+            raise refuse(config.model_type, "layer_types", kind, f"use {' and '.join(known)}")
+    return tuple(known[kind] for kind in config.layer_types)
+
+
+def delta_net_dims(config: PreTrainedConfig) -> dict[str, int]:
+    """Return the sizes of gated delta nets, in small letters of the legend in :mod:`bridges.rows`."""
+    heads, values = config.linear_num_key_heads, config.linear_num_value_heads
+    if values % heads:
+        raise refuse(config.model_type, "linear_num_value_heads", values, f"use a multiple of the {heads} key heads")
+    key, value, ratio = config.linear_key_head_dim, config.linear_value_head_dim, values // heads
+    rows = ratio * value
+    return {
+        "n": heads,
+        "m": values,
+        "k": key,
+        "v": value,
+        "r": ratio,
+        "w": rows,
+        "o": heads * rows,
+        "c": heads * (2 * key + rows),
+        "t": config.linear_conv_kernel_dim,
+        "x": 2 * key + 2 * rows,
+    }
+
+
+def delta_net_fields(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return fields of ``TransformerConfig`` of a model with gated delta nets and norms that are stored less 1."""
+    return {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": [int(flag) for flag in delta_net_layers(config)],
+        "linear_conv_kernel_dim": config.linear_conv_kernel_dim,
+        "linear_key_head_dim": config.linear_key_head_dim,
+        "linear_value_head_dim": config.linear_value_head_dim,
+        "linear_num_key_heads": config.linear_num_key_heads,
+        "linear_num_value_heads": config.linear_num_value_heads,
+        "layernorm_zero_centered_gamma": True,
+    }
 
 
 def sparse_steps(config: PreTrainedConfig) -> tuple[bool, ...]:

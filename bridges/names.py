@@ -67,17 +67,19 @@ def _canonical_tail(tail: str, expert_offset: int) -> str:
     return f"{EXPERTS}{int(number) + expert_offset}.{leaf}"
 
 
-def fused_norms(*, mla: bool, moe: bool) -> dict[str, str]:
+def fused_norms(*, mla: bool, moe: bool, delta_net: bool = False) -> dict[str, str]:
     """Return the norms of a layer that Transformer Engine fuses into the next matrix: canonical prefix → its own.
 
-    ``mla``: multi-latent attention; ``moe``: the layer holds experts, before which the norm stands alone.
+    ``mla``: multi-latent attention; ``moe``: the layer holds experts, before which the norm stands alone, as it does
+    before ``delta_net``, a gated delta net (``runtime/model/delta_net.py``).
     """
-    return (_NORMS_IN_MLA if mla else _NORM_BEFORE_QKV) | ({} if moe else _NORM_BEFORE_MLP)
+    before = _NORMS_IN_MLA if mla else {} if delta_net else _NORM_BEFORE_QKV
+    return before | ({} if moe else _NORM_BEFORE_MLP)
 
 
-def te_spelling(name: str, *, mla: bool, moe: bool) -> str:
+def te_spelling(name: str, *, mla: bool, moe: bool, delta_net: bool = False) -> str:
     """Return the name of a canonical template (``decoder.layers.{layer}.…``) under Transformer Engine's spec."""
-    for plain, fused in fused_norms(mla=mla, moe=moe).items():
+    for plain, fused in fused_norms(mla=mla, moe=moe, delta_net=delta_net).items():
         name = name.replace("}." + plain, "}." + fused)
     return name
 

@@ -16,6 +16,11 @@ Shapes are words separated by spaces, each a key of :attr:`ModelShape.dims`, opt
 ``K``   G·D                                 ``P``   rotary part of a head (MLA)
 ``U``   A·(nope + P), query rows (MLA)      ``W``   A·(nope + v), key and value rows (MLA)
 ``O``   A·v, attention output (MLA)          ``B``   C + P, rows of the KV down projection (MLA)
+``n``   key heads (gated delta net)         ``m``   value heads, n·r (gated delta net)
+``k``   size of a key head                  ``v``   size of a value head
+``r``   value heads of a key head           ``w``   r·v, value rows of a key head
+``o``   n·w, all value rows                 ``c``   2·n·k + o, channels of the short convolution
+``t``   taps of the short convolution       ``x``   2k + 2w, rows of a key head for q, k, v and gate
 ======  ==================================  ======  =================================================
 """
 
@@ -27,8 +32,10 @@ from dataclasses import dataclass
 from bridges.conversions import (
     Conversion,
     DeinterleaveGateUp,
+    InterleaveGatedQkv,
     InterleaveQkv,
     InterleaveRope,
+    JoinByGroup,
     Squeeze,
     Transpose,
 )
@@ -145,6 +152,45 @@ class Qkv(Row):
 
 
 @dataclass(frozen=True, slots=True)
+class GatedQkv(Qkv):
+    """As :class:`Qkv`; each head of HF's q is followed by the gate of its output."""
+
+    def conversion(self, dims: Mapping[str, int]) -> Conversion:
+        return InterleaveGatedQkv(groups=dims["G"], queries=dims["A"] // dims["G"], dim=dims["D"])
+
+    def hf_shapes(self, dims: Mapping[str, int]) -> tuple[Shape, ...]:
+        rest = resolve(self.shape, dims)
+        return tuple((rows, *rest) for rows in (2 * dims["Q"], dims["K"], dims["K"]))
+
+    def megatron_shape(self, dims: Mapping[str, int]) -> Shape:
+        return (2 * dims["Q"] + 2 * dims["K"], *resolve(self.shape, dims))
+
+
+@dataclass(frozen=True, slots=True)
+class ByKeyHead(Row):
+    """HF tensors of a gated delta net → rows by key head. ``shape`` is what follows the rows.
+
+    ``sections``: for each HF tensor, the rows that a key head has in each section of it, in words of the legend.
+    """
+
+    sections: tuple[tuple[str, ...], ...] = ()
+    split: int | None = 0
+    units: str | None = "n"
+
+    def conversion(self, dims: Mapping[str, int]) -> JoinByGroup:
+        sections = tuple(tuple(dim(word, dims) for word in words) for words in self.sections)
+        return JoinByGroup(groups=dims["n"], sections=sections)
+
+    def hf_shapes(self, dims: Mapping[str, int]) -> tuple[Shape, ...]:
+        rest = resolve(self.shape, dims)
+        return tuple((dims["n"] * sum(rows), *rest) for rows in self.conversion(dims).sections)
+
+    def megatron_shape(self, dims: Mapping[str, int]) -> Shape:
+        rows = dims["n"] * sum(map(sum, self.conversion(dims).sections))
+        return (rows, *resolve(self.shape, dims))
+
+
+@dataclass(frozen=True, slots=True)
 class GateUp(Row):
     """Two HF tensors gate and up → gate rows, then up rows. ``shape`` is that of one of them."""
 
@@ -211,14 +257,21 @@ class RopeRows(Row):
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """What a HF config says about the tensors: ``dims`` by the letters of the legend, ``flags`` that switch rows on,
-    ``moe``: for each layer, whether it holds experts, ``mla``: multi-latent attention."""
+    ``moe``: for each layer, whether it holds experts, ``mla``: multi-latent attention, ``delta_net``: for each layer,
+    whether a gated delta net stands in the place of attention; empty where none does."""
 
     dims: Mapping[str, int]
     moe: tuple[bool, ...]
     flags: frozenset[str] = frozenset()
     mla: bool = False
+    delta_net: tuple[bool, ...] = ()
+
+    @property
+    def kinds(self) -> tuple[tuple[bool, bool], ...]:
+        """For each layer: does it hold experts, is it a gated delta net?"""
+        return tuple(zip(self.moe, self.delta_net or (False,) * len(self.moe), strict=True))
 
     @property
     def uniform(self) -> bool:
         """All layers hold the same parameters; a checkpoint then stores them with a leading layer axis."""
-        return len(set(self.moe)) == 1
+        return len(set(self.moe)) == 1 and not self.delta_net

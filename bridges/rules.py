@@ -113,11 +113,11 @@ class Entry:
         return self.bound.conversion.to_hf(megatron)
 
 
-def _bind(rows: Sequence[Row], shape: ModelShape, moe_layer: bool) -> list[BoundRow]:
+def _bind(rows: Sequence[Row], shape: ModelShape, moe_layer: bool, delta_net: bool = False) -> list[BoundRow]:
     bound = []
     for row in rows:
         if row.when is None or row.when in shape.flags:
-            te_name = te_spelling(row.megatron, mla=shape.mla, moe=moe_layer)
+            te_name = te_spelling(row.megatron, mla=shape.mla, moe=moe_layer, delta_net=delta_net)
             bound.append(
                 BoundRow(
                     row,
@@ -154,10 +154,10 @@ def expand(family: Family, hf_config: Mapping[str, Any]) -> tuple[Entry, ...]:
     shape = family.shape(hf_config)
     experts = shape.dims.get("E", 0)
     first, last = _bind(family.embedding, shape, False), _bind(family.head, shape, False)
-    layers = {moe: _bind(family.layer_rows(moe), shape, moe) for moe in set(shape.moe)}
+    layers = {kind: _bind(family.layer_rows(*kind), shape, *kind) for kind in set(shape.kinds)}
     entries = [entry for bound in first for entry in _entries(bound, None, 0)]
-    for layer, moe in enumerate(shape.moe):
-        entries += [entry for bound in layers[moe] for entry in _entries(bound, layer, experts)]
+    for layer, kind in enumerate(shape.kinds):
+        entries += [entry for bound in layers[kind] for entry in _entries(bound, layer, experts)]
     entries += [entry for bound in last for entry in _entries(bound, None, 0)]
     if len({entry.name for entry in entries}) != len(entries):
         raise BridgeError(f"the table of {family.model_type} names a Megatron parameter twice")

@@ -27,6 +27,7 @@ SUPPORTED = (
     "glm4_moe_lite",
     "ernie4_5_moe",
     "hy_v3",
+    "qwen3_next",
 )
 
 

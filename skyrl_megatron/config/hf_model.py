@@ -60,6 +60,7 @@ def model_dimensions(hf: Mapping[str, Any]) -> ModelDimensions | None:
         moe_ffn_hidden_size=expert_size,
         shared_expert_size=shared if experts else 0,
         latent_rows=tuple(rows for rows in latent if rows) if hf.get("kv_lora_rank") else (),
+        delta_net_heads=_first(hf, "linear_num_key_heads"),
     )
 
 

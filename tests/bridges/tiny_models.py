@@ -29,6 +29,13 @@ SIGMOID = dict(
     first_k_dense_replace=1,
     routed_scaling_factor=1.5,
 )
+DELTA_NET = dict(
+    linear_conv_kernel_dim=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    linear_num_key_heads=2,
+    linear_num_value_heads=6,
+)
 TINY: dict[str, dict[str, Any]] = {
     "llama": dict(head_dim=16),
     "qwen2": dict(tie_word_embeddings=True),
@@ -62,6 +69,14 @@ TINY: dict[str, dict[str, Any]] = {
         tie_word_embeddings=True,
     ),
     "hy_v3": dict(**EXPERTS, head_dim=16, num_shared_experts=2, router_scaling_factor=1.5),
+    "qwen3_next": dict(
+        **EXPERTS,
+        **DELTA_NET,
+        head_dim=16,
+        shared_expert_intermediate_size=32,
+        norm_topk_prob=True,
+        full_attention_interval=2,
+    ),
 }
 OF_KNOWN_PARTS = frozenset({"minimax_m2", "dots1", "glm4_moe_lite", "ernie4_5_moe", "hy_v3"})
 """Families made of parts that others have: memory and layers on GPUs are compared for the others."""

@@ -95,6 +95,8 @@ class ModelDimensions:
     """Feed-forward size of the shared experts together."""
     latent_rows: tuple[int, ...] = ()
     """Rows of multi-latent attention's down projections, which tp splits too."""
+    delta_net_heads: int = 0
+    """Key heads of gated delta nets, which tp and cp split."""
 
 
 def layers_per_stage(parallel: ParallelConfig, num_layers: int) -> tuple[int, ...]:
@@ -226,6 +228,10 @@ def _width_problems(parallel: ParallelConfig, dims: ModelDimensions, prefix: str
     for what, size in sizes:
         if size % parallel.tp:
             yield _problem(parallel, "tp", f"the model has {size} {what}; use a divisor of {size}", prefix)
+    if dims.delta_net_heads % (parallel.tp * parallel.cp):
+        name, heads = "tp" if dims.delta_net_heads % parallel.tp else "cp", dims.delta_net_heads
+        fix = f"gated delta nets have {heads} key heads, which tp·cp share out: use degrees whose product divides {heads}"
+        yield _problem(parallel, name, fix, prefix)
 
 
 def _expert_problems(parallel: ParallelConfig, dims: ModelDimensions, prefix: str) -> Iterator[Problem]:

@@ -56,6 +56,7 @@ class HfModel:
             moe_ffn_hidden_size=dims.get("M", 0),
             shared_expert_size=dims.get("S", 0),
             latent_rows=tuple(dims[row] for row in "RB" if dims.get(row)) if self.plan.shape.mla else (),
+            delta_net_heads=dims.get("n", 0),
         )
 
 

@@ -53,6 +53,8 @@ def lacking(model: HfModel) -> str | None:
         return "norms of q and k over all heads"
     if megatron.mla_norm_epsilon not in (None, megatron.transformer["layernorm_epsilon"]):
         return "another epsilon of the norms inside multi-latent attention"
+    if megatron.transformer.get("experimental_attention_variant") == "gated_delta_net":
+        return "gated delta nets of packed sequences in any layout"
     if megatron.transformer.get("add_bias_linear"):
         return "experts with biases"
     return None

@@ -24,6 +24,7 @@ from bridges.family import MegatronModelConfig
 from bridges.names import fused_norms
 from skyrl_megatron.runtime.hf.model import HfModel
 from skyrl_megatron.runtime.model.attention import PackedAttention
+from skyrl_megatron.runtime.model.delta_net import GatedDeltaNet
 from skyrl_megatron.runtime.model.experts import GroupedExperts
 from skyrl_megatron.runtime.model.latent_attention import LatentAttention
 from skyrl_megatron.runtime.model.norm import FullWidthNorm, RMSNorm
@@ -35,24 +36,30 @@ def block_spec(
     config: TransformerConfig, model: HfModel, layers: range, groups: ProcessGroups
 ) -> TransformerBlockSubmodules:
     """Return the spec of the layers of one model chunk."""
-    moe = model.plan.shape.moe  # for each layer of the model, whether it holds experts
-    specs = {flag: layer_spec(config, model.megatron, flag, groups) for flag in {moe[layer] for layer in layers}}
-    return TransformerBlockSubmodules(layer_specs=[specs[moe[layer]] for layer in layers], layer_norm=RMSNorm)
+    kinds = model.plan.shape.kinds
+    specs = {kind: layer_spec(config, model.megatron, *kind, groups) for kind in {kinds[layer] for layer in layers}}
+    return TransformerBlockSubmodules(layer_specs=[specs[kinds[layer]] for layer in layers], layer_norm=RMSNorm)
 
 
-def layer_spec(config: TransformerConfig, model: MegatronModelConfig, moe: bool, groups: ProcessGroups) -> ModuleSpec:
-    """Return the spec of one layer with a dense or expert MLP."""
+def layer_spec(
+    config: TransformerConfig, model: MegatronModelConfig, moe: bool, delta_net: bool, groups: ProcessGroups
+) -> ModuleSpec:
+    """Return the spec of one layer with a dense or expert MLP, behind attention or a gated delta net."""
     latent = model.multi_latent_attention
+    if delta_net:
+        mixer = ModuleSpec(module=GatedDeltaNet)
+    else:
+        mixer = _latent_attention(model) if latent else _grouped_query_attention(config, model, groups)
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=_latent_attention(model) if latent else _grouped_query_attention(config, model, groups),
+            self_attention=mixer,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
             mlp=_experts(config, model) if moe else _dense(),
             mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=fused_norms(mla=latent, moe=moe),  # checkpoint keys are those of TE
+            sharded_state_dict_keys_map=fused_norms(mla=latent, moe=moe, delta_net=delta_net),  # keys of TE
         ),
     )
 

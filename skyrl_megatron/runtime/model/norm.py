@@ -16,25 +16,37 @@ if TYPE_CHECKING:
 
 
 class RMSNorm(torch.nn.Module):
-    """``x / sqrt(mean(x²) + eps) · weight`` over the last dimension (arXiv:1910.07467).
+    """``x / sqrt(mean(x²) + eps) · weight`` over the last dimension (arXiv:1910.07467); ``zero_centred``, by default as
+    ``layernorm_zero_centered_gamma`` says: weights are stored less 1.
 
     Megatron's ``WrappedTorchNorm`` (transformer/torch_norm.py) refuses sequence parallelism, which MoE with tp > 1
     requires; this one marks its weight so that ``finalize_model_grads`` sums its gradient over tp. The q and k norms
     see all positions of their own heads: ``finalize_model_grads`` finds those by name.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-6,
+        *,
+        zero_centred: bool | None = None,
+        **_: object,
+    ) -> None:
         super().__init__()
         self.eps = eps
-        weight: Any = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.zero_centred = config.layernorm_zero_centered_gamma if zero_centred is None else zero_centred
+        first = torch.zeros if self.zero_centred else torch.ones
+        weight: Any = torch.nn.Parameter(first(hidden_size, dtype=config.params_dtype))
         weight.sequence_parallel = config.sequence_parallel
         self.weight: torch.nn.Parameter = weight
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise [..., hidden]: same shape and dtype, computed in fp32."""
-        if x.dtype == torch.float32:
-            return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
-        return F.rms_norm(x.float(), (x.shape[-1],), self.weight.float(), self.eps).to(x.dtype)
+        weight = self.weight.float()
+        if self.zero_centred:
+            weight = 1 + weight
+        return F.rms_norm(x.float(), (x.shape[-1],), weight, self.eps).to(x.dtype)
 
 
 class FullWidthNorm(torch.nn.Module):

@@ -1,0 +1,134 @@
+"""Gated delta nets (Qwen3-Next), which stand in the place of attention, for packed sequences and any layout.
+
+Megatron's (``megatron.core.ssm.gated_delta_net``) has kernels for GPUs alone and refuses packed sequences without
+them. Rows of its input projection are in sections; here they are by key head, so that tp splits plain runs of rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
+from torch import Tensor
+from torch.nn import functional as F
+
+from skyrl_megatron.runtime.model.context_parallel import heads_to_tokens, tokens_to_heads
+from skyrl_megatron.runtime.model.delta_rule import chunk_plan, gated_delta_rule, short_convolution
+from skyrl_megatron.runtime.model.norm import RMSNorm
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer import TransformerConfig
+
+_L2_EPSILON = 1e-6  # transformers' and FLA's
+
+
+class GatedDeltaNet(MegatronModule):
+    """A short causal convolution of queries, keys and values, the gated delta rule, and a gated norm of its result.
+
+    tp splits key heads, each with its value heads; cp exchanges tokens for heads before the convolution and back
+    behind the norm, because the state runs through a whole sequence.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection, **_: Any
+    ) -> None:
+        super().__init__(config=config)
+        self.layer_number, self.groups = layer_number, pg_collection
+        keys, self.ratio = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
+        self.key_size, self.value_size = config.linear_key_head_dim, config.linear_value_head_dim
+        self.heads = keys // pg_collection.tp.size()  # key heads of this rank, before cp
+        self.value_rows = self.ratio * self.value_size
+        self.mixed_rows = 2 * self.key_size + self.value_rows
+        rows = self.mixed_rows + self.value_rows + 2 * self.ratio
+        linear: dict[str, Any] = dict(
+            config=config, bias=False, skip_bias_add=True, is_expert=False, tp_group=pg_collection.tp
+        )
+        self.linear_in = ColumnParallelLinear(
+            config.hidden_size, keys * rows, init_method=config.init_method, gather_output=False, **linear
+        )
+        self.linear_out = RowParallelLinear(
+            keys * self.value_rows,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            **linear,
+        )
+        self.conv_weight = _split_over_heads(config, self.heads * self.mixed_rows, 1, config.linear_conv_kernel_dim)
+        self.A_log = _split_over_heads(config, self.heads * self.ratio)
+        self.dt_bias = _split_over_heads(config, self.heads * self.ratio)
+        self.out_norm = RMSNorm(config, self.value_size, config.layernorm_epsilon, zero_centred=False)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """Mix [s, b, hidden] along each sequence → (same shape, no bias)."""
+        mixed, _ = self.linear_in(hidden_states)
+        length, batch = mixed.shape[:2]
+        lengths = (length,) * batch if packed_seq_params is None else packed_seq_params.padded_lengths
+        heads = mixed.transpose(0, 1).flatten(0, 1).unflatten(-1, (self.heads, -1))  # [p, n, rows]
+        result = self._mix(tokens_to_heads(heads, lengths, self.groups.cp), lengths)
+        result = heads_to_tokens(result, lengths, self.groups.cp).flatten(1)
+        out, _ = self.linear_out(result.unflatten(0, (batch, length)).transpose(0, 1))
+        return out, None
+
+    def _mix(self, heads: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        """Mix whole sequences of some key heads: [P, n, rows] → [P, n, value rows]."""
+        plan = chunk_plan(lengths, heads.device)
+        mixed, gate, beta, step = heads.split([self.mixed_rows, self.value_rows, self.ratio, self.ratio], -1)
+        mixed = short_convolution(mixed.flatten(1), self._mine(self.conv_weight).squeeze(1), plan.positions)
+        q, k, v = (
+            F.silu(mixed).unflatten(1, heads.shape[1:2] + (-1,)).split(
+                [self.key_size, self.key_size, self.value_rows], -1
+            )
+        )
+        shape = (heads.shape[1], self.ratio)
+        rate = self._mine(self.A_log).float().exp().view(shape)
+        kept = -rate * F.softplus(step.float() + self._mine(self.dt_bias).float().view(shape))
+        v = v.unflatten(-1, (self.ratio, self.value_size))
+        out = gated_delta_rule(_normalised(q), _normalised(k), v, kept, beta.sigmoid(), plan).to(heads.dtype)
+        gate = gate.view(out.shape)
+        return (self.out_norm(out) * F.silu(gate.float())).to(heads.dtype).flatten(2)
+
+    def _mine(self, parameter: Tensor) -> Tensor:
+        """Return the part of a parameter [rows of the heads, …] whose heads this cp rank mixes."""
+        cp = self.groups.cp
+        return parameter.chunk(cp.size())[cp.rank()]
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+        tp_group: Any = None,
+    ) -> dict[str, Any]:
+        """Describe what is split by head as such: Megatron would take it for replicated."""
+        own = {name: parameter for name, parameter in self.named_parameters(recurse=False)}
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            own, prefix, dict.fromkeys(own, 0), sharded_offsets, tp_group=self.groups.tp, dp_cp_group=self.groups.dp_cp
+        )
+        for name, module in self.named_children():
+            sharded |= sharded_state_dict_default(
+                module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.groups.tp
+            )
+        return sharded
+
+
+def _normalised(x: Tensor) -> Tensor:
+    """Scale the last dimension to length 1, in fp32."""
+    x = x.float()
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _L2_EPSILON)
+
+
+def _split_over_heads(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
+    parameter: Any = torch.nn.Parameter(torch.zeros(*shape, dtype=config.params_dtype))
+    parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, 0, 1
+    return parameter

@@ -1,0 +1,111 @@
+"""The gated delta rule over packed sequences, chunk by chunk: a linear attention whose state forgets and corrects.
+
+A state S [key size, value size] per head starts at zero in each sequence, and at each token
+``S ← exp(g)·S``, ``S ← S + k (β (v − Sᵀk))ᵀ``, output ``Sᵀq / √(key size)`` (arXiv:2412.06464, section 3). Within a
+chunk of tokens the corrections are one triangular system, so that only chunks follow one another (section 3.3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+CHUNK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlan:
+    """Chunks of a pack by step: first those that begin a sequence, longest sequence first, then the second ones, …"""
+
+    tokens: Tensor
+    """[chunks · CHUNK] int64: the token at each place; where a sequence has none, any."""
+    real: Tensor
+    """[chunks, CHUNK] bool: where there is a token."""
+    places: Tensor
+    """[P] int64: the place of each token."""
+    active: tuple[int, ...]
+    """Sequences that have a chunk in each step: the first ones of those of the step before."""
+    positions: Tensor
+    """[P] int64: of each token in its sequence."""
+
+
+@lru_cache(maxsize=64)
+def chunk_plan(lengths: tuple[int, ...], device: torch.device) -> ChunkPlan:
+    """Cut a pack of sequences of these ``lengths`` into chunks."""
+    starts = [0]
+    for length in lengths[:-1]:
+        starts.append(starts[-1] + length)
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    pieces: list[tuple[int, int]] = []
+    active = []
+    for step in range(-(-max(lengths) // CHUNK)):
+        here = [i for i in order if lengths[i] > step * CHUNK]
+        pieces += [(starts[i] + step * CHUNK, min(CHUNK, lengths[i] - step * CHUNK)) for i in here]
+        active.append(len(here))
+    begins, counts = (torch.tensor(column)[:, None] for column in zip(*pieces, strict=True))
+    within = torch.arange(CHUNK)
+    real = within < counts
+    tokens = (begins + torch.minimum(within, counts - 1)).flatten()
+    places = torch.empty(sum(lengths), dtype=torch.int64)
+    kept = real.flatten().nonzero().squeeze(1)
+    places[tokens[kept]] = kept
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    return ChunkPlan(tokens.to(device), real.to(device), places.to(device), tuple(active), positions.to(device))
+
+
+def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: ChunkPlan) -> Tensor:
+    """Run the rule on each sequence from a state of zeros.
+
+    ``q``, ``k``: [P, n, key size]; ``v``: [P, n, r, value size], r value heads share a key head; ``g``: [P, n, r],
+    the logarithm of how much of the state is kept, ≤ 0; ``beta``: [P, n, r]. Returns [P, n, r, value size].
+    Computed in fp32, or in fp64 where the inputs are; same dtype as ``v``.
+    """
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    q, k, v = (_chunks(x.to(dtype), plan) for x in (q * q.shape[-1] ** -0.5, k, v))  # [C, n, …, CHUNK, size]
+    q, k = q.unsqueeze(2), k.unsqueeze(2)  # [C, n, 1, CHUNK, key size]
+    real = plan.real[:, None, None]
+    g, beta = (_chunks(x.to(dtype).unsqueeze(-1), plan).squeeze(-1).where(real, 0.0) for x in (g, beta))
+    beta = beta.unsqueeze(-1)
+    total = g.cumsum(-1)  # [C, n, r, CHUNK]
+    future = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).triu(1)
+    # The future is masked before the exponential, which would overflow there.
+    decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(future, -torch.inf).exp()
+    since_start, until_end = total.exp().unsqueeze(-1), (total[..., -1:] - total).exp().unsqueeze(-1)
+    system = k @ k.mT * decay * beta
+    wanted = torch.cat([v * beta, k * beta * since_start], -1)
+    solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    values, reads = solved.split([v.shape[-1], k.shape[-1]], -1)
+    inside, q, k, kept = q @ k.mT * decay, q * since_start, k * until_end, since_start[..., -1:, :]
+
+    results: list[Tensor] = []
+    state = v.new_zeros(plan.active[0], *v.shape[1:3], k.shape[-1], v.shape[-1])
+    first = 0
+    for count in plan.active:
+        here, state = slice(first, first + count), state[:count]
+        corrections = values[here] - reads[here] @ state
+        results.append(q[here] @ state + inside[here] @ corrections)
+        state = state * kept[here] + k[here].mT @ corrections
+        first += count
+    out = torch.cat(results).movedim(-2, 1).flatten(0, 1)  # [C · CHUNK, n, r, value size]
+    return out.index_select(0, plan.places)
+
+
+def _chunks(x: Tensor, plan: ChunkPlan) -> Tensor:
+    """Cut [P, …, size] into [C, …, CHUNK, size]."""
+    return x.index_select(0, plan.tokens).unflatten(0, (-1, CHUNK)).movedim(1, -2)
+
+
+def short_convolution(x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
+    """Mix each channel of ``x`` [P, channels] with the tokens before it in its sequence, by ``weight`` [channels,
+    taps], the last of which is the token's own. Computed in fp32 or above; same shape and dtype."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    values, weight = x.to(dtype), weight.to(dtype)
+    out = values * weight[:, -1]
+    for back in range(1, weight.shape[1]):
+        before = F.pad(values[:-back], (0, 0, back, 0)) if back < len(values) else torch.zeros_like(values)
+        out = out + before.masked_fill((positions < back)[:, None], 0.0) * weight[:, -1 - back]
+    return out.to(x.dtype)
