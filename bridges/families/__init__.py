@@ -28,6 +28,7 @@ SUPPORTED = (
     "ernie4_5_moe",
     "hy_v3",
     "qwen3_next",
+    "qwen3_5_moe_text",
 )
 
 

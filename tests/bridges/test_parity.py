@@ -19,6 +19,8 @@ LIKE_OTHERS = {
     "glm4_moe_lite": (),  # deepseek_v3
     "hy_v3": (),  # as dots1
     "ernie4_5_moe": ("single",),
+    "qwen3_next": ("single", "tp2"),
+    "qwen3_5_moe_text": (),  # as qwen3_next
 }
 """Families made of parts that others of the plain suite show → layouts that it has of them all the same."""
 MORE = [
@@ -31,6 +33,7 @@ MORE = [
     ("glm4_moe", "tp2·cp2·ep2"),
     ("gpt_oss", "pp2"),
     ("gpt_oss", "tp2·cp2·ep4"),
+    ("qwen3_next", "pp2·cp2"),
 ]
 """Products of degrees, for what a family computes in its own way."""
 
@@ -129,7 +132,7 @@ def test_options_of_a_family(ranks, tmp_path, variant):
 
 
 @pytest.mark.full_matrix
-@pytest.mark.parametrize("model_type", ["mixtral", "olmoe", "deepseek_v3", "glm4_moe", "gpt_oss"])
+@pytest.mark.parametrize("model_type", ["mixtral", "olmoe", "deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_next"])
 def test_padded_equals_packed(ranks, models, model_type):
     from bridges.plan import Plan
 

@@ -77,8 +77,11 @@ TINY: dict[str, dict[str, Any]] = {
         norm_topk_prob=True,
         full_attention_interval=2,
     ),
+    "qwen3_5_moe_text": dict(
+        **EXPERTS, **DELTA_NET, head_dim=16, shared_expert_intermediate_size=32, full_attention_interval=2
+    ),
 }
-OF_KNOWN_PARTS = frozenset({"minimax_m2", "dots1", "glm4_moe_lite", "ernie4_5_moe", "hy_v3"})
+OF_KNOWN_PARTS = frozenset({"minimax_m2", "dots1", "glm4_moe_lite", "ernie4_5_moe", "hy_v3", "qwen3_5_moe_text"})
 """Families made of parts that others have: memory and layers on GPUs are compared for the others."""
 LATENT_FAMILIES = frozenset({"deepseek_v3", "glm4_moe_lite"})
 """Those with multi-latent attention, which has no KV groups."""
@@ -103,8 +106,9 @@ def tiny_model(model_type: str, seed: int = 0, **overrides: Any):
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            stored_less_1 = 0.0 if tensor.any() else 1.0  # as zero-centred norms are
             if "norm" in name and name.endswith("weight"):
-                tensor.uniform_(0.6, 1.4)
+                tensor.uniform_(0.6, 1.4).sub_(stored_less_1)
             elif name.endswith(("bias", "sinks")):
                 tensor.normal_(std=0.3)
     return model

@@ -105,8 +105,9 @@ def tiny_model(model_type: str, seed: int = 0, **overrides: Any):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            stored_less_1 = 0.0 if tensor.any() else 1.0  # as zero-centred norms are
             if "norm" in name and name.endswith("weight"):
-                tensor.uniform_(0.6, 1.4)
+                tensor.uniform_(0.6, 1.4).sub_(stored_less_1)
             elif name.endswith(("bias", "sinks")):
                 tensor.normal_(std=0.1)
             elif tensor.dim() >= 2 and name.endswith(("weight", "_proj")):
