@@ -1,7 +1,8 @@
 """Floating-point operations of a forward and a training pass, from the model's real configuration.
 
 Counted are the GEMMs (two operations per multiply-add): attention projections, attention scores, dense and
-expert MLPs (only the experts a token is routed to), routers, gates of shared experts, the head. Of attention scores
+expert MLPs (only the experts a token is routed to), routers, gates of shared experts, the head, gated delta nets as
+their recurrence has them, without the products by which chunks of tokens are computed together. Of attention scores
 only the pairs that the mask leaves are counted, about half of the square that PaLM's formula takes. Element-wise work
 is left out, as is recomputation: MFU relates *model* FLOPs to the peak (PaLM, arXiv:2204.02311, appendix B).
 """
@@ -88,9 +89,11 @@ def component_flops(config: TransformerConfig, vocab_size: int) -> dict[str, Mod
     window = config.window_size[0] + 1 if config.window_size else 0
     skips = config.window_attn_skip_freq
     windowed = sum(is_layer_window_attention(config.window_size, skips, n + 1) for n in range(config.num_layers))
-    layers = config.num_layers
+    nets = sum(config.linear_attention_freq or ()) if config.experimental_attention_variant else 0
+    layers = config.num_layers - nets
+    linear = attention_linear * layers + _delta_net(config) * nets
     return {
-        "attention": ModelFlops(attention_linear * layers, pair * (layers - windowed), pair * windowed, window),
+        "attention": ModelFlops(linear, pair * (layers - windowed), pair * windowed, window),
         "mlp": ModelFlops(float(sum(moe if is_moe else dense for is_moe in _moe_pattern(config))), 0.0, 0.0, 0),
         "head": ModelFlops(2.0 * h * vocab_size, 0.0, 0.0, 0),
     }
@@ -108,8 +111,18 @@ def _attention(config: TransformerConfig) -> tuple[float, float]:
         out = heads * config.v_head_dim * h
         return 2.0 * (query + kv + out), 2.0 * heads * (qk + config.v_head_dim)
     width = config.kv_channels
-    qkv = h * width * (heads + 2 * config.num_query_groups)
+    qkv = h * width * (heads * (1 + config.attention_output_gate) + 2 * config.num_query_groups)
     return 2.0 * (qkv + heads * width * h), 4.0 * heads * width
+
+
+def _delta_net(config: TransformerConfig) -> float:
+    """Return FLOPs per token of a gated delta net: projections, the convolution, and its rule as the recurrence has it:
+    a product with the state to read what it knows of a key, one to correct it, one to read for the query."""
+    h, keys, values = config.hidden_size, config.linear_num_key_heads, config.linear_num_value_heads
+    key, value = config.linear_key_head_dim, config.linear_value_head_dim
+    channels = 2 * keys * key + values * value
+    projections = h * (channels + 2 * values * value + 2 * values)
+    return 2.0 * (projections + channels * config.linear_conv_kernel_dim + 3 * values * key * value)
 
 
 def _moe_pattern(config: TransformerConfig) -> list[bool]:

@@ -116,8 +116,28 @@ def compare_with_fault(fault: str, *arguments: Any) -> tuple[float | None, dict[
 
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-    from skyrl_megatron.runtime.model import attention, latent_attention, norm, router
+    from bridges import conversions
+    from skyrl_megatron.runtime.model import attention, context_parallel, delta_net, latent_attention, norm, router
 
+    def one_sequence(lengths: tuple[int, ...], device: Any) -> Any:
+        from skyrl_megatron.runtime.model.delta_rule import chunk_plan
+
+        return chunk_plan((sum(lengths),), device)
+
+    def queries_then_gates(self: Any, hf: Any) -> tuple[Any, ...]:
+        q, k, v = hf
+        halves = q.unflatten(0, (2, self.groups * self.queries, self.dim)).transpose(0, 1).flatten(0, 2)
+        return rightly(self, (halves, k, v))
+
+    def norm_of_own_heads(*arguments: Any, **options: Any) -> Any:
+        made: Any = norm.RMSNorm(*arguments, **options)
+        made.weight.sequence_parallel = False
+        return made
+
+    def shuffled(x: Any, lengths: Any, group: Any) -> Any:
+        return back(x, lengths, group).flip(1)
+
+    rightly, back = conversions.InterleaveGatedQkv.to_parts, context_parallel._heads_to_tokens
     planted = {
         "rotary keys keep their own heads' gradient": (
             latent_attention.LatentAttention,
@@ -127,6 +147,10 @@ def compare_with_fault(fault: str, *arguments: Any) -> tuple[float | None, dict[
         "norm over the rank's own heads": (norm, "_summed", lambda x, group: x * group.size()),
         "sinks left out": (attention.PackedAttention, "_attend", _attend_without_sinks),
         "logits taken for log-odds": (router, "log_odds", lambda logits: logits),
+        "states run on into the next sequence": (delta_net, "chunk_plan", one_sequence),
+        "gates behind all queries": (conversions.InterleaveGatedQkv, "to_parts", queries_then_gates),
+        "gated norm keeps its own heads' gradient": (delta_net, "RMSNorm", norm_of_own_heads),
+        "heads come back in their senders' order": (context_parallel, "_heads_to_tokens", shuffled),
     }
     with mock.patch.object(*planted[fault]):
         return compare(*arguments)

@@ -156,6 +156,10 @@ def test_experts_with_biases_are_not_split(ranks, models):
         ("norm over the rank's own heads", "olmoe", "tp2"),
         ("sinks left out", "gpt_oss", "single"),
         ("logits taken for log-odds", "ernie4_5_moe", "single"),
+        ("states run on into the next sequence", "qwen3_next", "single"),
+        pytest.param("gates behind all queries", "qwen3_next", "single", marks=pytest.mark.full_matrix),
+        pytest.param("gated norm keeps its own heads' gradient", "qwen3_next", "tp2", marks=pytest.mark.full_matrix),
+        pytest.param("heads come back in their senders' order", "qwen3_next", "cp2", marks=pytest.mark.full_matrix),
     ],
 )
 def test_planted_faults_are_noticed(ranks, models, fault, model_type, layout):
@@ -164,6 +168,7 @@ def test_planted_faults_are_noticed(ranks, models, fault, model_type, layout):
     sizes = degrees(layout)
     folder, reference = models(model_type, sizes.get("tp", 1) > 1)
     plan = Plan.of(json.loads((folder / "config.json").read_text()))
-    results = ranks(sizes.get("tp", 1), parity.compare_with_fault, fault, folder, reference, sizes)
+    world = sizes.get("tp", 1) * sizes.get("cp", 1)
+    results = ranks(world, parity.compare_with_fault, fault, folder, reference, sizes)
     with pytest.raises(AssertionError, match="differ"):
         parity.check(results, reference, plan)

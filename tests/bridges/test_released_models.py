@@ -67,6 +67,8 @@ RELEASED = {
         "ERNIE-4.5-21B-A3B": 21_825_437_888,
         "ERNIE-4.5-300B-A47B": 299_484_163_264,
         "Hy3-preview": 295_033_543_488,  # 295B
+        "Qwen3-Next-80B-A3B": 79_674_391_296,
+        "Qwen3.5-35B-A3B": 34_660_610_688,  # the language model
     }.items()},
 }  # fmt: skip
 

@@ -33,8 +33,8 @@ DELTA_NET = dict(
     linear_conv_kernel_dim=4,
     linear_key_head_dim=8,
     linear_value_head_dim=12,
-    linear_num_key_heads=2,
-    linear_num_value_heads=6,
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
 )
 TINY: dict[str, dict[str, Any]] = {
     "llama": dict(head_dim=16),

@@ -30,6 +30,13 @@ _SIZES: dict[str, Any] = dict(
     bos_token_id=None,
 )
 _EXPERTS: dict[str, Any] = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64)
+_DELTA_NET: dict[str, Any] = dict(
+    linear_key_head_dim=32,
+    linear_value_head_dim=32,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    full_attention_interval=2,
+)
 TINY: dict[str, dict[str, Any]] = {
     "llama": dict(head_dim=32),
     "qwen2": dict(),
@@ -75,6 +82,17 @@ TINY: dict[str, dict[str, Any]] = {
         moe_num_shared_experts=2,
         moe_layer_start_index=1,
         tie_word_embeddings=True,
+    ),
+    "qwen3_next": dict(
+        **_EXPERTS,
+        **_DELTA_NET,
+        head_dim=32,
+        shared_expert_intermediate_size=64,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+    ),
+    "qwen3_5_moe_text": dict(
+        **_EXPERTS, **_DELTA_NET, head_dim=32, shared_expert_intermediate_size=64, norm_topk_prob=True
     ),
     "hy_v3": dict(
         **_EXPERTS,

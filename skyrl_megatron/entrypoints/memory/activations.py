@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skyrl_megatron.config.rules.layout import stage_layers
-from skyrl_megatron.entrypoints.memory.layers import LayerActivations
+from skyrl_megatron.entrypoints.memory.layers import Kind, LayerActivations
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ def kept_in_flight(
     layers: LayerActivations, tokens: int, stage: int, recompute: Recompute, micro_batches: int
 ) -> float:
     """Return the bytes that the micro-batches under way keep on a stage when the first of them turns back."""
-    parallel, moe = layers.parallel, layers.plan.shape.moe
-    chunks = [[moe[layer] for layer in stage_layers(parallel, len(moe), stage, c)] for c in range(parallel.vpp)]
+    parallel, of = layers.parallel, layers.plan.shape.kinds
+    chunks = [[of[layer] for layer in stage_layers(parallel, len(of), stage, c)] for c in range(parallel.vpp)]
     sizes = [_chunk(layers, kinds, recompute) * tokens for kinds in chunks]
     if stage == parallel.pp - 1:
         sizes[-1] += layers.head * tokens
@@ -49,31 +49,31 @@ def kept_in_flight(
     return sum(sizes) / parallel.vpp * under_way
 
 
-def _chunk(layers: LayerActivations, kinds: list[bool], recompute: Recompute) -> float:
-    """Return the bytes per token that a chunk of layers keeps; ``kinds``: whether each holds experts."""
+def _chunk(layers: LayerActivations, kinds: list[Kind], recompute: Recompute) -> float:
+    """Return the bytes per token that a chunk of layers keeps."""
     if recompute.granularity == "full":
         if recompute.method == "block":
             again = kinds[: recompute.layers]
-            return len(again) * layers.hidden + sum(layers.kept(moe) for moe in kinds[recompute.layers :])
+            return len(again) * layers.hidden + sum(layers.kept(kind) for kind in kinds[recompute.layers :])
         return -(-len(kinds) // recompute.layers) * layers.hidden
-    return sum(layers.kept(moe, recompute.modules) for moe in kinds)
+    return sum(layers.kept(kind, recompute.modules) for kind in kinds)
 
 
 def working_set(layers: LayerActivations, tokens: int, recompute: Recompute) -> float:
     """Return the bytes of the layer at work in the backward pass, beside what :func:`kept_in_flight` counts."""
 
-    def size(moe: bool) -> float:
+    def size(kind: Kind) -> float:
         if recompute.granularity == "full":
             together = 1 if recompute.method == "block" else recompute.layers
-            return layers.kept(moe) * together + layers.backward(moe)
-        return layers.backward(moe, recompute.modules)
+            return layers.kept(kind) * together + layers.backward(kind)
+        return layers.backward(kind, recompute.modules)
 
-    return max(size(moe) for moe in set(layers.plan.shape.moe)) * tokens
+    return max(size(kind) for kind in set(layers.plan.shape.kinds)) * tokens
 
 
 def forward_set(layers: LayerActivations, tokens: int) -> float:
     """Return the bytes of a pass without gradients: the layer at work, of which nothing is kept."""
-    return max(layers.forward(moe) for moe in set(layers.plan.shape.moe)) * tokens
+    return max(layers.forward(kind) for kind in set(layers.plan.shape.kinds)) * tokens
 
 
 @dataclass(frozen=True, slots=True)

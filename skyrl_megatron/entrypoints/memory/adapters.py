@@ -122,10 +122,10 @@ class AdapterTable:
             gathered += times * local * (a // each.pairs * each.projections + b)
         return Factors(dense, expert, gathered)
 
-    def in_layer(self, moe: bool) -> Iterator[AdaptedMap]:
-        """Yield the adapted maps of a layer, with experts or without."""
-        kinds = self.plan.shape.moe
-        yield from (each for each in self.maps if any(kinds[layer] == moe for layer in each.layers))
+    def in_layer(self, kind: tuple[bool, bool]) -> Iterator[AdaptedMap]:
+        """Yield the adapted maps of a layer of a kind (``ModelShape.kinds``)."""
+        kinds = self.plan.shape.kinds
+        yield from (each for each in self.maps if any(kinds[layer] == kind for layer in each.layers))
 
 
 def slot_bytes(cfg: SkyRLTrainConfig, plan: Plan, pairs: Pairs, width: int) -> int:

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bridges.rows import GatedQkv
 from skyrl_megatron.config.rules.layout import ParallelConfig
 from skyrl_megatron.entrypoints.memory.adapters import AdapterTable
 from skyrl_megatron.entrypoints.memory.parameters import ParameterTable
+from skyrl_megatron.runtime.model.delta_rule import CHUNK
 
+Kind = tuple[bool, bool]
+"""Of a layer: does it hold experts, is it a gated delta net (``ModelShape.kinds``)?"""
 IMBALANCE = 1.5
 """Tokens that the busiest expert-parallel rank gets, over the average: what a model without a balancing loss shows."""
 
@@ -50,6 +54,7 @@ class LayerActivations:
         self._qk_norm = table.of_layers.get("self_attention.q_layernorm.weight")
         self._normed = 8 if adapters is None else 4  # fp32: a norm's input, and its output before weights in training
         self._gates_shared = "mlp.shared_experts.gate_weight" in table.of_layers
+        self._gates_heads = any(isinstance(row, GatedQkv) for row in table.plan.family.attention)
         self._has_sinks = "self_attention.core_attention.softmax_offset" in table.of_layers
 
     @property
@@ -62,21 +67,27 @@ class LayerActivations:
         """What the last norm and the output layer keep."""
         return self._norm(self.dims["H"])
 
-    def kept(self, moe: bool, modules: frozenset[str] = frozenset()) -> float:
+    def kept(self, kind: Kind, modules: frozenset[str] = frozenset()) -> float:
         """Return what a layer keeps for its backward pass but for ``modules``, which are computed again."""
-        return self._attention_block(modules) + self._mlp_block(moe, modules) + self._adapters(moe)
+        moe, delta_net = kind
+        mixer = self._delta_net(modules) if delta_net else self._attention_block(modules)
+        return mixer + self._mlp_block(moe, modules) + self._adapters(kind)
 
-    def backward(self, moe: bool, modules: frozenset[str] = frozenset()) -> float:
+    def backward(self, kind: Kind, modules: frozenset[str] = frozenset()) -> float:
         """Return what a layer needs beside :meth:`kept` while it is computed backwards, its second half first."""
-        again = self.kept(moe) - self.kept(moe, modules)
-        at_work = max(self._mlp_at_work(moe), self.attention_at_work - self._mlp_block(moe, frozenset()))
-        return again + at_work + self._adapters_at_work(moe)
+        moe, delta_net = kind
+        again = self.kept(kind) - self.kept(kind, modules)
+        mixer = self._delta_net_at_work if delta_net else self.attention_at_work
+        at_work = max(self._mlp_at_work(moe), mixer - self._mlp_block(moe, frozenset()))
+        return again + at_work + self._adapters_at_work(kind)
 
-    def forward(self, moe: bool) -> float:
+    def forward(self, kind: Kind) -> float:
         """Return what a layer needs where nothing is kept."""
+        moe, delta_net = kind
         rotated = self.dims["P" if self.plan.shape.mla else "D"]
         angles = 0 if self.kernels.fused else 2 * rotated * 4  # fp32 sines and cosines (``model/rotary.py``)
-        at_work = max(self._mlp_at_work(moe), self.attention_at_work) + self._adapters_at_work(moe)
+        mixer = self._delta_net_at_work if delta_net else self.attention_at_work
+        at_work = max(self._mlp_at_work(moe), mixer) + self._adapters_at_work(kind)
         return 3 * self.hidden + at_work + angles
 
     @property
@@ -86,6 +97,12 @@ class LayerActivations:
         query, key = (dims["U"], dims["O"]) if self.plan.shape.mla else (dims["Q"], dims["K"])
         return ((4 if fused else 7) * query + 4 * key) / self.parallel.tp * self.kernels.width
 
+    @property
+    def _delta_net_at_work(self) -> float:
+        """Matrices of a chunk, of which three exist at a time, and the vectors that go into them."""
+        dims, wide = self.dims, self.dims["m"] / self.parallel.tp * 4
+        return wide * (3 * CHUNK + 4 * (dims["k"] + dims["v"]))
+
     def _mlp_at_work(self, moe: bool) -> float:
         """Gradients of what goes in and out of the block; of experts, before and after the exchange of tokens."""
         width, dims = self.kernels.width, self.dims
@@ -93,7 +110,7 @@ class LayerActivations:
             return (2 * dims["H"] + 3 * dims["F"] / self.parallel.tp) * width
         return self._dispatched() * (2 * dims["H"] + 3 * dims["M"] / self.parallel.etp) * width
 
-    def _adapters(self, moe: bool) -> float:
+    def _adapters(self, kind: Kind) -> float:
         """Count A·x of each adapted map, dropout's mask, and what a norm inside the map (Transformer Engine's) makes.
 
         The map's input is counted with the map: beside a frozen weight its adapter keeps it, as dropout leaves it.
@@ -101,7 +118,7 @@ class LayerActivations:
         if self.adapters is None:
             return 0.0
         total = 0.0
-        for each in self.adapters.in_layer(moe):
+        for each in self.adapters.in_layer(kind):
             entry, columns = each.entry, each.entry.shape[1]
             by_rows, by_columns = entry.split.dim == 0, entry.split.dim == 1
             if entry.is_expert:
@@ -118,7 +135,7 @@ class LayerActivations:
             total += x * columns * copies
         return total
 
-    def _adapters_at_work(self, moe: bool) -> float:
+    def _adapters_at_work(self, kind: Kind) -> float:
         """Count the widest output of an adapter, and its product with the scale."""
         if self.adapters is None:
             return 0.0
@@ -126,7 +143,7 @@ class LayerActivations:
             each.entry.shape[0]
             / (1 if each.entry.split.dim != 0 else self.parallel.etp if each.entry.is_expert else self.parallel.tp)
             * (self._dispatched() if each.entry.is_expert else 1.0)
-            for each in self.adapters.in_layer(moe)
+            for each in self.adapters.in_layer(kind)
         ]
         return 2 * max(rows, default=0.0) * self.kernels.width
 
@@ -173,10 +190,24 @@ class LayerActivations:
         if self._qk_norm:
             total += (query + key) * self._normed
             if width == 4 and self._qk_norm.shape[0] < dims["Q"]:
-                total += (query + key) * 4  # keys are a view of the whole projection
+                total += (query * (1 + self._gates_heads) + key) * 4  # keys are a view of the whole projection
+        if self._gates_heads:  # the gate in fp32, its product with the result, and that in fp32
+            total += query * (4 + width + (4 if width == 2 else 0))
         if self._has_sinks and not again:
             total += dims["A"] / tp * self.longest * (6 if width == 2 else 4)  # all scores exist
         return total + 2 * dims["D"] * (8 / width)  # sines and cosines
+
+    def _delta_net(self, modules: frozenset[str]) -> float:
+        """Count a gated delta net and the norm before it: what each tap of the convolution sees, matrices of a chunk's
+        tokens by its tokens, keys and values before and behind them, and what the gated norm makes of the result."""
+        d, width, exact = self.dims, self.kernels.width, self.kernels.width == 4
+        key, value, heads, shared = d["k"], d["v"], d["m"], d["n"]
+        rule = CHUNK * (4 * heads + 2 * shared) + heads * (4 * key + 3 * value + key * value / CHUNK + 7)
+        rule += shared * (6 * key + 2)
+        inputs = (2 * d["c"] + d["o"] + 2 * heads) if exact else d["c"] + heads
+        fp32 = rule + d["t"] * d["c"] + 4 * d["o"] + (d["c"] if exact else 2 * shared * key)
+        kept = fp32 * 4 + (inputs + (1 if exact else 2) * d["o"]) * width
+        return self._norm(d["H"], again="layernorm" in modules) + kept / self.parallel.tp
 
     def _latent_attention(self, modules: frozenset[str]) -> float:
         """Count latent vectors, and queries, keys and values with all heads."""

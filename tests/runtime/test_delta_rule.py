@@ -1,0 +1,98 @@
+"""The gated delta rule against its recurrence, token by token, in fp64; the short convolution against torch's."""
+
+import pytest
+
+LENGTHS = (130, 1, 64, 7, 65)
+
+
+def inputs(lengths=LENGTHS, heads=2, ratio=3, key=8, value=12, seed=0):
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    tokens = sum(lengths)
+
+    def draw(*shape):
+        return torch.randn(tokens, *shape, generator=generator, dtype=torch.float64)
+
+    q, k = draw(heads, key), draw(heads, key)
+    q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
+    g = -draw(heads, ratio).square()  # some heads forget within a token, others never
+    return [x.requires_grad_() for x in (q, k, draw(heads, ratio, value), g, draw(heads, ratio).sigmoid())]
+
+
+def recurrence(q, k, v, g, beta, lengths):
+    """The rule as it is defined, one token after the other."""
+    import torch
+
+    out, start = [], 0
+    for length in lengths:
+        state = torch.zeros(*v.shape[1:3], q.shape[-1], v.shape[-1], dtype=v.dtype)
+        for t in range(start, start + length):
+            query, key = q[t][:, None, :, None], k[t][:, None, :, None]
+            state = state * g[t].exp()[..., None, None]
+            correction = beta[t][..., None] * (v[t] - (state * key).sum(-2))
+            state = state + key * correction[..., None, :]
+            out.append((state * query).sum(-2) * q.shape[-1] ** -0.5)
+        start += length
+    return torch.stack(out)
+
+
+def test_chunks_are_the_recurrence_and_begin_anew_with_each_sequence():
+    import torch
+
+    from skyrl_megatron.runtime.model.delta_rule import chunk_plan, gated_delta_rule
+
+    given = inputs()
+    wanted = recurrence(*given, LENGTHS)
+    weights = torch.randn(wanted.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    gradients = torch.autograd.grad((wanted * weights).sum(), given)
+    found = gated_delta_rule(*given, chunk_plan(LENGTHS, torch.device("cpu")))
+    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
+    for one, other in zip(torch.autograd.grad((found * weights).sum(), given), gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-11)
+
+
+def test_fp32_is_near_fp64():
+    import torch
+
+    from skyrl_megatron.runtime.model.delta_rule import chunk_plan, gated_delta_rule
+
+    given = [x.detach() for x in inputs()]
+    plan = chunk_plan(LENGTHS, torch.device("cpu"))
+    found = gated_delta_rule(*(x.float() for x in given), plan)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), gated_delta_rule(*given, plan), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("other", [(130,), (1, 130), (64, 130, 3)])
+def test_a_sequence_knows_nothing_of_its_neighbours(other):
+    import torch
+
+    from skyrl_megatron.runtime.model.delta_rule import chunk_plan, gated_delta_rule
+
+    alone = [x.detach() for x in inputs((130,))]
+    expected = gated_delta_rule(*alone, chunk_plan((130,), torch.device("cpu")))
+    start = sum(other[: other.index(130)])
+    packed = [x.detach().clone() for x in inputs(other, seed=3)]
+    for mine, values in zip(packed, alone, strict=True):
+        mine[start : start + 130] = values
+    found = gated_delta_rule(*packed, chunk_plan(other, torch.device("cpu")))
+    torch.testing.assert_close(found[start : start + 130], expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("taps", [1, 2, 4])
+def test_short_convolution_is_torch_of_each_sequence(taps):
+    import torch
+    from torch.nn import functional as F
+
+    from skyrl_megatron.runtime.model.delta_rule import chunk_plan, short_convolution
+
+    lengths = (5, 1, 2, 9)
+    x = torch.randn(sum(lengths), 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    weight = torch.randn(6, taps, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    wanted = [
+        F.conv1d(part.T[None], weight[:, None], padding=taps - 1, groups=6)[0, :, : len(part)].T
+        for part in x.split(lengths)
+    ]
+    found = short_convolution(x, weight, chunk_plan(lengths, torch.device("cpu")).positions)
+    torch.testing.assert_close(found, torch.cat(wanted), rtol=1e-12, atol=1e-13)
