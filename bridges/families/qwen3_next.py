@@ -1,7 +1,7 @@
 """Qwen3-Next: gated delta nets, attention with an output gate in every fourth layer, a gated shared expert.
 
-Norms are stored less 1, but for those inside the delta nets. On disk q, k, v and gate (``qkvz``), and learning rate and
-step (``ba``), are each one tensor with rows by key head. Layers ``mtp.`` predict further tokens.
+Norms are stored less 1, but for those inside the delta nets. On disk q, k, v and gate (``qkvz``), and learning rate
+and step (``ba``), are each one tensor with rows by key head. Layers ``mtp.`` predict further tokens.
 """
 
 from __future__ import annotations
@@ -10,8 +10,15 @@ from transformers import PreTrainedConfig
 
 from bridges.blocks import DENSE, OUTPUT, ROUTER, L, M, decoder_layer, experts, qk_norms, shared_expert
 from bridges.family import Family, MegatronModelConfig, grouped_query_model
-from bridges.hf_config import delta_net_dims, delta_net_fields, delta_net_layers, expert_fields, moe_shape, require
-from bridges.hf_config import sparse_steps
+from bridges.hf_config import (
+    delta_net_dims,
+    delta_net_fields,
+    delta_net_layers,
+    expert_fields,
+    moe_shape,
+    require,
+    sparse_steps,
+)
 from bridges.rows import ByKeyHead, Copy, GatedQkv, ModelShape, Row
 
 A, N = L + "linear_attn.", M + "self_attention."

@@ -116,8 +116,8 @@ def _attention(config: TransformerConfig) -> tuple[float, float]:
 
 
 def _delta_net(config: TransformerConfig) -> float:
-    """Return FLOPs per token of a gated delta net: projections, the convolution, and its rule as the recurrence has it:
-    a product with the state to read what it knows of a key, one to correct it, one to read for the query."""
+    """Return FLOPs per token of a gated delta net: projections, the convolution, and its rule as the recurrence has
+    it: products with the state to read what it knows of a key, to correct it, and to read for the query."""
     h, keys, values = config.hidden_size, config.linear_num_key_heads, config.linear_num_value_heads
     key, value = config.linear_key_head_dim, config.linear_value_head_dim
     channels = 2 * keys * key + values * value

@@ -193,3 +193,14 @@ def test_bf16_with_masters(ranks, tmp_path):
     saved = ranks(4, bf16_body, folder, root, dict(tp=2, ep=2), True)[0]
     loaded = ranks(2, bf16_body, folder, root, dict(pp=2, vpp=2), False)[0]
     assert loaded == saved and len(saved[0]) == 48
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize(("source", "target"), [("tp2·ep2", "pp2"), ("cp2", "tp2·ep2")])
+def test_gated_delta_nets(ranks, tmp_path, source, target):
+    """Their short convolutions, decay rates and steps are split by head over tp."""
+    from tests.bridges.tiny_models import save_tiny
+
+    heads = dict(num_attention_heads=4, num_key_value_heads=2)
+    folder = save_tiny("qwen3_next", tmp_path / "model", num_hidden_layers=4, **heads)
+    check(ranks, folder, str(tmp_path / "run"), source, target)

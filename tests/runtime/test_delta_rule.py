@@ -46,7 +46,7 @@ def test_chunks_are_the_recurrence_and_begin_anew_with_each_sequence():
     wanted = recurrence(*given, LENGTHS)
     weights = torch.randn(wanted.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     gradients = torch.autograd.grad((wanted * weights).sum(), given)
-    found = gated_delta_rule(*given, chunk_plan(LENGTHS, torch.device("cpu")))
+    found, _ = gated_delta_rule(*given, chunk_plan(LENGTHS, torch.device("cpu")))
     torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
     for one, other in zip(torch.autograd.grad((found * weights).sum(), given), gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-11)
@@ -59,9 +59,9 @@ def test_fp32_is_near_fp64():
 
     given = [x.detach() for x in inputs()]
     plan = chunk_plan(LENGTHS, torch.device("cpu"))
-    found = gated_delta_rule(*(x.float() for x in given), plan)
+    found, _ = gated_delta_rule(*(x.float() for x in given), plan)
     assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), gated_delta_rule(*given, plan), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.double(), gated_delta_rule(*given, plan)[0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("other", [(130,), (1, 130), (64, 130, 3)])
@@ -71,12 +71,12 @@ def test_a_sequence_knows_nothing_of_its_neighbours(other):
     from skyrl_megatron.runtime.model.delta_rule import chunk_plan, gated_delta_rule
 
     alone = [x.detach() for x in inputs((130,))]
-    expected = gated_delta_rule(*alone, chunk_plan((130,), torch.device("cpu")))
+    expected, _ = gated_delta_rule(*alone, chunk_plan((130,), torch.device("cpu")))
     start = sum(other[: other.index(130)])
     packed = [x.detach().clone() for x in inputs(other, seed=3)]
     for mine, values in zip(packed, alone, strict=True):
         mine[start : start + 130] = values
-    found = gated_delta_rule(*packed, chunk_plan(other, torch.device("cpu")))
+    found, _ = gated_delta_rule(*packed, chunk_plan(other, torch.device("cpu")))
     torch.testing.assert_close(found[start : start + 130], expected, rtol=1e-12, atol=1e-13)
 
 
@@ -96,3 +96,23 @@ def test_short_convolution_is_torch_of_each_sequence(taps):
     ]
     found = short_convolution(x, weight, chunk_plan(lengths, torch.device("cpu")).positions)
     torch.testing.assert_close(found, torch.cat(wanted), rtol=1e-12, atol=1e-13)
+
+
+def test_states_go_on_where_they_ended():
+    """As an engine runs the rule: prompts, then the tokens after them, of sequences of unequal lengths."""
+    import torch
+
+    from skyrl_megatron.runtime.model.delta_rule import chunk_plan, gated_delta_rule
+
+    lengths, cut = (70, 3, 129), (66, 1, 64)
+    given = [x.detach() for x in inputs(lengths)]
+    whole, ends = gated_delta_rule(*given, chunk_plan(lengths, torch.device("cpu")))
+    starts = torch.tensor([0, *lengths[:-1]]).cumsum(0).tolist()
+    first = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, cut, strict=True)])
+    second = torch.cat([torch.arange(s + n, s + m) for s, n, m in zip(starts, cut, lengths, strict=True)])
+    rest = tuple(m - n for n, m in zip(cut, lengths, strict=True))
+    one, states = gated_delta_rule(*(x[first] for x in given), chunk_plan(cut, torch.device("cpu")))
+    other, states = gated_delta_rule(*(x[second] for x in given), chunk_plan(rest, torch.device("cpu")), states)
+    torch.testing.assert_close(one, whole[first], rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(other, whole[second], rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(states, ends, rtol=1e-11, atol=1e-12)

@@ -40,6 +40,7 @@ HEAVY = {
         99,
         {
             "skyrl_megatron/inference/vllm/compat.py",
+            "skyrl_megatron/inference/vllm/cpu_delta_net.py",
             "skyrl_megatron/inference/vllm/cpu_experts.py",
             "skyrl_megatron/inference/vllm/cpu_routes.py",
             "skyrl_megatron/weight_sync/vllm_backend.py",

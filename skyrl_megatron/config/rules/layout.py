@@ -230,7 +230,7 @@ def _width_problems(parallel: ParallelConfig, dims: ModelDimensions, prefix: str
             yield _problem(parallel, "tp", f"the model has {size} {what}; use a divisor of {size}", prefix)
     if dims.delta_net_heads % (parallel.tp * parallel.cp):
         name, heads = "tp" if dims.delta_net_heads % parallel.tp else "cp", dims.delta_net_heads
-        fix = f"gated delta nets have {heads} key heads, which tp·cp share out: use degrees whose product divides {heads}"
+        fix = f"gated delta nets have {heads} key heads, which tp·cp share out: their product must divide it"
         yield _problem(parallel, name, fix, prefix)
 
 

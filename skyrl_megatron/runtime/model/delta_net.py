@@ -16,15 +16,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from skyrl_megatron.runtime.model.context_parallel import heads_to_tokens, tokens_to_heads
-from skyrl_megatron.runtime.model.delta_rule import chunk_plan, gated_delta_rule, short_convolution
+from skyrl_megatron.runtime.model.delta_rule import chunk_plan, gated_delta_rule, short_convolution, unit
 from skyrl_megatron.runtime.model.norm import RMSNorm
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import TransformerConfig
-
-_L2_EPSILON = 1e-6  # transformers' and FLA's
 
 
 class GatedDeltaNet(MegatronModule):
@@ -85,16 +83,14 @@ class GatedDeltaNet(MegatronModule):
         plan = chunk_plan(lengths, heads.device)
         mixed, gate, beta, step = heads.split([self.mixed_rows, self.value_rows, self.ratio, self.ratio], -1)
         mixed = short_convolution(mixed.flatten(1), self._mine(self.conv_weight).squeeze(1), plan.positions)
-        q, k, v = (
-            F.silu(mixed).unflatten(1, heads.shape[1:2] + (-1,)).split(
-                [self.key_size, self.key_size, self.value_rows], -1
-            )
-        )
+        mixed = F.silu(mixed).unflatten(1, (heads.shape[1], -1))
+        q, k, v = mixed.split([self.key_size, self.key_size, self.value_rows], -1)
         shape = (heads.shape[1], self.ratio)
         rate = self._mine(self.A_log).float().exp().view(shape)
         kept = -rate * F.softplus(step.float() + self._mine(self.dt_bias).float().view(shape))
         v = v.unflatten(-1, (self.ratio, self.value_size))
-        out = gated_delta_rule(_normalised(q), _normalised(k), v, kept, beta.sigmoid(), plan).to(heads.dtype)
+        out, _ = gated_delta_rule(unit(q), unit(k), v, kept, beta.sigmoid(), plan)
+        out = out.to(heads.dtype)
         gate = gate.view(out.shape)
         return (self.out_norm(out) * F.silu(gate.float())).to(heads.dtype).flatten(2)
 
@@ -120,12 +116,6 @@ class GatedDeltaNet(MegatronModule):
                 module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.groups.tp
             )
         return sharded
-
-
-def _normalised(x: Tensor) -> Tensor:
-    """Scale the last dimension to length 1, in fp32."""
-    x = x.float()
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _L2_EPSILON)
 
 
 def _split_over_heads(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 CHUNK = 64
+_EPSILON = 1e-6  # transformers' and FLA's
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +28,10 @@ class ChunkPlan:
     """[chunks, CHUNK] bool: where there is a token."""
     places: Tensor
     """[P] int64: the place of each token."""
+    order: Tensor
+    """[sequences] int64: longest sequence first."""
     active: tuple[int, ...]
-    """Sequences that have a chunk in each step: the first ones of those of the step before."""
+    """How many of them, in this order, have a chunk in each step."""
     positions: Tensor
     """[P] int64: of each token in its sequence."""
 
@@ -54,15 +57,19 @@ def chunk_plan(lengths: tuple[int, ...], device: torch.device) -> ChunkPlan:
     kept = real.flatten().nonzero().squeeze(1)
     places[tokens[kept]] = kept
     positions = torch.cat([torch.arange(length) for length in lengths])
-    return ChunkPlan(tokens.to(device), real.to(device), places.to(device), tuple(active), positions.to(device))
+    tensors = (x.to(device) for x in (tokens, real, places, torch.tensor(order)))
+    return ChunkPlan(*tensors, active=tuple(active), positions=positions.to(device))
 
 
-def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: ChunkPlan) -> Tensor:
-    """Run the rule on each sequence from a state of zeros.
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: ChunkPlan, start: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Run the rule on each sequence.
 
     ``q``, ``k``: [P, n, key size]; ``v``: [P, n, r, value size], r value heads share a key head; ``g``: [P, n, r],
-    the logarithm of how much of the state is kept, ≤ 0; ``beta``: [P, n, r]. Returns [P, n, r, value size].
-    Computed in fp32, or in fp64 where the inputs are; same dtype as ``v``.
+    the logarithm of how much of the state is kept, ≤ 0; ``beta``: [P, n, r]. ``start``: [sequences, n, r, key size,
+    value size], the states before the first tokens, zeros if None. Returns [P, n, r, value size] and the states behind
+    the last tokens. Computed in fp32, or in fp64 where the inputs are.
     """
     dtype = torch.promote_types(v.dtype, torch.float32)
     q, k, v = (_chunks(x.to(dtype), plan) for x in (q * q.shape[-1] ** -0.5, k, v))  # [C, n, …, CHUNK, size]
@@ -82,16 +89,26 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, p
     inside, q, k, kept = q @ k.mT * decay, q * since_start, k * until_end, since_start[..., -1:, :]
 
     results: list[Tensor] = []
-    state = v.new_zeros(plan.active[0], *v.shape[1:3], k.shape[-1], v.shape[-1])
+    ended: list[Tensor] = []
+    zeros = (plan.active[0], *v.shape[1:3], k.shape[-1], v.shape[-1])
+    state = v.new_zeros(zeros) if start is None else start.to(dtype)[plan.order]
     first = 0
     for count in plan.active:
+        ended.append(state[count:])
         here, state = slice(first, first + count), state[:count]
         corrections = values[here] - reads[here] @ state
         results.append(q[here] @ state + inside[here] @ corrections)
         state = state * kept[here] + k[here].mT @ corrections
         first += count
     out = torch.cat(results).movedim(-2, 1).flatten(0, 1)  # [C · CHUNK, n, r, value size]
-    return out.index_select(0, plan.places)
+    states = torch.cat([state, *reversed(ended)])
+    return out.index_select(0, plan.places), states[plan.order.argsort()]
+
+
+def unit(x: Tensor) -> Tensor:
+    """Scale the last dimension to length 1, in fp32."""
+    x = x.float()
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPSILON)
 
 
 def _chunks(x: Tensor, plan: ChunkPlan) -> Tensor:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 class RMSNorm(torch.nn.Module):
-    """``x / sqrt(mean(x²) + eps) · weight`` over the last dimension (arXiv:1910.07467); ``zero_centred``, by default as
-    ``layernorm_zero_centered_gamma`` says: weights are stored less 1.
+    """``x / sqrt(mean(x²) + eps) · weight`` over the last dimension (arXiv:1910.07467). Weights are stored less 1
+    where ``zero_centred``, by default ``layernorm_zero_centered_gamma``.
 
     Megatron's ``WrappedTorchNorm`` (transformer/torch_norm.py) refuses sequence parallelism, which MoE with tp > 1
     requires; this one marks its weight so that ``finalize_model_grads`` sums its gradient over tp. The q and k norms
