@@ -75,7 +75,8 @@ def _section(family: Family) -> str:
     groups = {
         "model": (*family.embedding, *family.head),
         "every layer": family.layer,
-        "layers with softmax attention": family.attention,
+        "layers with full attention": family.attention,
+        "layers with a sliding window": family.window,
         "layers with a gated delta net": family.delta_net,
         "layers without experts": family.dense,
         "layers with experts": family.moe,

@@ -23,6 +23,12 @@ class Conversion:
 
     keeps_rows: ClassVar[bool] = True
     """Whether rows of the HF tensors are rows of the Megatron tensor, in some order."""
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether rows of one HF tensor follow one another in a group as they do on disk, so that an adapter's may."""
+        return True
+
     parts: int = 1
 
     def to_parts(self, hf: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -47,6 +53,7 @@ class Conversion:
 class InterleaveQkv(Conversion):
     """q ``[groups·queries·dim, …]``, k and v ``[groups·dim, …]`` → ``[groups·(queries + 2)·dim, …]``.
 
+    ``value``: rows of a value head where they are not ``dim``.
     Megatron orders the rows by KV group: the group's query heads, its key head, its value head
     (``megatron/core/transformer/attention.py``, ``SelfAttention.get_query_key_value_tensors``). With 2 groups of
     2 query heads: ``q0 q1 k0 v0 q2 q3 k1 v1``. A tp split is then a plain split into runs of whole groups.
@@ -55,6 +62,7 @@ class InterleaveQkv(Conversion):
     groups: int = 1
     queries: int = 1
     dim: int = 1
+    value: int | None = None
 
     def to_parts(self, hf: Sequence[Tensor]) -> tuple[Tensor, ...]:
         q, k, v = hf
@@ -62,13 +70,13 @@ class InterleaveQkv(Conversion):
         by_group = [
             q.reshape(self.groups, self.queries * self.dim, *rest),
             k.reshape(self.groups, self.dim, *rest),
-            v.reshape(self.groups, self.dim, *rest),
+            v.reshape(self.groups, self.value or self.dim, *rest),
         ]
         return (torch.cat(by_group, dim=1).flatten(0, 1),)
 
     def from_parts(self, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
         rest = parts[0].shape[1:]
-        by_group = parts[0].reshape(self.groups, (self.queries + 2) * self.dim, *rest)
+        by_group = parts[0].reshape(self.groups, -1, *rest)
         q, k, v = torch.tensor_split(by_group, (self.queries * self.dim, (self.queries + 1) * self.dim), dim=1)
         return q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
 
@@ -80,6 +88,10 @@ class InterleaveGatedQkv(InterleaveQkv):
     Megatron (``attention_output_gate``) has the group's query heads first, then its gates. With 1 group of 2 heads:
     ``q0 g0 q1 g1``, ``k0``, ``v0`` → ``q0 q1 g0 g1 k0 v0``.
     """
+
+    @property
+    def keeps_order(self) -> bool:
+        return False
 
     def to_parts(self, hf: Sequence[Tensor]) -> tuple[Tensor, ...]:
         q, k, v = hf
@@ -110,6 +122,10 @@ class JoinByGroup(Conversion):
 
     groups: int = 1
     sections: tuple[tuple[int, ...], ...] = ((1,),)
+
+    @property
+    def keeps_order(self) -> bool:
+        return all(len(rows) == 1 for rows in self.sections)
 
     def to_parts(self, hf: Sequence[Tensor]) -> tuple[Tensor, ...]:
         pieces = [

@@ -15,12 +15,28 @@ from bridges.rows import ModelShape, Row
 
 
 @dataclass(frozen=True, slots=True)
+class HeadsByLayer:
+    """Attention whose layers with a sliding window have other heads than the others, of values of another size.
+
+    ``value_size``: of a value head, which ``value_scale`` multiplies. ``window_groups``, ``window_rotary_base``: KV
+    groups and rotary base of layers with a window, which also have sinks. ``rotary_percent``: of all layers.
+    """
+
+    value_size: int
+    value_scale: float
+    window_groups: int
+    window_rotary_base: float
+    rotary_percent: float
+
+
+@dataclass(frozen=True, slots=True)
 class MegatronModelConfig:
     """What a HF config means in Megatron's words.
 
     ``transformer``: fields of ``TransformerConfig`` (of ``MLATransformerConfig`` if ``multi_latent_attention``).
     ``model``: keyword arguments of ``GPTModel``. ``attributes``: set on the config object before the model is built
-    (``GPTModel`` reads YaRN settings that ``TransformerConfig`` does not declare). ``activation``: name of the
+    (``GPTModel`` reads YaRN settings that ``TransformerConfig`` does not declare; ``heads_by_layer``, a
+    :class:`HeadsByLayer`, is ours). ``activation``: name of the
     activation function, ``silu`` or ``quick_gelu``. ``full_width_qk_norm``: q and k are normalised over all heads
     together. ``mla_norm_epsilon``: epsilon of the two norms inside MLA, which HF fixes. ``softmax_log_odds``: the
     router's scores are softmax probabilities, computed by Megatron's sigmoid routing from their log-odds.
@@ -58,8 +74,9 @@ def grouped_query_model(
 @dataclass(frozen=True, slots=True)
 class Family:
     """One HF ``model_type``. Rows of the table: ``layer``, ``dense``, ``moe``, ``embedding``, ``head``: of every
-    layer, of layers without and with experts, before and after the layers; ``attention``, ``delta_net``: of layers
-    with softmax attention and with a gated delta net, in families that have both. ``aliases``: other
+    layer, of layers without and with experts, before and after the layers; ``attention``, ``window``, ``delta_net``:
+    of layers with full attention, with a sliding window and with a gated delta net, where these have other tensors
+    than one another (:attr:`ModelShape.mixers`). ``aliases``: other
     ``model_type`` values with the same tensors. ``ignored``: endings of HF names that hold no weights. ``carried``:
     beginnings of HF names that conversion passes on as they are (multi-token prediction), beside those of the layers
     that ``num_nextn_predict_layers`` or ``num_mtp_modules`` counts."""
@@ -72,6 +89,7 @@ class Family:
     dense: tuple[Row, ...] = ()
     moe: tuple[Row, ...] = ()
     attention: tuple[Row, ...] = ()
+    window: tuple[Row, ...] = ()
     delta_net: tuple[Row, ...] = ()
     embedding: tuple[Row, ...] = EMBEDDING
     head: tuple[Row, ...] = HEAD
@@ -94,6 +112,7 @@ class Family:
         """
         return self.read_megatron(self.config(hf_config))
 
-    def layer_rows(self, moe: bool, delta_net: bool = False) -> tuple[Row, ...]:
-        """Return rows of a layer with or without experts, of softmax attention or a gated delta net."""
-        return self.layer + (self.delta_net if delta_net else self.attention) + (self.moe if moe else self.dense)
+    def layer_rows(self, moe: bool, mixer: str = "") -> tuple[Row, ...]:
+        """Return rows of a layer with or without experts; ``mixer``: the field with more of them."""
+        more: tuple[Row, ...] = getattr(self, mixer) if mixer else ()
+        return self.layer + more + (self.moe if moe else self.dense)

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from bridges.errors import BridgeError
-from bridges.rows import ModelShape
+from bridges.rows import ATTENTION, DELTA_NET, WINDOW, ModelShape
 
 
 def read_config(hf_config: Mapping[str, Any], model_type: str) -> PreTrainedConfig:
@@ -77,18 +77,21 @@ def moe_shape(
     experts: int,
     size: int,
     moe: tuple[bool, ...],
-    delta_net: tuple[bool, ...] = (),
+    mixers: tuple[str, ...] = (),
     **dims: int,
 ) -> ModelShape:
     """Return the shape of a model with ``experts`` of feed-forward size ``size`` in the layers marked by ``moe``."""
     dense = {"F": config.intermediate_size} if hasattr(config, "intermediate_size") else {}
     sizes = attention_dims(config) | dense | {"E": experts, "M": size} | dims
-    return ModelShape(sizes, moe, frozenset(flags) | tie_flag(config), delta_net=delta_net)
+    return ModelShape(sizes, moe, frozenset(flags) | tie_flag(config), mixers=mixers)
 
 
-def delta_net_layers(config: PreTrainedConfig) -> tuple[bool, ...]:
-    """Return which layers are gated delta nets (``layer_types``)."""
-    known = {"linear_attention": True, "full_attention": False}
+_LAYER_TYPES = {"linear_attention": DELTA_NET, "sliding_attention": WINDOW, "full_attention": ATTENTION}
+
+
+def mixers(config: PreTrainedConfig, *others: str) -> tuple[str, ...]:
+    """Return what mixes tokens in each layer (``layer_types``): full attention or ``others``."""
+    known = {kind: mixer for kind, mixer in _LAYER_TYPES.items() if mixer in (ATTENTION, *others)}
     for kind in config.layer_types:
         if kind not in known:
             raise refuse(config.model_type, "layer_types", kind, f"use {' and '.join(known)}")
@@ -120,7 +123,7 @@ def delta_net_fields(config: PreTrainedConfig) -> dict[str, Any]:
     """Return fields of ``TransformerConfig`` of a model with gated delta nets and norms that are stored less 1."""
     return {
         "experimental_attention_variant": "gated_delta_net",
-        "linear_attention_freq": [int(flag) for flag in delta_net_layers(config)],
+        "linear_attention_freq": [int(mixer == DELTA_NET) for mixer in mixers(config, DELTA_NET)],
         "linear_conv_kernel_dim": config.linear_conv_kernel_dim,
         "linear_key_head_dim": config.linear_key_head_dim,
         "linear_value_head_dim": config.linear_value_head_dim,

@@ -13,7 +13,7 @@ from bridges.family import Family
 from bridges.hf_io import HfFolder
 from bridges.rows import Row, Shape
 
-PARTS = ("layer", "attention", "delta_net", "dense", "moe", "embedding", "head")
+PARTS = ("layer", "attention", "window", "delta_net", "dense", "moe", "embedding", "head")
 """The fields of a :class:`Family` that hold rows."""
 _NUMBERS = (
     (re.compile(r"\.layers\.\d+\."), ".layers.{layer}."),

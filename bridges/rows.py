@@ -20,6 +20,7 @@ Shapes are words separated by spaces, each a key of :attr:`ModelShape.dims`, opt
 ``k``   size of a key head                  ``v``   size of a value head
 ``r``   value heads of a key head           ``w``   r·v, value rows of a key head
 ``o``   n·w, all value rows                 ``c``   2·n·k + o, channels of the short convolution
+``g``   KV groups behind a sliding window   ``d``   size of a value head in attention
 ``t``   taps of the short convolution       ``x``   2k + 2w, rows of a key head for q, k, v and gate
 ======  ==================================  ======  =================================================
 """
@@ -41,6 +42,8 @@ from bridges.conversions import (
 )
 
 Shape = tuple[int, ...]
+ATTENTION, WINDOW, DELTA_NET = "attention", "window", "delta_net"
+"""Fields of a family, see :attr:`ModelShape.mixers`."""
 
 
 def dim(word: str, dims: Mapping[str, int]) -> int:
@@ -135,20 +138,26 @@ class Copy(Row):
 
 @dataclass(frozen=True, slots=True)
 class Qkv(Row):
-    """HF tensors q, k, v → rows interleaved by KV group. ``shape`` is what follows the rows: ``"H"`` or ``""``."""
+    """HF tensors q, k, v → rows interleaved by KV group. ``shape`` is what follows the rows: ``"H"`` or ``""``.
+
+    ``units``: the KV groups; ``value``: the size of a value head.
+    """
 
     split: int | None = 0
     units: str | None = "G"
+    value: str = "D"
 
     def conversion(self, dims: Mapping[str, int]) -> Conversion:
-        return InterleaveQkv(groups=dims["G"], queries=dims["A"] // dims["G"], dim=dims["D"])
+        groups = dims[self.units or "G"]
+        return InterleaveQkv(groups=groups, queries=dims["A"] // groups, dim=dims["D"], value=dims[self.value])
 
     def hf_shapes(self, dims: Mapping[str, int]) -> tuple[Shape, ...]:
-        rest = resolve(self.shape, dims)
-        return tuple((dims[rows], *rest) for rows in "QKK")
+        rest, groups = resolve(self.shape, dims), dims[self.units or "G"]
+        return tuple((rows, *rest) for rows in (dims["Q"], groups * dims["D"], groups * dims[self.value]))
 
     def megatron_shape(self, dims: Mapping[str, int]) -> Shape:
-        return (dims["Q"] + 2 * dims["K"], *resolve(self.shape, dims))
+        rows = dims["Q"] + dims[self.units or "G"] * (dims["D"] + dims[self.value])
+        return (rows, *resolve(self.shape, dims))
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,21 +266,21 @@ class RopeRows(Row):
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """What a HF config says about the tensors: ``dims`` by the letters of the legend, ``flags`` that switch rows on,
-    ``moe``: for each layer, whether it holds experts, ``mla``: multi-latent attention, ``delta_net``: for each layer,
-    whether a gated delta net stands in the place of attention; empty where none does."""
+    ``moe``: for each layer, whether it holds experts, ``mla``: multi-latent attention, ``mixers``: for each layer,
+    the field of its family with the rows of what mixes tokens; empty where all layers have the same."""
 
     dims: Mapping[str, int]
     moe: tuple[bool, ...]
     flags: frozenset[str] = frozenset()
     mla: bool = False
-    delta_net: tuple[bool, ...] = ()
+    mixers: tuple[str, ...] = ()
 
     @property
-    def kinds(self) -> tuple[tuple[bool, bool], ...]:
-        """For each layer: does it hold experts, is it a gated delta net?"""
-        return tuple(zip(self.moe, self.delta_net or (False,) * len(self.moe), strict=True))
+    def kinds(self) -> tuple[tuple[bool, str], ...]:
+        """For each layer: does it hold experts, and its entry in ``mixers``."""
+        return tuple(zip(self.moe, self.mixers or ("",) * len(self.moe), strict=True))
 
     @property
     def uniform(self) -> bool:
         """All layers hold the same parameters; a checkpoint then stores them with a leading layer axis."""
-        return len(set(self.moe)) == 1 and not self.delta_net
+        return len(set(self.moe)) == 1 and not self.mixers

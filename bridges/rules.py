@@ -11,7 +11,7 @@ from torch import Tensor
 from bridges.conversions import Conversion
 from bridges.errors import BridgeError
 from bridges.names import te_spelling
-from bridges.rows import ModelShape, Row, Shape, Split
+from bridges.rows import DELTA_NET, ModelShape, Row, Shape, Split
 
 if TYPE_CHECKING:
     from bridges.family import Family
@@ -113,11 +113,11 @@ class Entry:
         return self.bound.conversion.to_hf(megatron)
 
 
-def _bind(rows: Sequence[Row], shape: ModelShape, moe_layer: bool, delta_net: bool = False) -> list[BoundRow]:
+def _bind(rows: Sequence[Row], shape: ModelShape, moe_layer: bool, mixer: str = "") -> list[BoundRow]:
     bound = []
     for row in rows:
         if row.when is None or row.when in shape.flags:
-            te_name = te_spelling(row.megatron, mla=shape.mla, moe=moe_layer, delta_net=delta_net)
+            te_name = te_spelling(row.megatron, mla=shape.mla, moe=moe_layer, delta_net=mixer == DELTA_NET)
             bound.append(
                 BoundRow(
                     row,

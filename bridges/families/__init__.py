@@ -29,6 +29,7 @@ SUPPORTED = (
     "hy_v3",
     "qwen3_next",
     "qwen3_5_moe_text",
+    "mimo_v2_flash",
 )
 
 

@@ -10,13 +10,13 @@ from bridges.family import Family, MegatronModelConfig, grouped_query_model
 from bridges.hf_config import (
     delta_net_dims,
     delta_net_fields,
-    delta_net_layers,
     every_layer,
     expert_fields,
+    mixers,
     moe_shape,
     require,
 )
-from bridges.rows import ByKeyHead, ModelShape
+from bridges.rows import DELTA_NET, ByKeyHead, ModelShape
 
 
 def model_shape(config: PreTrainedConfig) -> ModelShape:
@@ -26,7 +26,7 @@ def model_shape(config: PreTrainedConfig) -> ModelShape:
         experts=config.num_experts,
         size=config.moe_intermediate_size,
         moe=every_layer(config),
-        delta_net=delta_net_layers(config),
+        mixers=mixers(config, DELTA_NET),
         S=config.shared_expert_intermediate_size,
         **delta_net_dims(config),
     )

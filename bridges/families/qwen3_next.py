@@ -13,13 +13,13 @@ from bridges.family import Family, MegatronModelConfig, grouped_query_model
 from bridges.hf_config import (
     delta_net_dims,
     delta_net_fields,
-    delta_net_layers,
     expert_fields,
+    mixers,
     moe_shape,
     require,
     sparse_steps,
 )
-from bridges.rows import ByKeyHead, Copy, GatedQkv, ModelShape, Row
+from bridges.rows import DELTA_NET, ByKeyHead, Copy, GatedQkv, ModelShape, Row
 
 A, N = L + "linear_attn.", M + "self_attention."
 GATED_ATTENTION = (
@@ -42,7 +42,7 @@ def model_shape(config: PreTrainedConfig) -> ModelShape:
         experts=config.num_experts,
         size=config.moe_intermediate_size,
         moe=sparse_steps(config),
-        delta_net=delta_net_layers(config),
+        mixers=mixers(config, DELTA_NET),
         S=config.shared_expert_intermediate_size,
         **delta_net_dims(config),
     )

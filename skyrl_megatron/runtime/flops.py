@@ -92,6 +92,9 @@ def component_flops(config: TransformerConfig, vocab_size: int) -> dict[str, Mod
     nets = sum(config.linear_attention_freq or ()) if config.experimental_attention_variant else 0
     layers = config.num_layers - nets
     linear = attention_linear * layers + _delta_net(config) * nets
+    if by_layer := getattr(config, "heads_by_layer", None):
+        more = by_layer.window_groups - config.num_query_groups
+        linear += windowed * 2.0 * h * more * (config.kv_channels + by_layer.value_size)
     return {
         "attention": ModelFlops(linear, pair * (layers - windowed), pair * windowed, window),
         "mlp": ModelFlops(float(sum(moe if is_moe else dense for is_moe in _moe_pattern(config))), 0.0, 0.0, 0),
@@ -111,8 +114,10 @@ def _attention(config: TransformerConfig) -> tuple[float, float]:
         out = heads * config.v_head_dim * h
         return 2.0 * (query + kv + out), 2.0 * heads * (qk + config.v_head_dim)
     width = config.kv_channels
-    qkv = h * width * (heads * (1 + config.attention_output_gate) + 2 * config.num_query_groups)
-    return 2.0 * (qkv + heads * width * h), 4.0 * heads * width
+    by_layer = getattr(config, "heads_by_layer", None)
+    value = by_layer.value_size if by_layer else width
+    qkv = h * (width * heads * (1 + config.attention_output_gate) + (width + value) * config.num_query_groups)
+    return 2.0 * (qkv + heads * value * h), 2.0 * heads * (width + value)
 
 
 def _delta_net(config: TransformerConfig) -> float:

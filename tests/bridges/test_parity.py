@@ -21,6 +21,7 @@ LIKE_OTHERS = {
     "ernie4_5_moe": ("single",),
     "qwen3_next": ("single", "tp2"),
     "qwen3_5_moe_text": (),  # as qwen3_next
+    "mimo_v2_flash": ("single",),
 }
 """Families made of parts that others of the plain suite show → layouts that it has of them all the same."""
 MORE = [

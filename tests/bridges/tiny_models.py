@@ -81,7 +81,18 @@ TINY: dict[str, dict[str, Any]] = {
         **EXPERTS, **DELTA_NET, head_dim=16, shared_expert_intermediate_size=32, full_attention_interval=2
     ),
 }
-OF_KNOWN_PARTS = frozenset({"minimax_m2", "dots1", "glm4_moe_lite", "ernie4_5_moe", "hy_v3", "qwen3_5_moe_text"})
+TINY["mimo_v2_flash"] = {key: value for key, value in SIGMOID.items() if key != "first_k_dense_replace"} | dict(
+    head_dim=24,
+    v_head_dim=16,
+    sliding_window=17,
+    layer_types=None,
+    n_group=1,
+    topk_group=1,
+    attention_value_scale=0.6,
+)
+OF_KNOWN_PARTS = frozenset(
+    {"minimax_m2", "dots1", "glm4_moe_lite", "ernie4_5_moe", "hy_v3", "qwen3_5_moe_text", "mimo_v2_flash"}
+)
 """Families made of parts that others have: memory and layers on GPUs are compared for the others."""
 LATENT_FAMILIES = frozenset({"deepseek_v3", "glm4_moe_lite"})
 """Those with multi-latent attention, which has no KV groups."""

@@ -122,7 +122,7 @@ class AdapterTable:
             gathered += times * local * (a // each.pairs * each.projections + b)
         return Factors(dense, expert, gathered)
 
-    def in_layer(self, kind: tuple[bool, bool]) -> Iterator[AdaptedMap]:
+    def in_layer(self, kind: tuple[bool, str]) -> Iterator[AdaptedMap]:
         """Yield the adapted maps of a layer of a kind (``ModelShape.kinds``)."""
         kinds = self.plan.shape.kinds
         yield from (each for each in self.maps if any(kinds[layer] == kind for layer in each.layers))

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bridges.rows import GatedQkv
+from bridges.rows import DELTA_NET, GatedQkv
 from skyrl_megatron.config.rules.layout import ParallelConfig
 from skyrl_megatron.entrypoints.memory.adapters import AdapterTable
 from skyrl_megatron.entrypoints.memory.parameters import ParameterTable
 from skyrl_megatron.runtime.model.delta_rule import CHUNK
 
-Kind = tuple[bool, bool]
-"""Of a layer: does it hold experts, is it a gated delta net (``ModelShape.kinds``)?"""
+Kind = tuple[bool, str]
+"""An entry of ``ModelShape.kinds``: does a layer hold experts, what mixes its tokens?"""
 IMBALANCE = 1.5
 """Tokens that the busiest expert-parallel rank gets, over the average: what a model without a balancing loss shows."""
 
@@ -69,25 +69,25 @@ class LayerActivations:
 
     def kept(self, kind: Kind, modules: frozenset[str] = frozenset()) -> float:
         """Return what a layer keeps for its backward pass but for ``modules``, which are computed again."""
-        moe, delta_net = kind
-        mixer = self._delta_net(modules) if delta_net else self._attention_block(modules)
-        return mixer + self._mlp_block(moe, modules) + self._adapters(kind)
+        moe, mixer = kind
+        mixing = self._delta_net(modules) if mixer == DELTA_NET else self._attention_block(modules)
+        return mixing + self._mlp_block(moe, modules) + self._adapters(kind)
 
     def backward(self, kind: Kind, modules: frozenset[str] = frozenset()) -> float:
         """Return what a layer needs beside :meth:`kept` while it is computed backwards, its second half first."""
-        moe, delta_net = kind
+        moe, mixer = kind
         again = self.kept(kind) - self.kept(kind, modules)
-        mixer = self._delta_net_at_work if delta_net else self.attention_at_work
-        at_work = max(self._mlp_at_work(moe), mixer - self._mlp_block(moe, frozenset()))
+        mixing = self._delta_net_at_work if mixer == DELTA_NET else self.attention_at_work
+        at_work = max(self._mlp_at_work(moe), mixing - self._mlp_block(moe, frozenset()))
         return again + at_work + self._adapters_at_work(kind)
 
     def forward(self, kind: Kind) -> float:
         """Return what a layer needs where nothing is kept."""
-        moe, delta_net = kind
+        moe, mixer = kind
         rotated = self.dims["P" if self.plan.shape.mla else "D"]
         angles = 0 if self.kernels.fused else 2 * rotated * 4  # fp32 sines and cosines (``model/rotary.py``)
-        mixer = self._delta_net_at_work if delta_net else self.attention_at_work
-        at_work = max(self._mlp_at_work(moe), mixer) + self._adapters_at_work(kind)
+        mixing = self._delta_net_at_work if mixer == DELTA_NET else self.attention_at_work
+        at_work = max(self._mlp_at_work(moe), mixing) + self._adapters_at_work(kind)
         return 3 * self.hidden + at_work + angles
 
     @property

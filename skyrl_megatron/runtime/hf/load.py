@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bridges.conversions import Conversion, DeinterleaveGateUp, InterleaveQkv, InterleaveRope, Transpose
+from bridges.conversions import Conversion, DeinterleaveGateUp, InterleaveQkv, InterleaveRope, JoinByGroup, Transpose
 from bridges.errors import BridgeError
 from bridges.quantized import DequantizedFolder
 from bridges.rules import Entry
@@ -121,6 +121,10 @@ def _share_of(tensors: Sequence[Tensor], entry: Entry, size: int, rank: int) -> 
 def _shard_conversion(conversion: Conversion, split: int, size: int) -> Conversion | None:
     """Return the conversion of one of ``size`` shards; None where shards cannot be converted on their own."""
     if split == 0 and isinstance(conversion, InterleaveQkv):
+        return dataclasses.replace(conversion, groups=conversion.groups // size)
+    if split == 0 and isinstance(conversion, JoinByGroup):
+        if not conversion.keeps_order:
+            return None
         return dataclasses.replace(conversion, groups=conversion.groups // size)
     if split == 0 and isinstance(conversion, InterleaveRope):
         if conversion.heads % size:

@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from torch import Tensor
 from torch.nn import functional as F
 
-from bridges.conversions import InterleaveQkv
+from bridges.conversions import InterleaveQkv, JoinByGroup
 from bridges.names import canonical
 from bridges.rules import Entry
 from skyrl_megatron.runtime.lora.adapter import (
@@ -265,10 +265,13 @@ class _Builder:
         projections = tuple(piece.name.removesuffix(".weight").rpartition(".")[2] for piece in self.entry.hf)
         conversion = self.entry.bound.conversion
         if isinstance(conversion, InterleaveQkv):
-            sizes = (conversion.queries * conversion.dim, conversion.dim, conversion.dim)
+            sizes = (conversion.queries * conversion.dim, conversion.dim, conversion.value or conversion.dim)
             if self.rows % sum(sizes) == 0:
                 return RowOrder(self.rows // sum(sizes), sizes), projections
             return RowOrder(1, (self.rows, 0, 0)), projections  # more tp ranks than KV groups: one run of rows
+        if isinstance(conversion, JoinByGroup):
+            of_a_group = tuple(map(sum, conversion.sections))
+            return RowOrder(self.rows // sum(of_a_group), of_a_group), projections
         return RowOrder(1, (self.rows // len(projections),) * len(projections)), projections
 
     def _pair(self, name: str, rows: int, shared_outer: bool, parts: int = 1) -> LowRank:

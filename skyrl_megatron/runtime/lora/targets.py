@@ -120,6 +120,9 @@ def _misfits(target: Target, taken: tuple[str, ...], separate: bool, names: str,
     if not target.entry.has_rows_of_hf:
         fix = f"{target.hf_modules[0]} holds all experts in one tensor, to which no adapter is added; exclude it"
         return [Problem(f"{key}.exclude_modules", None, fix)]
+    if not target.entry.bound.conversion.keeps_order:
+        fix = f"no adapter fits {', '.join(target.projections)}, whose rows Megatron has in another order: exclude it"
+        return [Problem(f"{key}.exclude_modules", None, fix)]
     if not separate and len(taken) < len(target.projections):
         left = ", ".join(p for p in target.projections if p not in taken)
         fix = (

@@ -22,10 +22,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from bridges.family import MegatronModelConfig
 from bridges.names import fused_norms
+from bridges.rows import DELTA_NET
 from skyrl_megatron.runtime.hf.model import HfModel
 from skyrl_megatron.runtime.model.attention import PackedAttention
 from skyrl_megatron.runtime.model.delta_net import GatedDeltaNet
 from skyrl_megatron.runtime.model.experts import GroupedExperts
+from skyrl_megatron.runtime.model.heads_by_layer import HeadsByLayer
 from skyrl_megatron.runtime.model.latent_attention import LatentAttention
 from skyrl_megatron.runtime.model.norm import FullWidthNorm, RMSNorm
 from skyrl_megatron.runtime.model.router import router_class
@@ -42,14 +44,17 @@ def block_spec(
 
 
 def layer_spec(
-    config: TransformerConfig, model: MegatronModelConfig, moe: bool, delta_net: bool, groups: ProcessGroups
+    config: TransformerConfig, model: MegatronModelConfig, moe: bool, kind: str, groups: ProcessGroups
 ) -> ModuleSpec:
-    """Return the spec of one layer with a dense or expert MLP, behind attention or a gated delta net."""
+    """Return the spec of one layer with a dense or expert MLP. ``kind``: an entry of ``ModelShape.mixers``."""
     latent = model.multi_latent_attention
+    delta_net = kind == DELTA_NET
     if delta_net:
         mixer = ModuleSpec(module=GatedDeltaNet)
     else:
         mixer = _latent_attention(model) if latent else _grouped_query_attention(config, model, groups)
+        if "heads_by_layer" in model.attributes:
+            mixer.module = HeadsByLayer
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(

@@ -7,6 +7,7 @@ and the core attention rotates all tokens in a few operations.
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,6 +47,15 @@ class PackedRotary(torch.nn.Module):
         if not packed_seq:
             return self.stock(length, packed_seq=False, cp_group=cp_group)
         return (None, None) if isinstance(self.stock, YarnRotaryEmbedding) else None
+
+    def again(self, params: PackedSeqParams) -> PackedSeqParams:
+        """Return ``params`` with this table in place of the model's: for layers of another base, which share it."""
+        if getattr(params, "other_rotary", None) is None:
+            other = copy.copy(params)
+            other.rotary = self._table(params)
+            params.other_rotary = other
+        other_params: PackedSeqParams = params.other_rotary
+        return other_params
 
     def _table(self, params: PackedSeqParams) -> tuple[Tensor, Tensor]:
         """Look up cosine and sine [p, 1, d] of this rank's tokens, d ≤ head size."""

@@ -1,0 +1,94 @@
+"""MiMo-V2-Flash: layers with a sliding window have twice as many KV groups, sinks and another rotary base; values are
+narrower than keys, and scaled; sigmoid routing with a correction bias. Layers ``model.mtp.`` predict further tokens.
+"""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig
+
+from bridges.blocks import CORRECTION, DENSE, ROUTER, L, M, decoder_layer, experts
+from bridges.family import Family, HeadsByLayer, MegatronModelConfig
+from bridges.hf_config import (
+    attention_fields,
+    base_transformer,
+    dense_first,
+    expert_fields,
+    mixers,
+    model_arguments,
+    moe_shape,
+    refuse,
+    require,
+    sigmoid_routing,
+)
+from bridges.rows import WINDOW, Copy, ModelShape, Qkv
+
+N = M + "self_attention."
+PROJECTIONS = tuple(L + f"self_attn.{x}_proj.weight" for x in "qkv")
+WINDOW_GROUPS = 2
+"""Times as many KV groups as in layers without a window, which transformers fixes."""
+
+
+def model_shape(config: PreTrainedConfig) -> ModelShape:
+    """Experts in the layers that ``mlp_layer_types`` calls sparse."""
+    return moe_shape(
+        config,
+        experts=config.n_routed_experts,
+        size=config.moe_intermediate_size,
+        moe=dense_first(config),
+        mixers=mixers(config, WINDOW),
+        g=WINDOW_GROUPS * config.num_key_value_heads,
+        d=config.v_head_dim,
+        O=config.num_attention_heads * config.v_head_dim,
+    )
+
+
+def megatron_config(config: PreTrainedConfig) -> MegatronModelConfig:
+    """Grouped-query attention that differs by layer, sigmoid routing."""
+    require(config, "attention_bias", (False,), "biases of keys and values of unequal sizes have no row here")
+    size, full, windowed = config.moe_intermediate_size, "full_attention", "sliding_attention"
+    rotary = config.rope_parameters
+    for kind in (full, windowed):
+        if (found := rotary[kind].get("rope_type", "default")) != "default":
+            raise refuse(config.model_type, f"rope_parameters.{kind}.rope_type", found, "use default")
+    percents = {kind: rotary[kind].get("partial_rotary_factor", 0.334) for kind in (full, windowed)}
+    if percents[full] != percents[windowed]:
+        key = f"rope_parameters.{windowed}.partial_rotary_factor"
+        raise refuse(config.model_type, key, percents[windowed], f"use {percents[full]}, that of {full}")
+    fields = {
+        **base_transformer(config),
+        **attention_fields(config),
+        **expert_fields(config, experts=config.n_routed_experts, size=size, moe=dense_first(config)),
+        **sigmoid_routing(config),
+        "ffn_hidden_size": config.intermediate_size,
+    }
+    heads = HeadsByLayer(
+        value_size=config.v_head_dim,
+        value_scale=1.0 if config.attention_value_scale is None else config.attention_value_scale,
+        window_groups=WINDOW_GROUPS * config.num_key_value_heads,
+        window_rotary_base=rotary[windowed]["rope_theta"],
+        rotary_percent=percents[full],
+    )
+    arguments = model_arguments(
+        config,
+        position_embedding_type="rope",
+        rotary_base=rotary[full]["rope_theta"],
+        rotary_percent=percents[full],
+    )
+    return MegatronModelConfig(fields, arguments, {"heads_by_layer": heads})
+
+
+FAMILY = Family(
+    model_type="mimo_v2_flash",
+    architecture="MiMoV2FlashForCausalLM",
+    read_shape=model_shape,
+    read_megatron=megatron_config,
+    layer=decoder_layer(Copy(N + "linear_proj.weight", L + "self_attn.o_proj.weight", "H O", split=1, units="A")),
+    attention=(Qkv(N + "linear_qkv.weight", PROJECTIONS, "H", value="d"),),
+    window=(
+        Qkv(N + "linear_qkv.weight", PROJECTIONS, "H", units="g", value="d"),
+        Copy(N + "core_attention.softmax_offset", L + "self_attn.attention_sink_bias", "A", split=0, units="A"),
+    ),
+    dense=DENSE,
+    moe=(ROUTER, CORRECTION, *experts()),
+    carried=("model.mtp.",),
+)
