@@ -30,13 +30,24 @@ class HeadsByLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class Indexer:
+    """What chooses the ``top_k`` keys that a query sees (DeepSeek-V3.2): ``heads`` of ``size``, rotated in pairs of
+    neighbours where ``interleaved``, else of halves."""
+
+    heads: int
+    size: int
+    top_k: int
+    interleaved: bool
+
+
+@dataclass(frozen=True, slots=True)
 class MegatronModelConfig:
     """What a HF config means in Megatron's words.
 
     ``transformer``: fields of ``TransformerConfig`` (of ``MLATransformerConfig`` if ``multi_latent_attention``).
     ``model``: keyword arguments of ``GPTModel``. ``attributes``: set on the config object before the model is built
     (``GPTModel`` reads YaRN settings that ``TransformerConfig`` does not declare; ``heads_by_layer``, a
-    :class:`HeadsByLayer`, is ours). ``activation``: name of the
+    :class:`HeadsByLayer`, and ``indexer``, an :class:`Indexer`, are ours). ``activation``: name of the
     activation function, ``silu`` or ``quick_gelu``. ``full_width_qk_norm``: q and k are normalised over all heads
     together. ``mla_norm_epsilon``: epsilon of the two norms inside MLA, which HF fixes. ``softmax_log_odds``: the
     router's scores are softmax probabilities, computed by Megatron's sigmoid routing from their log-odds.

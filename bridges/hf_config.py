@@ -158,7 +158,7 @@ def mla_shape(config: PreTrainedConfig) -> ModelShape:
     heads, value = config.num_attention_heads, config.v_head_dim
     nope, rope = config.qk_nope_head_dim, config.qk_rope_head_dim
     require(config, "num_key_value_heads", (heads,), "multi-latent attention has as many as query heads")
-    order = "pairs" if config.rope_interleave else "halves"
+    order = "pairs" if getattr(config, "rope_interleave", True) else "halves"
     compressed = config.q_lora_rank is not None
     size = config.moe_intermediate_size
     dims = {

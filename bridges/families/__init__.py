@@ -30,6 +30,8 @@ SUPPORTED = (
     "qwen3_next",
     "qwen3_5_moe_text",
     "mimo_v2_flash",
+    "deepseek_v32",
+    "glm_moe_dsa",
 )
 
 

@@ -61,7 +61,11 @@ def compare(
     logits_error = forward_backward(model, groups, expected["logits"], padded, fault=None)
     buffers = {piece.name for entry in model.hf.plan.entries if entry.is_buffer for piece in entry.hf}
     found: dict[str, Any] = {}
-    for piece in stream_hf(model, groups, of=lambda parameter: parameter.main_grad):
+
+    def gradient(parameter: Any) -> torch.Tensor:
+        return parameter.main_grad if parameter.requires_grad else torch.zeros_like(parameter)
+
+    for piece in stream_hf(model, groups, of=gradient):
         if piece.name in buffers:
             continue
         wanted = expected["gradients"][piece.name]

@@ -22,6 +22,8 @@ LIKE_OTHERS = {
     "qwen3_next": ("single", "tp2"),
     "qwen3_5_moe_text": (),  # as qwen3_next
     "mimo_v2_flash": ("single",),
+    "deepseek_v32": ("single",),
+    "glm_moe_dsa": (),  # as deepseek_v32
 }
 """Families made of parts that others of the plain suite show → layouts that it has of them all the same."""
 MORE = [

@@ -91,12 +91,27 @@ TINY["mimo_v2_flash"] = {key: value for key, value in SIGMOID.items() if key != 
     attention_value_scale=0.6,
 )
 OF_KNOWN_PARTS = frozenset(
-    {"minimax_m2", "dots1", "glm4_moe_lite", "ernie4_5_moe", "hy_v3", "qwen3_5_moe_text", "mimo_v2_flash"}
+    {
+        "minimax_m2",
+        "dots1",
+        "glm4_moe_lite",
+        "ernie4_5_moe",
+        "hy_v3",
+        "qwen3_5_moe_text",
+        "mimo_v2_flash",
+        "deepseek_v32",
+        "glm_moe_dsa",
+    }
 )
+
 """Families made of parts that others have: memory and layers on GPUs are compared for the others."""
-LATENT_FAMILIES = frozenset({"deepseek_v3", "glm4_moe_lite"})
+LATENT_FAMILIES = frozenset({"deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"})
 """Those with multi-latent attention, which has no KV groups."""
 TINY["glm4_moe_lite"] = {key: value for key, value in TINY["deepseek_v3"].items() if key != "first_k_dense_replace"}
+
+_INDEXER = dict(index_topk=16, index_head_dim=24, index_n_heads=8)
+TINY["deepseek_v32"] = TINY["deepseek_v3"] | _INDEXER
+TINY["glm_moe_dsa"] = TINY["glm4_moe_lite"] | _INDEXER
 
 
 def tiny_config(model_type: str, **overrides: Any) -> dict[str, Any]:

@@ -17,7 +17,19 @@ LAYOUTS = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 DENSE = {"llama", "qwen2", "qwen3"}
-OUR_LAYERS = {"olmoe", "gpt_oss", "minimax_m2", "glm4_moe_lite", "qwen3_next", "qwen3_5_moe_text", "mimo_v2_flash"}
+OUR_LAYERS = frozenset(
+    {
+        "deepseek_v32",
+        "glm4_moe_lite",
+        "glm_moe_dsa",
+        "gpt_oss",
+        "mimo_v2_flash",
+        "minimax_m2",
+        "olmoe",
+        "qwen3_5_moe_text",
+        "qwen3_next",
+    }
+)
 """Families that Transformer Engine's layers cannot express: norms of q and k over all heads; experts with biases;
 latent norms of another epsilon than the others'."""
 

@@ -27,7 +27,17 @@ if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
 
 LOCAL_LAYERS = frozenset(
-    {"glm4_moe_lite", "gpt_oss", "mimo_v2_flash", "minimax_m2", "olmoe", "qwen3_5_moe_text", "qwen3_next"}
+    {
+        "deepseek_v32",
+        "glm4_moe_lite",
+        "glm_moe_dsa",
+        "gpt_oss",
+        "mimo_v2_flash",
+        "minimax_m2",
+        "olmoe",
+        "qwen3_5_moe_text",
+        "qwen3_next",
+    }
 )
 """Families that Transformer Engine's layers cannot express: they use ours on GPUs too."""
 

@@ -9,6 +9,7 @@ lengths.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,7 @@ class _Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class _PieceGroup:
+class PieceGroup:
     """Pieces of similar size, run as one batch of n."""
 
     query_index: Tensor  # [n · q] int64 into the local tokens
@@ -53,7 +54,7 @@ class _PieceGroup:
 class AttentionPlan:
     """The groups to run, and where each local token's result stands in their concatenated results."""
 
-    groups: tuple[_PieceGroup, ...]
+    groups: tuple[PieceGroup, ...]
     order: Tensor | None  # None: already in order
 
 
@@ -77,7 +78,7 @@ def attention_plan(
             query_start += chunk
         key_start += length
     order = sorted(range(len(pieces)), key=lambda i: (-pieces[i].keys, -pieces[i].queries))
-    groups: list[_PieceGroup] = []
+    groups: list[PieceGroup] = []
     members: list[int] = []
     for i in order:
         if members and not _similar(pieces[members[0]], pieces[i]):
@@ -94,7 +95,7 @@ def _similar(longest: _Piece, other: _Piece) -> bool:
     return other.keys >= _SIMILAR * longest.keys and other.queries >= _SIMILAR * longest.queries
 
 
-def _group(pieces: list[_Piece], cp: int, window: int | None, device: torch.device) -> _PieceGroup:
+def _group(pieces: list[_Piece], cp: int, window: int | None, device: torch.device) -> PieceGroup:
     q, k = max(p.queries for p in pieces), max(p.keys for p in pieces)
     step_q, step_k = torch.arange(q), torch.arange(k)
     queries = torch.tensor([p.queries for p in pieces])[:, None]
@@ -112,7 +113,7 @@ def _group(pieces: list[_Piece], cp: int, window: int | None, device: torch.devi
         mask = mask[:, None].to(device)
     kept = (step_q[None, :] < queries).flatten().nonzero().squeeze(1)
     contiguous = len(kept) == len(query_index) and bool((query_index.diff() == 1).all())
-    return _PieceGroup(
+    return PieceGroup(
         query_index.to(device),
         key_index.to(device),
         (len(pieces), q, k),
@@ -120,6 +121,10 @@ def _group(pieces: list[_Piece], cp: int, window: int | None, device: torch.devi
         kept.to(device),
         contiguous and (cp == 1),
     )
+
+
+Choice = Callable[[PieceGroup | None], Tensor]
+"""Masks [n, 1, q, k], True = attend, of the n pieces of a group; of padded inputs for None, [b, 1, S, S]."""
 
 
 class PackedAttention(torch.nn.Module):
@@ -164,30 +169,38 @@ class PackedAttention(torch.nn.Module):
         value: Tensor,
         attention_mask: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
-        **_: Any,
+        **more: Any,
     ) -> Tensor:
         """Attend: query [p, heads, d], key and value [p, kv heads, d] → [p, heads · d]; p are this rank's tokens.
 
         Padded inputs have [S, b, …] in place of [p, …].
         """
+        choose = self.choice(packed_seq_params, **more)
         if packed_seq_params is None:
-            mask = self._window_mask(query)
+            mask = self._window_mask(query) if choose is None else choose(None)
             query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             return self._attend(query, key, value, mask).permute(2, 0, 1, 3).flatten(2)
         lengths: tuple[int, ...] = packed_seq_params.padded_lengths
         if (table := getattr(packed_seq_params, "rotary", None)) is not None and not self.own_rotary:
             query, key = (rotate(x, table, interleaved=self.config.rotary_interleaved) for x in (query, key))
         cp = self.groups.cp
-        if query.is_cuda and cp.size() == 1 and self.softmax_offset is None and query.dtype != torch.float32:
+        plain = choose is None and self.softmax_offset is None
+        if plain and query.is_cuda and cp.size() == 1 and query.dtype != torch.float32:
             return self._varlen(query, key, value, packed_seq_params)
         plan = attention_plan(lengths, cp.size(), cp.rank(), self.window, query.device)
         key = gather_tokens(key, lengths, cp, shared_loss=False)
         value = gather_tokens(value, lengths, cp, shared_loss=False)
-        results = [self._attend_group(query, key, value, group) for group in plan.groups]
+        results = [self._attend_group(query, key, value, group, choose) for group in plan.groups]
         out = results[0] if len(results) == 1 else torch.cat(results)
         return out if plan.order is None else out.index_select(0, plan.order)
 
-    def _attend_group(self, query: Tensor, key: Tensor, value: Tensor, group: _PieceGroup) -> Tensor:
+    def choice(self, packed_seq_params: PackedSeqParams | None, **_: Any) -> Choice | None:
+        """Return what chooses the keys that queries see, of those that the mask leaves; None: all of them."""
+        return None
+
+    def _attend_group(
+        self, query: Tensor, key: Tensor, value: Tensor, group: PieceGroup, choose: Choice | None
+    ) -> Tensor:
         """Attend in one batch of pieces → [real queries, heads · d]."""
         n, q, k = group.shape
         if group.contiguous and n * q == len(query):
@@ -196,7 +209,7 @@ class PackedAttention(torch.nn.Module):
             rows = [query.index_select(0, group.query_index).view(n, q, *query.shape[1:])]
             rows += [x.index_select(0, group.key_index).view(n, k, *x.shape[1:]) for x in (key, value)]
         queries, keys, values = (x.transpose(1, 2) for x in rows)
-        out = self._attend(queries, keys, values, group.mask)
+        out = self._attend(queries, keys, values, group.mask if choose is None else choose(group))
         out = out.transpose(1, 2).flatten(2).flatten(0, 1)
         return out if len(group.kept) == n * q else out.index_select(0, group.kept)
 

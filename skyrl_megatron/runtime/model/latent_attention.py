@@ -12,6 +12,9 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
+from skyrl_megatron.runtime.model.rotary import PackedRotary
+from skyrl_megatron.runtime.model.selected_attention import SelectedAttention
+
 
 class LatentAttention(MLASelfAttention):
     """Megatron's, with separate norms before the up projections and with correct gradients under tp.
@@ -21,6 +24,11 @@ class LatentAttention(MLASelfAttention):
     own heads (logits are right, gradients are not). Here the gathered result goes back to the sequence-parallel
     region, from where Megatron gathers it in a way that sums the gradients.
     """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        if isinstance(self.core_attention, SelectedAttention):
+            self.core_attention.rotary = PackedRotary(self.rotary_pos_emb)
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         return {

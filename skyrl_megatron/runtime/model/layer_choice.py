@@ -55,6 +55,8 @@ def lacking(model: HfModel) -> str | None:
         return "another epsilon of the norms inside multi-latent attention"
     if megatron.transformer.get("experimental_attention_variant") == "gated_delta_net":
         return "gated delta nets of packed sequences in any layout"
+    if "indexer" in megatron.attributes:
+        return "attention to chosen keys in every layout"
     if "heads_by_layer" in megatron.attributes:
         return "attention whose heads differ by layer"
     if megatron.transformer.get("add_bias_linear"):

@@ -31,6 +31,7 @@ from skyrl_megatron.runtime.model.heads_by_layer import HeadsByLayer
 from skyrl_megatron.runtime.model.latent_attention import LatentAttention
 from skyrl_megatron.runtime.model.norm import FullWidthNorm, RMSNorm
 from skyrl_megatron.runtime.model.router import router_class
+from skyrl_megatron.runtime.model.selected_attention import SelectedAttention
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
 
@@ -102,7 +103,7 @@ def _latent_attention(model: MegatronModelConfig) -> ModuleSpec:
             linear_q_up_proj=ColumnParallelLinear,
             linear_kv_down_proj=ColumnParallelLinear,
             linear_kv_up_proj=ColumnParallelLinear,
-            core_attention=PackedAttention,
+            core_attention=SelectedAttention if "indexer" in model.attributes else PackedAttention,
             linear_proj=RowParallelLinear,
             q_layernorm=norm,
             kv_layernorm=norm,

@@ -39,7 +39,7 @@ class PackedRotary(torch.nn.Module):
         if params is None:
             length: int = self.stock.get_rotary_seq_len(inference_context, transformer, transformer_input, config)
             return length
-        params.rotary = self._table(params)
+        params.rotary = self.table(params.positions, params.max_seqlen_q)
         return 0
 
     def forward(self, length: int, packed_seq: bool = False, cp_group: Any = None) -> Any:
@@ -52,18 +52,18 @@ class PackedRotary(torch.nn.Module):
         """Return ``params`` with this table in place of the model's: for layers of another base, which share it."""
         if getattr(params, "other_rotary", None) is None:
             other = copy.copy(params)
-            other.rotary = self._table(params)
+            other.rotary = self.table(params.positions, params.max_seqlen_q)
             params.other_rotary = other
         other_params: PackedSeqParams = params.other_rotary
         return other_params
 
-    def _table(self, params: PackedSeqParams) -> tuple[Tensor, Tensor]:
-        """Look up cosine and sine [p, 1, d] of this rank's tokens, d ≤ head size."""
-        length = -(-params.max_seqlen_q // _STEP) * _STEP
+    def table(self, positions: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+        """Look up cosine and sine [p, 1, d] of ``positions`` [p], d ≤ head size. ``longest``: of the sequences."""
+        length = -(-longest // _STEP) * _STEP
         angles, scale = self.stock(length, packed_seq=True), 1.0
         if isinstance(self.stock, YarnRotaryEmbedding):
             angles, scale = angles
-        angles = angles[:, 0].index_select(0, params.positions)
+        angles = angles[:, 0].index_select(0, positions)
         return angles.cos() * scale, angles.sin() * scale
 
 
