@@ -57,8 +57,14 @@ def chunk_plan(lengths: tuple[int, ...], device: torch.device) -> ChunkPlan:
     kept = real.flatten().nonzero().squeeze(1)
     places[tokens[kept]] = kept
     positions = torch.cat([torch.arange(length) for length in lengths])
-    tensors = (x.to(device) for x in (tokens, real, places, torch.tensor(order)))
-    return ChunkPlan(*tensors, active=tuple(active), positions=positions.to(device))
+    return ChunkPlan(
+        tokens.to(device),
+        real.to(device),
+        places.to(device),
+        torch.tensor(order, device=device),
+        tuple(active),
+        positions.to(device),
+    )
 
 
 def gated_delta_rule(
@@ -108,7 +114,8 @@ def gated_delta_rule(
 def unit(x: Tensor) -> Tensor:
     """Scale the last dimension to length 1, in fp32."""
     x = x.float()
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPSILON)
+    unit_length: Tensor = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPSILON)
+    return unit_length
 
 
 def _chunks(x: Tensor, plan: ChunkPlan) -> Tensor:
