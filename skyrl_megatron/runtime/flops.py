@@ -127,7 +127,7 @@ def _delta_net(config: TransformerConfig) -> float:
     key, value = config.linear_key_head_dim, config.linear_value_head_dim
     channels = 2 * keys * key + values * value
     projections = h * (channels + 2 * values * value + 2 * values)
-    return 2.0 * (projections + channels * config.linear_conv_kernel_dim + 3 * values * key * value)
+    return float(2 * (projections + channels * config.linear_conv_kernel_dim + 3 * values * key * value))
 
 
 def _moe_pattern(config: TransformerConfig) -> list[bool]:

@@ -92,12 +92,14 @@ class GatedDeltaNet(MegatronModule):
         out, _ = gated_delta_rule(unit(q), unit(k), v, kept, beta.sigmoid(), plan)
         out = out.to(heads.dtype)
         gate = gate.view(out.shape)
-        return (self.out_norm(out) * F.silu(gate.float())).to(heads.dtype).flatten(2)
+        normed: Tensor = (self.out_norm(out) * F.silu(gate.float())).to(heads.dtype).flatten(2)
+        return normed
 
     def _mine(self, parameter: Tensor) -> Tensor:
         """Return the part of a parameter [rows of the heads, …] whose heads this cp rank mixes."""
         cp = self.groups.cp
-        return parameter.chunk(cp.size())[cp.rank()]
+        mine: Tensor = parameter.chunk(cp.size())[cp.rank()]
+        return mine
 
     def sharded_state_dict(
         self,
@@ -121,4 +123,5 @@ class GatedDeltaNet(MegatronModule):
 def _split_over_heads(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
     parameter: Any = torch.nn.Parameter(torch.zeros(*shape, dtype=config.params_dtype))
     parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, 0, 1
-    return parameter
+    split: torch.nn.Parameter = parameter
+    return split

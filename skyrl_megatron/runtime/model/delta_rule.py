@@ -120,7 +120,8 @@ def unit(x: Tensor) -> Tensor:
 
 def _chunks(x: Tensor, plan: ChunkPlan) -> Tensor:
     """Cut [P, …, size] into [C, …, CHUNK, size]."""
-    return x.index_select(0, plan.tokens).unflatten(0, (-1, CHUNK)).movedim(1, -2)
+    cut: Tensor = x.index_select(0, plan.tokens).unflatten(0, (-1, CHUNK)).movedim(1, -2)
+    return cut
 
 
 def short_convolution(x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:

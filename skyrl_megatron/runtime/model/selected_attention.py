@@ -83,11 +83,10 @@ class SelectedAttention(PackedAttention):
                 return None
             positions = torch.arange(length, device=x.device).repeat(batch)
             queries, keys, weights = self.indexer(hidden, compressed, self.rotary.table(positions, length))
-            shape = (batch, length)
-            whole = tuple(each.unflatten(0, shape) for each in (queries, keys, weights))
-            return lambda _: _chosen(
-                *whole, torch.ones(length, length, dtype=torch.bool, device=x.device).tril(), top_k
-            )
+            queries, keys, weights = (each.unflatten(0, (batch, length)) for each in (queries, keys, weights))
+            causal = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
+            mask = _chosen(queries, keys, weights, causal, top_k)
+            return lambda _: mask
         lengths: tuple[int, ...] = packed_seq_params.padded_lengths
         if max(lengths) <= top_k:
             return None
