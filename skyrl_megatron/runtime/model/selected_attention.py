@@ -54,7 +54,9 @@ class Indexer(torch.nn.Module):
         """
         queries = self.wq_b(compressed).unflatten(-1, (self.settings.heads, -1))
         keys = self.k_norm(self.wk(hidden)).unsqueeze(1)
-        queries, keys = (rotate(x, table, interleaved=self.settings.interleaved) for x in (queries, keys))
+        if self.settings.interleaved:  # the table is for halves; keys and queries may be reordered alike
+            queries, keys = (_in_halves(x, table[0].shape[-1]) for x in (queries, keys))
+        queries, keys = (rotate(x, table, interleaved=False) for x in (queries, keys))
         weights = self.weights_proj(hidden).float() * self.settings.heads**-0.5
         return queries.float() * self.settings.size**-0.5, keys[:, 0].float(), weights
 
@@ -117,6 +119,11 @@ class SelectedAttention(PackedAttention):
         whole = x.new_empty(tp.size() * x.shape[0], *x.shape[1:])
         dist.all_gather_into_tensor(whole, x.contiguous(), group=tp)
         return whole
+
+
+def _in_halves(x: Tensor, width: int) -> Tensor:
+    """Reorder the first ``width`` entries of the last dimension: those at even places, then those at odd ones."""
+    return torch.cat([x[..., 0:width:2], x[..., 1:width:2], x[..., width:]], -1)
 
 
 def _chosen(queries: Tensor, keys: Tensor, weights: Tensor, visible: Tensor, top_k: int) -> Tensor:
