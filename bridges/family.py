@@ -15,7 +15,7 @@ from bridges.rows import ModelShape, Row
 
 
 @dataclass(frozen=True, slots=True)
-class HeadsByLayer:
+class VaryingHeads:
     """Attention whose layers with a sliding window have other heads than the others, of values of another size.
 
     ``value_size``: of a value head, which ``value_scale`` multiplies. ``window_groups``, ``window_rotary_base``: KV
@@ -30,7 +30,7 @@ class HeadsByLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class Indexer:
+class IndexerSizes:
     """What chooses the ``top_k`` keys that a query sees (DeepSeek-V3.2): ``heads`` of ``size``, rotated in pairs of
     neighbours where ``interleaved``, else of halves."""
 
@@ -47,7 +47,7 @@ class MegatronModelConfig:
     ``transformer``: fields of ``TransformerConfig`` (of ``MLATransformerConfig`` if ``multi_latent_attention``).
     ``model``: keyword arguments of ``GPTModel``. ``attributes``: set on the config object before the model is built
     (``GPTModel`` reads YaRN settings that ``TransformerConfig`` does not declare; ``heads_by_layer``, a
-    :class:`HeadsByLayer`, and ``indexer``, an :class:`Indexer`, are ours). ``activation``: name of the
+    :class:`VaryingHeads`, and ``indexer``, an :class:`IndexerSizes`, are ours). ``activation``: name of the
     activation function, ``silu`` or ``quick_gelu``. ``full_width_qk_norm``: q and k are normalised over all heads
     together. ``mla_norm_epsilon``: epsilon of the two norms inside MLA, which HF fixes. ``softmax_log_odds``: the
     router's scores are softmax probabilities, computed by Megatron's sigmoid routing from their log-odds.

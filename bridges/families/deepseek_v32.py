@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from bridges.blocks import L, M
 from bridges.families import deepseek_v3
-from bridges.family import Family, Indexer, MegatronModelConfig
+from bridges.family import Family, IndexerSizes, MegatronModelConfig
 from bridges.hf_config import mla_shape, require
 from bridges.rows import Copy, ModelShape
 
@@ -34,7 +34,7 @@ def megatron_config(config: PreTrainedConfig, *, interleaved: bool = False) -> M
     if config.q_lora_rank is None:
         require(config, "q_lora_rank", ("a number",), "the indexer projects compressed queries")
     model = deepseek_v3.megatron_config(config)
-    indexer = Indexer(config.index_n_heads, config.index_head_dim, config.index_topk, interleaved)
+    indexer = IndexerSizes(config.index_n_heads, config.index_head_dim, config.index_topk, interleaved)
     return replace(model, attributes={**model.attributes, "indexer": indexer})
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from transformers import PreTrainedConfig
 
 from bridges.blocks import CORRECTION, DENSE, ROUTER, L, M, decoder_layer, experts
-from bridges.family import Family, HeadsByLayer, MegatronModelConfig
+from bridges.family import Family, MegatronModelConfig, VaryingHeads
 from bridges.hf_config import (
     attention_fields,
     base_transformer,
@@ -61,7 +61,7 @@ def megatron_config(config: PreTrainedConfig) -> MegatronModelConfig:
         **sigmoid_routing(config),
         "ffn_hidden_size": config.intermediate_size,
     }
-    heads = HeadsByLayer(
+    heads = VaryingHeads(
         value_size=config.v_head_dim,
         value_scale=1.0 if config.attention_value_scale is None else config.attention_value_scale,
         window_groups=WINDOW_GROUPS * config.num_key_value_heads,

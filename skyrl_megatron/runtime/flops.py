@@ -112,7 +112,11 @@ def _attention(config: TransformerConfig) -> tuple[float, float]:
         kv = h * (config.kv_lora_rank + config.qk_pos_emb_head_dim)
         kv += config.kv_lora_rank * heads * (config.qk_head_dim + config.v_head_dim)
         out = heads * config.v_head_dim * h
-        return 2.0 * (query + kv + out), 2.0 * heads * (qk + config.v_head_dim)
+        linear, pair = 2.0 * (query + kv + out), 2.0 * heads * (qk + config.v_head_dim)
+        if sizes := getattr(config, "indexer", None):  # pairs count as if all keys were chosen
+            linear += 2.0 * (rank * sizes.heads * sizes.size + h * (sizes.size + sizes.heads))
+            pair += 2.0 * sizes.heads * (sizes.size + 1)
+        return linear, pair
     width = config.kv_channels
     by_layer = getattr(config, "heads_by_layer", None)
     value = by_layer.value_size if by_layer else width

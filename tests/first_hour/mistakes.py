@@ -103,6 +103,13 @@ def _small_heads(model: Path) -> None:
     write_whole_folder(model, config | {"head_dim": 16})
 
 
+def _chosen_keys(model: Path) -> None:
+    from tests.bridges.tiny_models import tiny_config
+    from tests.support.whole_folder import write_whole_folder
+
+    write_whole_folder(model, tiny_config("deepseek_v32", hidden_size=64))
+
+
 def _cut(model: Path) -> None:
     weights = model / "model.safetensors"
     with weights.open("r+b") as file:
@@ -169,6 +176,11 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake("an unsupported model type", _config(model_type="qwen3_mo"), ("qwen3_mo", "nearest: qwen3_moe")),
     Mistake("head_dim 16 on CPU", _model(_small_heads), ("head_dim=16", "on CPU vLLM's attention takes 32, 64")),
+    Mistake(
+        "an attention that vLLM has for GPUs alone",
+        _model(_chosen_keys),
+        ("on CPU vLLM's attention has no attention to chosen keys",),
+    ),
     # data
     Mistake("no rows", _rows(0), ("train.parquet", "has no rows")),
     Mistake("wrong columns", _rows(prompt=None, question=["?"] * 8), ("no column 'prompt'", "question")),

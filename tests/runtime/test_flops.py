@@ -9,6 +9,7 @@ import pytest
 
 from tests.bridges.tiny_models import TINY, tiny_config, tiny_model
 
+INDEXED = ("deepseek_v32", "glm_moe_dsa")
 DELTA_NETS = ("qwen3_next", "qwen3_5_moe_text")
 B, S = 2, 20  # longer than the window of the one family that has one
 
@@ -62,7 +63,7 @@ def every_pair(flops) -> float:
     return B * (flops.linear * S + (flops.full_attention + flops.window_attention) * S * S)
 
 
-@pytest.mark.parametrize("model_type", [name for name in TINY if name not in DELTA_NETS])
+@pytest.mark.parametrize("model_type", [name for name in TINY if name not in (*DELTA_NETS, *INDEXED)])
 def test_count_is_that_of_torch(model_type: str) -> None:
     """Eager experts get the tokens routed to them and no others, so that top-k of them are counted."""
     import torch
@@ -93,6 +94,17 @@ def test_count_of_delta_nets(model_type: str) -> None:
         forward, _ = counted(module, torch.randint(0, 1003, (B, S)), lambda out: out.logits)
     with_padding = S + config.linear_conv_kernel_dim - 1
     assert forward == every_pair(flops) - B * S * (convolution + recurrence) + B * with_padding * convolution
+
+
+@pytest.mark.parametrize("model_type", INDEXED)
+def test_count_of_indexers(model_type: str) -> None:
+    """Forward alone: nothing flows back through a choice."""
+    import torch
+
+    flops, module = flops_of(model_type), tiny_model(model_type)
+    module.set_experts_implementation("eager")
+    forward, _ = counted(module, torch.randint(0, 1003, (B, S)), lambda out: out.logits)
+    assert forward == every_pair(flops)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe"])

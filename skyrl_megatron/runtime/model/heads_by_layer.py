@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer import TransformerConfig
 
-    from bridges.family import HeadsByLayer as Heads
+    from bridges.family import VaryingHeads
 
 
 class HeadsByLayer(SelfAttention):
     """Megatron's, with a configuration of the layer's own, and with values of another size than keys.
 
-    ``config.heads_by_layer``: what differs, a :class:`bridges.family.HeadsByLayer`.
+    ``config.heads_by_layer``: what differs, a :class:`bridges.family.VaryingHeads`.
     """
 
     def __init__(
         self, config: TransformerConfig, submodules: SelfAttentionSubmodules, layer_number: int, **options: Any
     ) -> None:
-        heads: Heads = config.heads_by_layer
+        heads: VaryingHeads = config.heads_by_layer
         self.windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         own = copy.copy(config)
         if self.windowed:

@@ -21,18 +21,18 @@ if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer import TransformerConfig
 
-    from bridges.family import Indexer as Settings
+    from bridges.family import IndexerSizes
 
 
 class Indexer(torch.nn.Module):
     """Projections of the indexer, whole on every rank and frozen.
 
-    ``config.indexer``: a :class:`bridges.family.Indexer`.
+    ``config.indexer``: a :class:`bridges.family.IndexerSizes`.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        settings: Settings = config.indexer
+        settings: IndexerSizes = config.indexer
         self.settings = settings
 
         def linear(columns: int, rows: int) -> torch.nn.Linear:
