@@ -177,9 +177,9 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake("an unsupported model type", _config(model_type="qwen3_mo"), ("qwen3_mo", "nearest: qwen3_moe")),
     Mistake("head_dim 16 on CPU", _model(_small_heads), ("head_dim=16", "on CPU vLLM's attention takes 32, 64")),
     Mistake(
-        "an attention that vLLM has for GPUs alone",
+        "attention that vLLM has for GPUs alone",
         _model(_chosen_keys),
-        ("on CPU vLLM's attention has no attention to chosen keys",),
+        ("on CPU vLLM's attention lacks a choice of keys",),
     ),
     # data
     Mistake("no rows", _rows(0), ("train.parquet", "has no rows")),

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 _CPU_BACKEND = {False: "vllm.v1.attention.backends.cpu_attn", True: "vllm.v1.attention.backends.mla.cpu_mla"}
 """Whether attention is multi-latent → vLLM's module that computes it on CPU."""
 _ON_GPUS_ALONE = {
-    "deepseek_v32": "attention to chosen keys",
-    "glm_moe_dsa": "attention to chosen keys",
+    "deepseek_v32": "a choice of keys",
+    "glm_moe_dsa": "a choice of keys",
     "mimo_v2_flash": "values of another size than keys",
 }
 """Families of which vLLM's attention for CPU (``platforms/cpu.py``, ``cpu_attn.py``) lacks something: what."""
@@ -140,7 +140,7 @@ def _runs_on_cpu(run: PlannedRun) -> bool:
 def _cpu_engine(key: str, path: str, hf: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield sizes that vLLM's kernels for CPU do not take; an engine would find out when it starts."""
     if lacks := _ON_GPUS_ALONE.get(str(hf.get("model_type"))):
-        yield Problem(key, path, f"on CPU vLLM's attention has no {lacks}; take another model or GPUs")
+        yield Problem(key, path, f"on CPU vLLM's attention lacks {lacks}; take another model or GPUs")
         return
     latent = bool(hf.get("kv_lora_rank"))
     size = (
