@@ -73,10 +73,11 @@ class SelectedAttention(PackedAttention):
         self.indexer = Indexer(config)
 
     @torch.no_grad()
-    def choice(self, packed_seq_params: PackedSeqParams | None, *, x: Tensor, qr: Tensor, **_: Any) -> Choice | None:
+    def choice(self, packed_seq_params: PackedSeqParams | None, **inputs: Any) -> Choice | None:
         """Score keys by hidden states ``x`` [s, b, H] and compressed queries ``qr`` [s, b, R], both a tp-th of the
         sequence with sequence parallelism. Sequences with no more tokens than a query may see need no choice."""
-        hidden, compressed = self._whole(x), self._whole(qr.view(*x.shape[:2], -1))
+        x: Tensor = inputs["x"]
+        hidden, compressed = self._whole(x), self._whole(inputs["qr"].view(*x.shape[:2], -1))
         length, batch = hidden.shape[:2]
         top_k = self.config.indexer.top_k
         hidden, compressed = (each.transpose(0, 1).flatten(0, 1) for each in (hidden, compressed))
