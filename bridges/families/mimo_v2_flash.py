@@ -45,6 +45,10 @@ def model_shape(config: PreTrainedConfig) -> ModelShape:
 def megatron_config(config: PreTrainedConfig) -> MegatronModelConfig:
     """Grouped-query attention that differs by layer, sigmoid routing."""
     require(config, "attention_bias", (False,), "biases of keys and values of unequal sizes have no row here")
+    groups = WINDOW_GROUPS * config.num_key_value_heads
+    if config.num_attention_heads % groups:
+        reason = f"layers with a window have {groups} KV groups, which must divide {config.num_attention_heads} heads"
+        raise refuse(config.model_type, "num_key_value_heads", config.num_key_value_heads, reason)
     size, full, windowed = config.moe_intermediate_size, "full_attention", "sliding_attention"
     rotary = config.rope_parameters
     for kind in (full, windowed):
@@ -64,7 +68,7 @@ def megatron_config(config: PreTrainedConfig) -> MegatronModelConfig:
     heads = VaryingHeads(
         value_size=config.v_head_dim,
         value_scale=1.0 if config.attention_value_scale is None else config.attention_value_scale,
-        window_groups=WINDOW_GROUPS * config.num_key_value_heads,
+        window_groups=groups,
         window_rotary_base=rotary[windowed]["rope_theta"],
         rotary_percent=percents[full],
     )

@@ -82,6 +82,8 @@ TINY: dict[str, dict[str, Any]] = {
     ),
 }
 TINY["mimo_v2_flash"] = {key: value for key, value in SIGMOID.items() if key != "first_k_dense_replace"} | dict(
+    num_attention_heads=8,
+    num_key_value_heads=2,
     head_dim=24,
     v_head_dim=16,
     sliding_window=17,
