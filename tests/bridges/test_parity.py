@@ -5,6 +5,7 @@ The layouts are those of ``bridges.verified``, which ``python -m bridges list`` 
 
 import json
 import math
+from itertools import product
 
 import pytest
 
@@ -19,13 +20,14 @@ LIKE_OTHERS = {
     "glm4_moe_lite": (),  # deepseek_v3
     "hy_v3": (),  # as dots1
     "ernie4_5_moe": ("single",),
-    "qwen3_next": ("single", "tp2"),
+    "qwen3_next": ("single",),
     "qwen3_5_moe_text": (),  # as qwen3_next
     "mimo_v2_flash": ("single",),
     "deepseek_v32": ("single",),
     "glm_moe_dsa": (),  # as deepseek_v32
 }
 """Families made of parts that others of the plain suite show → layouts that it has of them all the same."""
+TWO_RANKS = ("tp2", "ep2", "pp2", "cp2")
 MORE = [
     ("qwen2_moe", "tp2·etp2"),
     ("mixtral", "tp2·cp2"),
@@ -36,7 +38,7 @@ MORE = [
     ("glm4_moe", "tp2·cp2·ep2"),
     ("gpt_oss", "pp2"),
     ("gpt_oss", "tp2·cp2·ep4"),
-    ("qwen3_next", "pp2·cp2"),
+    *product(("qwen3_next", "qwen3_5_moe_text", "mimo_v2_flash", "deepseek_v32", "glm_moe_dsa"), TWO_RANKS),
 ]
 """Products of degrees, for what a family computes in its own way."""
 

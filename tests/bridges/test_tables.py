@@ -87,6 +87,29 @@ def test_unshard_inverts_shard(folder, plan):
     assert split > 5
 
 
+def test_a_share_is_read_as_it_is_cut(folder, plan):
+    """The trainer converts a rank's rows alone, and not the whole tensor first."""
+    import torch
+
+    from bridges.errors import BridgeError
+    from bridges.shard import padded_rows, shard
+    from skyrl_megatron.runtime.hf.load import read_shard
+
+    read_entries = 0
+    for entry in plan.entries:
+        whole = entry.to_megatron(read(folder, entry))
+        padded = padded_rows(whole.shape[0], 2) if entry.split.vocab else None
+        for rank in range(2):
+            try:
+                wanted = shard(whole, entry, 2, rank, padded)
+            except BridgeError:
+                continue
+            found = read_shard(folder, entry, 2, rank, (padded or whole.shape[0]) // 2)
+            assert torch.equal(found, wanted), (entry.name, rank)
+            read_entries += 1
+    assert read_entries > 5
+
+
 def test_every_module_spelling_leads_back_to_the_entry(plan):
     from bridges.names import canonical
     from bridges.places import module_name
