@@ -34,11 +34,11 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "glm4_moe_lite": ("single", "tp2", "ep2", "pp2", "cp2"),
     "ernie4_5_moe": ("single", "tp2", "ep2", "pp2", "cp2"),
     "hy_v3": ("single", "tp2", "ep2", "pp2", "cp2"),
-    "qwen3_next": ("single",),
-    "qwen3_5_moe_text": ("single",),
-    "mimo_v2_flash": ("single",),
-    "deepseek_v32": ("single",),
-    "glm_moe_dsa": ("single",),
+    "qwen3_next": ("single", "tp2", "ep2", "pp2", "cp2"),
+    "qwen3_5_moe_text": ("single", "tp2", "ep2", "pp2", "cp2"),
+    "mimo_v2_flash": ("single", "tp2", "ep2", "pp2", "cp2"),
+    "deepseek_v32": ("single", "tp2", "ep2", "pp2", "cp2"),
+    "glm_moe_dsa": ("single", "tp2", "ep2", "pp2", "cp2"),
 }
 """Family → layouts of the parity tests (``tests/bridges/test_parity.py``); degrees that are not named are 1, and data
 parallelism fills up to ep. Empty: nothing beyond the exact conversion is checked yet."""

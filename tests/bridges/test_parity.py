@@ -5,7 +5,6 @@ The layouts are those of ``bridges.verified``, which ``python -m bridges list`` 
 
 import json
 import math
-from itertools import product
 
 import pytest
 
@@ -27,7 +26,6 @@ LIKE_OTHERS = {
     "glm_moe_dsa": (),  # as deepseek_v32
 }
 """Families made of parts that others of the plain suite show → layouts that it has of them all the same."""
-TWO_RANKS = ("tp2", "ep2", "pp2", "cp2")
 MORE = [
     ("qwen2_moe", "tp2·etp2"),
     ("mixtral", "tp2·cp2"),
@@ -38,7 +36,6 @@ MORE = [
     ("glm4_moe", "tp2·cp2·ep2"),
     ("gpt_oss", "pp2"),
     ("gpt_oss", "tp2·cp2·ep4"),
-    *product(("qwen3_next", "qwen3_5_moe_text", "mimo_v2_flash", "deepseek_v32", "glm_moe_dsa"), TWO_RANKS),
 ]
 """Products of degrees, for what a family computes in its own way."""
 
