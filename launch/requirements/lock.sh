@@ -10,3 +10,5 @@ common=(--quiet --no-header --universal --python-version 3.12 --upgrade)
 # What dashboard.in adds to both environments; installed without looking at what these packages need, as that is there.
 "$uv" pip compile "${common[@]}" --no-annotate -c launch/requirements/gpu.txt launch/requirements/dashboard.in |
   awk -F== 'NR == FNR { locked[$1]; next } !($1 in locked)' launch/requirements/cpu.txt - >launch/requirements/dashboard.txt
+# Trackers, in an environment of their own.
+"$uv" pip compile "${common[@]}" launch/requirements/trackers.in -o launch/requirements/trackers.txt

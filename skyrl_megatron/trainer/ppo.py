@@ -437,7 +437,9 @@ class RayPPOTrainer:
         there = not self._takes_turns("critic")
         score = (lambda rows: self.policy.compute_logprobs(rows, "samples").numpy()) if there else None
         with self.phases("keep_samples"):
-            self.watch.keep_samples(self.global_step + 1, batch, score)
+            rows = self.watch.keep_samples(self.global_step + 1, batch, score)
+            if rows and self.tracker.takes_samples:
+                self.tracker.samples(self.watch.samples.texts(batch, rows), self.global_step + 1)
 
     def train_critic_and_policy(self, batch: TrainingBatch) -> None:
         """Train the critic, if there is one, and the policy; until ``critic_warmup_steps`` the critic alone."""

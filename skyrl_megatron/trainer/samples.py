@@ -18,6 +18,7 @@ from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.run_folder import run_folder
 from skyrl_megatron.rollout.interface import GeneratorOutput
 from skyrl_megatron.trainer.dashboard.reading import SAMPLE_FORMAT, SAMPLES
+from skyrl_megatron.trainer.trackers import Row
 from skyrl_megatron.types import TrainingBatch
 
 MOST_TOKENS = 65_536
@@ -83,6 +84,20 @@ class SampleLog:
         beside.write_text(json.dumps(record))
         beside.replace(path)
         return path
+
+    def texts(self, batch: TrainingBatch, rows: Sequence[int]) -> list[Row]:
+        """Return rows as texts, for trackers."""
+        stops, told = self._facts.get("stop_reasons"), list[Row]()
+        for row in rows:
+            response, whole = int(batch.response_mask[row].sum()), int(batch.attention_mask[row].sum())
+            tokens = batch.sequences[row, -whole:].tolist()
+            reward = None if batch.rewards is None else float(batch.rewards[row].sum())
+            stop = "" if stops is None else stops[row] or ""
+            split = whole - response
+            told.append(
+                (batch.uids[row], reward, stop, *(self.tokenizer.decode(p) for p in (tokens[:split], tokens[split:])))
+            )
+        return told
 
     def _sample(self, batch: TrainingBatch, row: int, logprobs: np.ndarray | None) -> dict[str, Any]:
         response = int(batch.response_mask[row].sum())

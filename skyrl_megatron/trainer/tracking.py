@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from skyrl_megatron.config import get_config_as_dict
 from skyrl_megatron.config.run_folder import run_folder
-from skyrl_megatron.errors import LaunchError, SkyRLMegatronWarning, install_command
 from skyrl_megatron.trainer.console import ConsoleSink
+from skyrl_megatron.trainer.checkpoints import resumed_step
 from skyrl_megatron.trainer.exporters import PrometheusEndpoint
+from skyrl_megatron.trainer.trackers import Row, named_tracker
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -90,78 +89,13 @@ class TensorBoard:
         self._writer.close()
 
 
-class NamedTracker:
-    """wandb, mlflow or swanlab, through their own clients. A failure there warns once; the run goes on without it."""
-
-    def __init__(self, name: str, log: Callable[[dict[str, float], int], Any], finish: Callable[[], Any]) -> None:
-        self.name, self._log, self._finish, self._failed = name, log, finish, False
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        if not self._failed:
-            self._try(lambda: self._log(dict(metrics), step))
-
-    def finish(self) -> None:
-        if not self._failed:
-            self._try(self._finish)
-
-    def _try(self, call: Callable[[], Any]) -> None:
-        try:
-            call()
-        except Exception as error:
-            self._failed = True
-            warnings.warn(
-                f"trainer.logger={self.name} failed and gets no more numbers: {error}; metrics.jsonl has them all",
-                SkyRLMegatronWarning,
-                stacklevel=4,
-            )
-
-
-def named_tracker(cfg: SkyRLTrainConfig) -> NamedTracker | None:
-    """Return the tracker of ``trainer.logger``; None for console and tensorboard, and for wandb without a key.
-
-    Raises LaunchError when its package is not installed or it refuses to start.
-    """
-    import os
-
-    name, project, run = cfg.trainer.logger, cfg.trainer.project_name, cfg.trainer.run_name
-    if name in ("console", "tensorboard"):
-        return None
-    if name == "wandb" and not os.environ.get("WANDB_API_KEY") and "WANDB_MODE" not in os.environ:
-        return None  # the check of the configuration has said so
-    try:
-        if name == "wandb":
-            import wandb
-
-            running = wandb.init(project=project, name=run, config=get_config_as_dict(cfg))
-            return NamedTracker(name, lambda metrics, step: running.log(metrics, step=step), running.finish)
-        if name == "mlflow":
-            import mlflow
-
-            mlflow.set_experiment(project)
-            mlflow.start_run(run_name=run)
-            return NamedTracker(name, lambda metrics, step: mlflow.log_metrics(metrics, step=step), mlflow.end_run)
-        import swanlab
-
-        swanlab.init(project=project, experiment_name=run, config=get_config_as_dict(cfg))
-        return NamedTracker(name, lambda metrics, step: swanlab.log(metrics, step=step), swanlab.finish)
-    except ImportError as error:
-        raise LaunchError(
-            f"trainer.logger={name}: its package is not installed ({error}): {install_command(name)}, or set "
-            "trainer.logger=tensorboard"
-        ) from error
-    except Exception as error:
-        raise LaunchError(
-            f"trainer.logger={name} did not start: {error}; or set trainer.logger=tensorboard"
-        ) from error
-
-
 class Tracking:
     """All sinks of a run as one. :meth:`open` comes once the step that the run continues from is known."""
 
     def __init__(self, cfg: SkyRLTrainConfig) -> None:
         self.cfg, self.folder = cfg, run_folder(cfg)
         self.console = ConsoleSink(self.folder / "console.log")
-        self._named = named_tracker(cfg)
+        self._named = named_tracker(cfg, resumed=resumed_step(cfg) > 0)
         port = cfg.trainer.prometheus_port
         self._endpoint = None if port is None else PrometheusEndpoint(port)
         self.sinks: list[MetricSink] = []
@@ -184,6 +118,16 @@ class Tracking:
         metrics = as_numbers(data)
         for sink in (*self.sinks, self.console):
             sink.log(metrics, step)
+
+    @property
+    def takes_samples(self) -> bool:
+        """Whether some sink takes samples, so that their texts are worth making."""
+        return self._named is not None
+
+    def samples(self, rows: Sequence[Row], step: int) -> None:
+        """Give samples of a step to the sinks that take them."""
+        if self._named is not None:
+            self._named.samples(rows, step)
 
     def say(self, text: str) -> None:
         """Write a line for people."""

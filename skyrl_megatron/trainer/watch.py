@@ -61,9 +61,10 @@ class RunWatch:
 
     def keep_samples(
         self, step: int, batch: TrainingBatch, score: Callable[[TrainingBatch], np.ndarray] | None
-    ) -> None:
-        """Keep some rows, where it is this step's turn. ``score``: gives the trainer's log-probs [rows, T] of rows
-        whose batch has none."""
+    ) -> list[int]:
+        """Keep some rows, where it is this step's turn, and return which. ``score``: gives the trainer's log-probs
+        [rows, T] of rows whose batch has none."""
+        rows: list[int] = []
         if self.samples.due(step):
             rows = self.samples.chosen(batch)
             logprobs: np.ndarray | None = None
@@ -72,6 +73,7 @@ class RunWatch:
             elif rows and score is not None:
                 logprobs = score(batch.select(rows))
             self.samples.write(step, batch, rows, logprobs)
+        return rows
 
     def note(self, output: GeneratorOutput) -> None:
         """Take what the generator knows of a batch's rows."""

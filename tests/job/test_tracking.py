@@ -98,19 +98,50 @@ def test_a_tracker_without_its_package_is_one_message(tmp_path):
 def test_a_tracker_that_fails_costs_no_run(tmp_path):
     """A real wandb client package is not needed: any client object may raise."""
     from skyrl_megatron.errors import SkyRLMegatronWarning
-    from skyrl_megatron.trainer.tracking import NamedTracker, Tracking
+    from skyrl_megatron.trainer.trackers import Client, NamedTracker
+    from skyrl_megatron.trainer.tracking import Tracking
+
+    calls = []
 
     def fail(metrics, number):
+        calls.append(number)
         raise ConnectionError("the server is away")
 
     tracking = Tracking(config(tmp_path))
-    tracking._named = NamedTracker("wandb", fail, lambda: None)
+    client = Client("id", fail, lambda rows, number: calls.append(rows), lambda: calls.append("finish"))
+    tracking._named = NamedTracker("wandb", client)
     tracking.open(total_steps=2)
-    with pytest.warns(SkyRLMegatronWarning, match="trainer.logger=wandb failed .*the server is away"):
+    with pytest.warns(SkyRLMegatronWarning, match="trainer.logger=wandb failed .*the server is away") as said:
         tracking.log(step(1, 0.1), 1)
-    tracking.log(step(2, 0.2), 2)
-    tracking.finish()
+        tracking.samples([("uid", 1.0, "stop", "a", "b")], 2)
+        tracking.log(step(2, 0.2), 2)
+        tracking.finish()
+    assert len(said) == 1 and calls == [1]
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 2]
+
+
+def test_a_tracker_that_hangs_holds_up_no_step(tmp_path, monkeypatch):
+    import threading
+
+    from skyrl_megatron.errors import SkyRLMegatronWarning
+    from skyrl_megatron.trainer import trackers
+
+    monkeypatch.setattr(trackers, "FINISH_S", 0.2)
+    free = threading.Event()
+    client = trackers.Client("id", lambda metrics, number: free.wait(), lambda rows, number: None, lambda: None)
+    hangs = trackers.NamedTracker("mlflow", client)
+    try:
+        hangs.log(step(1, 0.1), 1)
+        with pytest.warns(SkyRLMegatronWarning, match="trainer.logger=mlflow failed .* not done"):
+            hangs.finish()
+        monkeypatch.setattr(trackers, "WAITING", 2)
+        full = trackers.NamedTracker("mlflow", client)
+        with pytest.warns(SkyRLMegatronWarning, match="trainer.logger=mlflow failed .* 2 calls wait") as said:
+            for number in range(8):
+                full.log(step(number, 0.1), number)
+        assert len(said) == 1
+    finally:
+        free.set()
 
 
 @pytest.mark.process
