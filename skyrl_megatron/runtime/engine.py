@@ -562,7 +562,7 @@ class MegatronEngine:
             "peak_memory_bytes": float(device.peak_memory_bytes()),
             "num_microbatches": float(micro_batches),
         }
-        peak = peak_flops()
+        peak = peak_flops(self.cfg.trainer.peak_flops_per_rank)
         return speed if peak is None else speed | {"mfu": speed["flops_per_second_per_rank"] / peak}
 
     def _set_training(self, training: bool) -> None:

@@ -144,8 +144,11 @@ def _moe_pattern(config: TransformerConfig) -> list[bool]:
     return [bool(flag) for flag in frequency]
 
 
-def peak_flops() -> float | None:
-    """Return the dense bf16 FLOP/s of this process's device; None where no figure is published (CPU, other parts)."""
+def peak_flops(given: float | None = None) -> float | None:
+    """Return the dense bf16 FLOP/s of this process's device: those ``given``, else the published ones; None where
+    there are none (CPU, other parts)."""
+    if given is not None:
+        return given
     return peak_of(torch.cuda.get_device_name()) if device.has_cuda() else None
 
 

@@ -28,7 +28,7 @@ def dump_batch(batch: TrainingBatch, path: Path, versions: Sequence[Sequence[Seq
     """Write the tensors of ``batch`` to ``path``; of ``rollout_support`` the vocabulary
     entries, how many each response token has, row after row, and of how many tokens each row has some; of
     ``rollout_routes`` [tokens, L, K] of all rows, and of how many tokens each row has some. Uids, adapters and
-    ``versions`` are in the file's metadata, as JSON."""
+    ``versions`` are in the file's metadata, as JSON. The file gets its name when it is whole."""
     from safetensors.torch import save_file
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,9 @@ def dump_batch(batch: TrainingBatch, path: Path, versions: Sequence[Sequence[Seq
         counts = [0 if routes is None else len(routes) for routes in batch.rollout_routes]
         tensors["rollout_routes_counts"] = torch.tensor(counts)
     metadata: dict[str, Any] = {"uids": batch.uids, "adapters": batch.adapters, "versions": list(versions)}
-    save_file(tensors, str(path), {name: json.dumps(value) for name, value in metadata.items()})
+    beside = path.with_name(f".{path.name}")
+    save_file(tensors, str(beside), {name: json.dumps(value) for name, value in metadata.items()})
+    beside.replace(path)
 
 
 def read_dump(path: Path) -> tuple[TrainingBatch, Versions]:

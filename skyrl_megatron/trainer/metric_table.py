@@ -126,6 +126,19 @@ TABLE = (
     Metric("policy/moe_*/**", "", "The metric of one layer"),
     # speed
     Metric("policy/flops_per_second_per_rank", "FLOP/s", "Arithmetic of a rank in the training pass"),
+    Metric(
+        "*/score_tokens_per_second_per_rank", "tokens/s", "Tokens that a rank of the role scores, without gradients"
+    ),
+    Metric("*/score_flops_per_second_per_rank", "FLOP/s", "Arithmetic of a rank in these passes"),
+    Metric("*/score_mfu", "share", "Of these, over those of the device at its best", "low: waits, or small batches"),
+    Metric(
+        "generate/tokens_per_second_per_rank",
+        "tokens/s",
+        "Tokens of prompts and responses over the time of rollouts, for each rank of the engines",
+        "low: few requests at a time, or environments that are slow",
+    ),
+    Metric("generate/flops_per_second_per_rank", "FLOP/s", "Arithmetic of a rank of the engines, nothing cached"),
+    Metric("generate/mfu", "share", "Of these, over those of the device at its best", "usual: a few percent"),
     Metric("policy/mfu", "share", "FLOP/s over those of the device at its best", "low: small micro-batches, or waits"),
     Metric("policy/tokens_per_second_per_rank", "tokens/s", "Tokens that a rank trains on in a second"),
     Metric(

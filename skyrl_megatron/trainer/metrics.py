@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from skyrl_megatron.algorithms.metrics import GAP, gap_metrics, metric_values
 from skyrl_megatron.rollout.interface import GeneratorOutput
 from skyrl_megatron.rollout.outputs import select_rows
@@ -53,6 +55,12 @@ def logprob_diff_metrics(batch: TrainingBatch) -> dict[str, float]:
         return {}
     found = metric_values(gap_metrics(batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask))
     return {f"policy/{name}": value for name, value in found.items()}
+
+
+def sequence_lengths(output: GeneratorOutput) -> np.ndarray:
+    """Return the tokens of each row's prompt and response, [B] int."""
+    pairs = zip(output["prompt_token_ids"], output["response_ids"], strict=True)
+    return np.asarray([len(prompt) + len(response) for prompt, response in pairs], dtype=np.int64)
 
 
 def route_bytes(batch: TrainingBatch) -> int:

@@ -25,6 +25,7 @@ from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.config.adapters import adapter_names
 from skyrl_megatron.config.rules.role_layout import (
     active_roles,
+    engine_ranks,
     is_frozen,
     needs_reference,
     policy_is_reference,
@@ -56,6 +57,7 @@ from skyrl_megatron.trainer.metrics import (
     optimizer_metrics,
     reward_metrics,
     route_bytes,
+    sequence_lengths,
     value_metrics,
 )
 from skyrl_megatron.trainer.phases import Phases, StartUp
@@ -66,9 +68,11 @@ from skyrl_megatron.trainer.tracking import as_numbers
 from skyrl_megatron.trainer.watch import RunWatch
 from skyrl_megatron.types import OWN_LOGPROBS, TrainingBatch
 from skyrl_megatron.workers.policy_rank import weight_synchronizer
+from skyrl_megatron.workers.speed import Speed
 from skyrl_megatron.workers.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
     from skyrl_megatron.config import MegatronConfig, SkyRLTrainConfig
@@ -130,6 +134,8 @@ class RayPPOTrainer:
         )
         self.phases, self.start_up = Phases(self._held), StartUp(tracker.say)
         self.watch = RunWatch(cfg, tokenizer, self.total_steps)
+        self.sampled: list[np.ndarray] = []
+        """Tokens of the sequences that were sampled for the step at hand."""
         self.metrics: dict[str, float] = {}
         """Numbers of the step at hand."""
         self.logged_step = 0
@@ -171,7 +177,7 @@ class RayPPOTrainer:
         """Take the steps that are left."""
         if self.logged_step < self.global_step:  # the run that saved this step came no further
             self.end_step()
-        while self.global_step < self.total_steps:
+        while not self.is_last_step:
             self.stop.check()
             notify(self.callbacks, "on_step_start", self)
             with self.phases("step"):
@@ -237,7 +243,6 @@ class RayPPOTrainer:
         with self.phases("build_models"):
             if shared_gpus:
                 self.start_engines()
-                self.loop.run(self.inference_engine_client.pool.sleep(self.cfg.trainer.phase_timeout_s))
             for key, (name, cfg) in role_configs(self.cfg).items():
                 self.roles[key] = WorkerGroup(cfg, name, self.placement[key])
                 self.roles[key].start_building(self._updates_of(name), logs)
@@ -258,10 +263,13 @@ class RayPPOTrainer:
         self.checkpoints = run_checkpointer(self.cfg, trained)
 
     def start_engines(self) -> None:
-        """Wait until the engines answer. Raises EngineError, LaunchError."""
+        """Wait until the engines answer; those that share GPUs with the models sleep then. Raises EngineError,
+        LaunchError."""
         starting = self.inference_engine_client.start()
         self.loop.run(starting, "start engines", timeout_s=self.cfg.trainer.phase_timeout_s)
         self.start_up.done(f"engines: {len(self.inference_engine_client.pool.alive())} ready")
+        if self.cfg.trainer.placement.colocate_all:
+            self.loop.run(self.inference_engine_client.pool.sleep(self.cfg.trainer.phase_timeout_s))
 
     def load_checkpoints(self) -> None:
         """Continue where ``trainer.resume_mode`` says, or start at step 0, and say which."""
@@ -312,6 +320,7 @@ class RayPPOTrainer:
 
     def postprocess_generator_output(self, generator_output: GeneratorOutput, uids: list[str]) -> GeneratorOutput:
         """Give each token its reward, and measure rewards and responses."""
+        self.sampled.append(sequence_lengths(generator_output))
         samples, adapters = self.cfg.generator.n_samples_per_prompt, self._adapters_of(uids)
         self.metrics |= reward_metrics(generator_output, uids, samples, adapters)
         return with_token_rewards(generator_output)
@@ -578,11 +587,25 @@ class RayPPOTrainer:
             "trainer/tokens_per_second": tokens / seconds,
             "trainer/tokens_per_second_per_gpu": tokens / seconds / ranks,
         }
+        for name, role in self.roles.items():
+            self.metrics |= {f"{name}/{key}": value for key, value in role.score_speed().items()}
+        self.metrics |= self.generation_speed(timings)
         self.tracker.log(self.metrics, self.global_step)
         self.logged_step = self.global_step
         notify(self.callbacks, "on_log", self, self.metrics)
         self.metrics = {}
         self.watch.end_step(self.global_step, self.roles)
+
+    def generation_speed(self, timings: Mapping[str, float]) -> dict[str, float]:
+        """Return how fast a rank of the engines sampled. ``timings``: as :meth:`Phases.metrics` gives them; rollouts
+        that run ahead have the whole step."""
+        engine, ahead = self.cfg.generator.inference_engine, self.cfg.trainer.fully_async.enabled
+        seconds = timings["timing/step"] if ahead else timings.get("timing/generate", 0.0)
+        speed, sampled, self.sampled = Speed(), self.sampled, []
+        for lengths in sampled:
+            speed.add(lengths, self.policy.flops)
+        ranks = engine.num_engines * engine_ranks(self.cfg)
+        return speed.metrics("generate/", ranks, self.policy.peak_flops, seconds)
 
     def finish(self) -> None:
         """Complete what is being written, end the ranks, draw the report."""

@@ -1,7 +1,7 @@
 """wandb, mlflow and swanlab by name, through their own clients: numbers, configuration and samples of a run.
 
-Each is told from a thread of its own, so that one that is slow or away holds up no step. A run that is continued goes on
-as the same run there: its id is in ``tracker.json`` in the run's folder.
+Each is told from a thread of its own, so that one that is slow or away holds up no step. A run that is continued goes
+on as the same run there: its id is in ``tracker.json`` in the run's folder.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def _known_id(path: Path, name: str) -> str | None:
 
 
 def _wandb(cfg: SkyRLTrainConfig, known: str | None) -> Client:
-    """Its own steps only count lines, and never go back; charts are over ``trainer/global_step``, which a run that was
-    resumed takes up again."""
+    """Let its own steps count lines, as they never go back; charts are over ``trainer/global_step``, which a run that
+    was resumed takes up again."""
     import wandb
 
     folder = os.environ.get("WANDB_DIR") or str(run_folder(cfg))
@@ -159,7 +159,7 @@ def _wandb(cfg: SkyRLTrainConfig, known: str | None) -> Client:
 
 
 def _mlflow(cfg: SkyRLTrainConfig, known: str | None) -> Client:
-    """The client with an explicit run: the module's active one belongs to a thread."""
+    """Use the client with an explicit run: the module's active one belongs to a thread."""
     import time
 
     from mlflow import MlflowClient
@@ -194,7 +194,7 @@ def _mlflow(cfg: SkyRLTrainConfig, known: str | None) -> Client:
 
 
 def _swanlab(cfg: SkyRLTrainConfig, known: str | None) -> Client:
-    """It has no tables: a sample is a text with a caption."""
+    """Give samples as texts with captions: it has no tables."""
     import swanlab
 
     folder = None if "SWANLAB_LOGDIR" in os.environ or "SWANLAB_LOG_DIR" in os.environ else run_folder(cfg) / "swanlog"

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from skyrl_megatron.config.run_folder import run_folder
-from skyrl_megatron.trainer.console import ConsoleSink
 from skyrl_megatron.trainer.checkpoints import resumed_step
+from skyrl_megatron.trainer.console import ConsoleSink
 from skyrl_megatron.trainer.exporters import PrometheusEndpoint
 from skyrl_megatron.trainer.trackers import Row, named_tracker
 

@@ -103,6 +103,12 @@ class MegatronWorker:
         """Return what sequences cost: the measure that batches are balanced by."""
         return self.engine.flops
 
+    def peak_flops(self) -> float | None:
+        """Return the FLOP/s that MFU relates to; None where they are not known."""
+        from skyrl_megatron.runtime.flops import peak_flops
+
+        return peak_flops(self.engine.cfg.trainer.peak_flops_per_rank)
+
     @timed
     def compute_logprobs(self, adapters: bool, chunk: Arrays) -> np.ndarray | None:
         """Return [rows, T] float32, nats, of this replica's rows on the rank that collects, None elsewhere.

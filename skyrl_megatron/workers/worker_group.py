@@ -17,6 +17,7 @@ from skyrl_megatron.workers.actor_group import ActorGroup
 from skyrl_megatron.workers.dispatch import RankInfo, ShardedBatch, dispatch
 from skyrl_megatron.workers.megatron_worker import MegatronWorker
 from skyrl_megatron.workers.ray_setup import rank_environment
+from skyrl_megatron.workers.speed import Speed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,6 +48,7 @@ class WorkerGroup:
         self.ranks: list[RankInfo] = []
         self._stepped: set[str] | None = None  # named adapters, since changed_adapters(); None: whichever there are
         self._building: Any = None
+        self._scored = Speed()
 
     # ------------------------------------------------------------------ start
     def start_building(self, total_steps: int | None = None, log_folder: str | None = None) -> None:
@@ -62,6 +64,7 @@ class WorkerGroup:
             f"{self.name} rank {rank} (pid {info.pid} on {info.node})" for rank, info in enumerate(self.ranks)
         ]
         self.flops = self.group.call("flops")[0]
+        self.peak_flops: float | None = self.group.call("peak_flops")[0]
 
     @property
     def world_size(self) -> int:
@@ -91,7 +94,7 @@ class WorkerGroup:
         each = sharded.arguments(self.ranks)
         phase = phase or f"{self.name} log-probs"
         pending = self.group.start("compute_logprobs", adapters, phase=phase, each=each)
-        return lambda: sharded.collect(self.ranks, pending.results())
+        return self._scored.timed(batch.lengths, self.flops, lambda: sharded.collect(self.ranks, pending.results()))
 
     def compute_recorded(
         self,
@@ -117,7 +120,8 @@ class WorkerGroup:
     def logprobs_and_routes(self, batch: TrainingBatch, phase: str = "") -> tuple[Tensor, list[np.ndarray | None]]:
         """Return log-probs as :meth:`compute_logprobs` does, and the experts that the model took on the way: [n, L, K]
         of all n tokens of each row."""
-        logprobs, found = self.compute_recorded(batch, phase=phase)
+        compute = self._scored.timed(batch.lengths, self.flops, lambda: self.compute_recorded(batch, phase=phase))
+        logprobs, found = compute()
         dims = model_dimensions(read_hf_config(self.cfg, self.name) or {})
         assert dims is not None, "a model with experts whose config.json names no layers"
         return logprobs, [routes_of(each, dims.num_layers) for each in found]
@@ -132,14 +136,18 @@ class WorkerGroup:
         """Begin to compute a critic's values, [B, T] float32; call the result."""
         sharded = self.dispatch(batch)
         pending = self.group.start("compute_values", phase="values", each=sharded.arguments(self.ranks))
-        return lambda: sharded.collect(self.ranks, pending.results())
+        return self._scored.timed(batch.lengths, self.flops, lambda: sharded.collect(self.ranks, pending.results()))
 
     def start_scores(self, batch: TrainingBatch, k: int) -> Callable[[], Tensor]:
         """Begin to ask a teacher for log-probs of the response tokens and of its ``k`` likeliest ones, [B, T, 1 + 2k]
         float32; call the result."""
         sharded = self.dispatch(batch)
         pending = self.group.start("compute_scores", k, phase="teacher", each=sharded.arguments(self.ranks))
-        return lambda: sharded.collect(self.ranks, pending.results())
+        return self._scored.timed(batch.lengths, self.flops, lambda: sharded.collect(self.ranks, pending.results()))
+
+    def score_speed(self) -> dict[str, float]:
+        """Return ``score_…`` of the passes without gradients since this was asked last (:class:`Speed`)."""
+        return self._scored.metrics("score_", self.world_size, self.peak_flops)
 
     def train_mini_batch(
         self, sharded: ShardedBatch, *, more_follow: bool = False, **algorithm: Any

@@ -1,4 +1,4 @@
-"""wandb, mlflow and swanlab, their own clients offline: what they hold of a run that was stopped, resumed and begun anew."""
+"""wandb, mlflow and swanlab, their own clients offline: what they hold of a run that was resumed, and begun anew."""
 
 import json
 import os

@@ -168,6 +168,9 @@ class TrainerConfig(BaseConfig):
     """Samples that are kept for the dashboard, with log-probs and advantages of each token; 0: none."""
     samples_per_run: Count = 2000
     """Samples of the whole run; with more steps, samples and expert loads are kept of fewer of them, evenly."""
+    peak_flops_per_rank: Annotated[float | None, Bounds(0, open_low=True)] = None
+    """FLOP/s of a rank's device at its best, which MFU relates to; unset: the published figure of known GPUs in bf16,
+    and no MFU on others."""
     prometheus_port: Annotated[int | None, Bounds(1, 65535)] = None
     """Port on the loopback interface of the trainer's host where Prometheus finds the last numbers, at `/metrics`."""
     opentelemetry_endpoint: str | None = None

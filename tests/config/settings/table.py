@@ -332,6 +332,7 @@ MODELS = {
     f"{OPT}num_decay_steps": Row(4, "schedule", DECAYS),
     f"{OPT}offload_after_step": Row(False, "away"),
     f"{P}record_memory": Row(True, "said"),
+    f"{T}peak_flops_per_rank": Row(1e12, "metrics"),
     f"{T}bf16": Row(False, ranks.dtype_on_gpus),
     f"{T}micro_train_batch_size_per_gpu": Row(2, "micro-batches"),
     f"{T}micro_forward_batch_size_per_gpu": Row(2, "forward"),
