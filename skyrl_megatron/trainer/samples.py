@@ -53,15 +53,16 @@ class SampleLog:
 
     def chosen(self, batch: TrainingBatch) -> list[int]:
         """Return the rows to keep: whole groups one after the other, as many as there is room for."""
-        lengths, tokens, rows = batch.lengths, 0, list[int]()
-        order: dict[str, list[int]] = {}
-        for row, uid in enumerate(batch.uids):
-            order.setdefault(uid, []).append(row)
-        for row in (row for group in order.values() for row in group[: max(self.rows // 2, 1)]):
-            if len(rows) == self.rows or tokens + lengths[row] > MOST_TOKENS:
-                break
-            rows.append(row)
-            tokens += int(lengths[row])
+        tokens, rows, uids = 0, list[int](), np.asarray(batch.uids)
+        left, lengths = np.ones(len(uids), bool), batch.lengths
+        while left.any():
+            group = np.flatnonzero(uids == uids[left.argmax()])
+            left[group] = False
+            for row in group[: max(self.rows // 2, 1)].tolist():
+                if len(rows) == self.rows or tokens + lengths[row] > MOST_TOKENS:
+                    return rows
+                rows.append(row)
+                tokens += int(lengths[row])
         return rows
 
     def write(self, step: int, batch: TrainingBatch, rows: Sequence[int], logprobs: np.ndarray | None) -> Path:

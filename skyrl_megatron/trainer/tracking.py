@@ -74,16 +74,24 @@ def as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 class TensorBoard:
-    """Event files that ``tensorboard --logdir`` shows."""
+    """Event files that ``tensorboard --logdir`` shows: an event for each step, with all its numbers. ``after``: as in
+    :class:`JsonLines`; TensorBoard is told to forget later steps."""
 
     def __init__(self, folder: Path, after: int | None) -> None:
-        from torch.utils.tensorboard.writer import SummaryWriter
+        from torch.utils.tensorboard.writer import FileWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=None if after is None else after + 1, flush_secs=10)
+        self._writer = FileWriter(str(folder), flush_secs=10)
+        if after is not None:
+            from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+            self._writer.add_event(Event(file_version="brain.Event:2"), after + 1)
+            self._writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), after + 1)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._writer.add_summary(Summary(value=values), step)
 
     def finish(self) -> None:
         self._writer.close()

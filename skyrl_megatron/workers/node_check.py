@@ -104,17 +104,21 @@ def check_nodes(folders: Iterable[str]) -> str:
     return _told(reports)
 
 
-def _on_all(nodes: Sequence[Mapping[str, Any]], work: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
-    """Return what ``work`` returns on each node, by address. Raises LaunchError for a node that cannot run it."""
+def start_on_nodes(nodes: Sequence[Mapping[str, Any]], work: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
+    """Begin ``work`` on each node; returns the references of what it will return, by address."""
     task = ray.remote(num_cpus=0)(work)
-    asked = {
+    return {
         node["NodeManagerAddress"]: task.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         ).remote(*arguments)
         for node in nodes
     }
+
+
+def _on_all(nodes: Sequence[Mapping[str, Any]], work: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
+    """Return what ``work`` returns on each node, by address. Raises LaunchError for a node that cannot run it."""
     answers = {}
-    for address, reference in asked.items():
+    for address, reference in start_on_nodes(nodes, work, *arguments).items():
         try:
             answers[address] = ray.get(reference, timeout=NODE_CHECK_S)
         except Exception as error:

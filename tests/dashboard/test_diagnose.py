@@ -47,6 +47,30 @@ def test_processes_of_a_run_are_told_with_stack_and_log(tmp_path, capsys):
     assert "log: waiting for a peer" in out and "asyncio" in out
 
 
+@pytest.mark.full_matrix
+@pytest.mark.process
+def test_every_host_of_a_cluster_is_asked(tmp_path):
+    """A real cluster of one host: what RAY_ADDRESS changes is who looks."""
+    from tests.job import runs
+
+    logs = tmp_path / "run" / "workers"
+    logs.mkdir(parents=True)
+    command = [sys.executable, "-m", "skyrl_megatron.diagnose", str(tmp_path / "run")]
+    with runs.cluster(tmp_path) as variables, (logs / "policy_rank0.log").open("w") as log:
+        environment = runs.environment(tmp_path) | variables
+        waits = subprocess.Popen([sys.executable, "-c", WAITS], stdout=log, stderr=log)
+        try:
+            found = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+        finally:
+            waits.kill()
+            waits.wait(30)
+        none = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "━━ host 127.0.0.1" in found.stdout and "policy rank 0" in found.stdout
+    assert none.returncode == 1 and "no process of it on this host" in none.stdout, none.stdout + none.stderr
+    assert "Traceback" not in none.stdout + none.stderr
+
+
 @pytest.mark.parametrize(
     ("frames", "meaning"),
     [

@@ -37,10 +37,19 @@ def tracked(tmp_path, steps, *, resumed_from=None, total=10, logged_before=False
     return tracking
 
 
+def tensorboard_steps(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "skyrl/run/tensorboard"))
+    events.Reload()
+    return [each.step for each in events.Scalars("timing/step")]
+
+
 def test_a_step_is_a_line_everywhere(tmp_path, capsys):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     tracked(tmp_path, [1, 2])
+    assert tensorboard_steps(tmp_path) == [1, 2]
     assert lines_of(tmp_path)[1] == {
         "step": 2,
         "timing/step": 0.5,
@@ -64,6 +73,7 @@ def test_a_resumed_run_goes_on_behind_its_checkpoint(tmp_path):
     path.write_text(path.read_text() + '{"step": 5, "rew')
     tracked(tmp_path, [3], resumed_from=2, logged_before=True)
     assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3]
+    assert tensorboard_steps(tmp_path) == [1, 2, 3]
     tracked(tmp_path, [], resumed_from=4)
     tracked(tmp_path, [1])
     assert [line["step"] for line in lines_of(tmp_path)] == [1], "a run that starts anew starts a new file"
