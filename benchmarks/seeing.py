@@ -1,12 +1,14 @@
 """What it costs to see a run: its page of 10,000 steps, and what is kept of each step.
 
-    .venv/bin/python benchmarks/seeing.py [--steps 10000] [--rows 2048] [--tokens 256]
+    .venv/bin/python benchmarks/seeing.py [--steps 10000] [--rows 2048] [--tokens 256] [--run]
 
 The page is written in a process of its own, as a run does: seconds, largest memory, size of the file, and the seconds
 until a headless Chromium has drawn it; beside them the report that it replaced: matplotlib's curves of the same file.
 What is kept of a step is measured in CPU seconds of the process around the code of tracking, samples and lanes, for a
 batch of ``--rows`` rows of ``--tokens`` tokens, against the CPU seconds of what a driver does anyway with that batch:
-make tensors of it, compute advantages and cut it for two ranks.
+make tensors of it, compute advantages and cut it for two ranks. ``--run``: a whole run of the tiny model as well (two
+ranks, one engine, 2,048 samples a step), in which the CPU seconds of the driver are taken around the same code, calls
+to the ranks included, of steps whose samples are kept and of others.
 """
 
 from __future__ import annotations
@@ -146,13 +148,69 @@ def step_costs(folder: Path, rows: int, tokens: int) -> tuple[float, float, floa
     return track, cpu(keep, 10), cpu(anyway, 5)
 
 
+NOTES = """
+import functools, json, time
+from skyrl_megatron.trainer.watch import RunWatch
+
+seen, before = [0.0], [time.process_time()]
+
+def around(owner, name):
+    work = getattr(owner, name)
+    @functools.wraps(work)
+    def timed(*args, **kwargs):
+        began = time.thread_time()
+        try:
+            return work(*args, **kwargs)
+        finally:
+            seen[0] += time.thread_time() - began
+    setattr(owner, name, timed)
+
+from skyrl_megatron.trainer.tracking import Tracking
+around(Tracking, "log"); around(RunWatch, "end_step"); around(RunWatch, "note"); around(Trainer, "keep_samples")
+
+def log_step(self):
+    RayPPOTrainer.log_step(self)
+    now = time.process_time()
+    with open("costs.jsonl", "a") as file:
+        print(json.dumps([self.watch.samples.due(self.global_step), seen[0], now - before[0]]), file=file)
+    seen[0], before[0] = 0.0, now
+Trainer.log_step = log_step
+"""
+
+
+def whole_run(folder: Path, steps: int = 12) -> list[tuple[bool, float, float]]:
+    """Of each step but the first two: whether samples are kept, CPU seconds of seeing, of the driver in all."""
+    import os
+
+    from tests.job import runs
+
+    os.chdir(folder)
+    runs.prepare(folder)
+    keys = {"train_batch_size": 32, "policy_mini_batch_size": 32, "max_training_steps": steps, "epochs": steps}
+    keys |= {"samples_per_run": 8 * steps // 2, "max_tokens_per_microbatch": 8192}
+    given: dict[str, Any] = {f"trainer__{name}": value for name, value in keys.items()}
+    given |= {"generator__n_samples_per_prompt": 64, "generator__inference_engine__max_num_seqs": 512}
+    runs.run(folder, NOTES, **given).check()
+    lines = [json.loads(line) for line in (folder / "costs.jsonl").read_text().splitlines()]
+    return [(bool(due), float(cost), float(whole)) for due, cost, whole in lines[2:]]
+
+
 def main() -> None:
     """Print all figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--rows", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--run", action="store_true")
     args = parser.parse_args()
+    if args.run:
+        with tempfile.TemporaryDirectory() as name:
+            found = whole_run(Path(name))
+        for kept in (True, False):
+            costs = [(cost, whole) for due, cost, whole in found if due == kept]
+            cost, whole = (sum(each) / len(costs) for each in zip(*costs, strict=True))
+            print(f"a whole step {'with' if kept else 'without'} samples: {1e3 * cost:.1f} ms of the ", end="")
+            print(f"driver's {whole:.2f} s of CPU, {100 * cost / whole:.1f} %")
     with tempfile.TemporaryDirectory() as name:
         folder = long_run(Path(name), args.steps)
         seconds, used, memory, size = in_process(PAGE, folder)

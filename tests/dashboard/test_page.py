@@ -24,10 +24,19 @@ PLOTS = {
         "groups without variance",
         "learning rate",
         "throughput",
+        "use of the device",
     ],
-    "time": ["phases", "lanes", "a trajectory's time", "memory: trainer", "memory: policy on its devices"],
+    "time": [
+        "phases",
+        "lanes",
+        "a trajectory's time",
+        "memory: trainer",
+        "memory: policy on its devices",
+        "arithmetic of a rank",
+    ],
     "experts": ["load of the busiest expert", "experts without tokens", "entropy of the router", "routing replay"],
     "weights": ["staleness", "weight sync", "bandwidth", "gap after a sync", "groups waiting and in flight"],
+    "all metrics": ["async/buffer_size", "policy/grad_norm", "trainer/tokens_per_second"],
 }
 MARKS = "document.querySelector({}).querySelectorAll('path.curve[d^=M], path.layer[d^=M], rect.span').length"
 
@@ -70,6 +79,21 @@ def test_every_plot_is_there_and_holds_something(quiet, report, width):
             quiet.wait(f"{MARKS.format(place)} > 0")
         wide = quiet.run("document.documentElement.scrollWidth")
         assert wide <= width, f"{view} is {wide} pixels wide in a window of {width}"
+        tab = quiet.run("document.querySelector('[aria-selected=true]').getBoundingClientRect().toJSON()")
+        assert tab["left"] > -1 and tab["right"] < width + 1, f"the tab {view} is out of sight"
+
+
+def test_metrics_are_found_by_a_part_of_their_name(quiet, report):
+    quiet.open(report)
+    choose(quiet, "all metrics")
+    quiet.run(
+        "(search => { search.value = 'entropy'; search.dispatchEvent(new Event('input')); })"
+        "(document.querySelector('[aria-label=\"find metrics\"]'))"
+    )
+    shown = quiet.run("[...document.querySelectorAll('[data-chart]')].map(plot => plot.dataset.chart)")
+    assert shown == ["policy/moe_router_entropy", "policy/policy_entropy"]
+    for plot in shown:
+        quiet.wait(f"{MARKS.format(json.dumps(f'[data-chart="{plot}"]'))} > 0")
 
 
 def test_heat_maps_are_painted(quiet, report):

@@ -3,16 +3,22 @@ const VIEWS = [["overview", overview], ["time", times], ["experts", experts], ["
 const EVERY_MS = 2000;
 let seen = null;
 
-/** Draw each chart once it is near the window. */
+/** Draw each chart once it is near the window; may be called again when there are others. */
 function drawWhenSeen() {
   if (seen) seen.disconnect();
   const waiting = new Map(drawn.map((chart) => [chart.svg, chart]));
   seen = new IntersectionObserver((entries) => {
-    for (const entry of entries) if (entry.isIntersecting && waiting.has(entry.target)) { waiting.get(entry.target).draw(); waiting.delete(entry.target); seen.unobserve(entry.target); }
+    for (const { isIntersecting, target } of entries) {
+      const chart = isIntersecting && waiting.get(target);
+      if (chart) { waiting.delete(target); seen.unobserve(target); chart.own.draw(); }
+    }
   }, { rootMargin: "600px" });
-  const draw = new Map(drawn.map((chart) => [chart, chart.draw]));
-  for (const chart of drawn) { const move = chart.move; chart.move = (...given) => { if (!waiting.has(chart.svg)) move(...given); }; chart.draw = () => { if (!waiting.has(chart.svg)) draw.get(chart)(); }; }
-  for (const [svg, chart] of waiting) { waiting.set(svg, { draw: () => { waiting.delete(svg); draw.get(chart)(); } }); seen.observe(svg); }
+  for (const chart of drawn) {
+    chart.own ??= { draw: chart.draw, move: chart.move };
+    chart.draw = () => { if (!waiting.has(chart.svg)) chart.own.draw(); };
+    chart.move = (...given) => { if (!waiting.has(chart.svg)) chart.own.move(...given); };
+    seen.observe(chart.svg);
+  }
 }
 
 function show() {
@@ -20,7 +26,7 @@ function show() {
   drawn = [];
   view.replaceChildren(...build());
   view.dataset.view = name;
-  for (const tab of document.querySelectorAll("[role=tab]")) { const mine = tab.dataset.view === name; tab.setAttribute("aria-selected", String(mine)); tab.tabIndex = mine ? 0 : -1; }
+  for (const tab of document.querySelectorAll("[role=tab]")) { const mine = tab.dataset.view === name; tab.setAttribute("aria-selected", String(mine)); tab.tabIndex = mine ? 0 : -1; if (mine) tab.scrollIntoView({ block: "nearest", inline: "nearest" }); }
   drawWhenSeen();
   if (label) view.querySelector(`[aria-label="${CSS.escape(label)}"]`)?.focus({ preventScroll: true });
   scrollTo(0, top);

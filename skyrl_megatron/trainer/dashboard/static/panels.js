@@ -17,8 +17,8 @@ const OVERVIEW = [
   { title: "turns", names: ["generate/avg_turns"], floor: 1 },
   { title: "critic", names: ["critic/explained_variance"] },
   { title: "environment", names: ["environment/*"] },
-  { title: "throughput", names: ["trainer/tokens_per_second", "policy/tokens_per_second_per_rank"], floor: 1 },
-  { title: "use of the device", names: ["policy/mfu"], floor: 0 },
+  { title: "throughput", names: ["trainer/tokens_per_second", "policy/tokens_per_second_per_rank", "*/score_tokens_per_second_per_rank", "generate/tokens_per_second_per_rank"], floor: 1 },
+  { title: "use of the device", names: ["policy/mfu", "critic/mfu", "*/score_mfu", "generate/mfu"], floor: 0 },
   { title: "learning rate", names: ["policy/policy_lr", "critic/critic_lr"], floor: 0 },
 ];
 const MEMORY = [
@@ -30,7 +30,7 @@ const MEMORY = [
 const ROLLOUT_TIME = [
   { title: "a trajectory's time", names: ["generate/trajectory_time_completion_mean", "generate/trajectory_time_llm_mean", "generate/trajectory_time_env_mean", "generate/trajectory_time_other_mean"], floor: 0 },
   { title: "the slowest trajectories", names: ["generate/trajectory_time_completion_p90", "generate/trajectory_time_completion_max"], floor: 0 },
-  { title: "arithmetic of a rank", names: ["policy/flops_per_second_per_rank"], floor: 0 },
+  { title: "arithmetic of a rank", names: ["policy/flops_per_second_per_rank", "critic/flops_per_second_per_rank", "*/score_flops_per_second_per_rank", "generate/flops_per_second_per_rank"], floor: 0 },
 ];
 const ROUTING = [
   { title: "load of the busiest expert", names: ["policy/moe_load_imbalance"], floor: 1 },
