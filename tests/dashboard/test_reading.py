@@ -91,6 +91,25 @@ def test_samples_of_another_version_are_refused(tmp_path):
         run.sample_text(3)
 
 
+def test_a_run_that_is_half_written_is_shown_without_what_is_not_there(tmp_path, capsys):
+    """Cut off while it wrote, its lanes and loads those of another version: a line for the samples, and a page."""
+    from skyrl_megatron.entrypoints.dashboard import main
+
+    lines(tmp_path / "metrics.jsonl", {"step": 1, "timing/step": 1.0}, {"loss": 3}, ["no", "line"])
+    (tmp_path / "metrics.jsonl").open("a").write('{"step": 2, "timing/st')
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "samples/step_1.json").write_text('{"format": 1, "samp')
+    lines(tmp_path / "spans.jsonl", {"step": 1, "began": 0.0, "lanes": {"trainer": []}}, {"step": 2, "spans": []})
+    lines(tmp_path / "expert_load.jsonl", {"step": 1, "load": 3})
+    run = reader(tmp_path)
+    run.refresh()
+    assert run.columns.rows == 1 and [line["step"] for line in run.spans(1000)] == [1] and run.expert_loads(1000) == []
+    assert main([str(tmp_path), "--export", str(tmp_path / "page.html")]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and said[0].startswith("warning: samples of step 1: ") and "left out" in said[0]
+    assert (tmp_path / "page.html").stat().st_size > 30_000
+
+
 def test_a_configuration_that_cannot_be_read_is_said(tmp_path):
     (tmp_path / "config.yaml").write_text("a: [")
     assert "cannot be read" in reader(tmp_path).config()["config.yaml"]

@@ -9,12 +9,14 @@ from __future__ import annotations
 import base64
 import json
 import struct
+import warnings
 import zlib
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from skyrl_megatron.errors import LaunchError, SkyRLMegatronWarning
 from skyrl_megatron.trainer.dashboard.columns import thinned
 from skyrl_megatron.trainer.dashboard.reading import RunReader
 from skyrl_megatron.trainer.metric_table import describe
@@ -101,11 +103,16 @@ def _descriptions(names: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _some_samples(run: RunReader, most_bytes: int) -> dict[str, Any]:
-    """Return samples by step: of the newest step, the first, and further ones evenly between them while they fit."""
+    """Return samples by step: of the newest step, the first, and further ones evenly between them while they fit.
+    Warns of those that cannot be shown."""
     steps, chosen, left = run.sample_steps(), dict[str, Any](), most_bytes
     order = [*steps[-1:], *steps[:1], *(steps[len(steps) * part // 16] for part in range(1, 16) if steps)]
     for step in dict.fromkeys(order):
-        text = run.sample_text(step)
+        try:
+            text = run.sample_text(step)
+        except LaunchError as error:
+            warnings.warn(f"{error}; left out", SkyRLMegatronWarning, stacklevel=2)
+            continue
         if len(text) <= left:
             chosen[str(step)] = json.loads(text)
             left -= len(text)

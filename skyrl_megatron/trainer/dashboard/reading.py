@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -94,11 +94,11 @@ class RunReader:
 
     def spans(self, most_bytes: int) -> list[dict[str, Any]]:
         """Return who did what when, of some steps: the newest, and others evenly between the first and these."""
-        return _some_lines(self.folder / SPANS, most_bytes)
+        return _some_lines(self.folder / SPANS, most_bytes, {"step": int, "lanes": dict})
 
     def expert_loads(self, most_bytes: int) -> list[dict[str, Any]]:
         """Return the tokens of each expert, of some steps."""
-        return _some_lines(self.folder / EXPERTS, most_bytes)
+        return _some_lines(self.folder / EXPERTS, most_bytes, {"step": int, "layers": list, "load": list})
 
     def sample_steps(self) -> list[int]:
         """Return the steps whose samples are on disk."""
@@ -118,8 +118,9 @@ class RunReader:
         return text
 
 
-def _some_lines(path: Path, most_bytes: int) -> list[dict[str, Any]]:
-    """Return the newest ten lines and, evenly, as many others as fit, in their order."""
+def _some_lines(path: Path, most_bytes: int, parts: Mapping[str, type]) -> list[dict[str, Any]]:
+    """Return the newest ten lines and, evenly, as many others as fit, in their order; those that have all ``parts``,
+    by name and type, as another version may have written others."""
     if not path.is_file():
         return []
     places: list[tuple[int, int]] = []
@@ -140,7 +141,8 @@ def _some_lines(path: Path, most_bytes: int) -> list[dict[str, Any]]:
             file.seek(place)
             with contextlib.suppress(ValueError):
                 lines.append(json.loads(file.read(length)))
-    return [line for line in lines if isinstance(line, dict) and "step" in line]
+    whole = [line for line in lines if isinstance(line, dict)]
+    return [line for line in whole if all(isinstance(line.get(name), kind) for name, kind in parts.items())]
 
 
 def _flat(key: str, value: Any) -> Iterator[tuple[str, str]]:

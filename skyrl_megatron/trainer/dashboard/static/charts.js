@@ -6,7 +6,7 @@ function ticks(low, high, count) {
   if (!(high > low)) return [low];
   const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
   const unit = [1, 2, 5, 10].find((each) => each * power >= rough) * power, found = [];
-  for (let at = Math.ceil(low / unit) * unit; at <= high + unit * 1e-9; at += unit) found.push(+at.toPrecision(12));
+  for (let n = Math.ceil(low / unit - 1e-9); n <= high / unit + 1e-9; n++) found.push(+(n * unit).toPrecision(12)); // a sum would miss 0
   return found;
 }
 
