@@ -180,10 +180,10 @@ Trainer.log_step = log_step
 
 def whole_run(folder: Path, steps: int = 12) -> list[tuple[bool, float, float]]:
     """Of each step but the first two: whether samples are kept, CPU seconds of seeing, of the driver in all."""
+    import importlib
     import os
 
-    from tests.job import runs
-
+    runs: Any = importlib.import_module("tests.job.runs")
     os.chdir(folder)
     runs.prepare(folder)
     keys = {"train_batch_size": 32, "policy_mini_batch_size": 32, "max_training_steps": steps, "epochs": steps}
