@@ -140,6 +140,9 @@ class BatchReplay(RayPPOTrainer):
     def init_weight_sync_state(self) -> None:
         """Connect to no engine."""
 
+    def give_first_weights(self) -> None:
+        """Tell no engine where training begins."""
+
     def begin_training(self) -> None:
         """Take the ranks from nobody."""
 

@@ -158,8 +158,7 @@ class RayPPOTrainer:
                 with under_way("load the checkpoint"):
                     self.load_checkpoints()
                 self.init_weight_sync_state()
-                self.sync_weights()
-                self.start_up.done(f"weights: version {self.global_step} in every engine")
+                self.give_first_weights()
                 self.before_training()
                 gc.collect()
                 gc.freeze()  # what lives now stays: the garbage of each step is not looked for among it
@@ -296,6 +295,11 @@ class RayPPOTrainer:
         engines = self.inference_engine_client
         self.weights = weight_synchronizer(self.cfg, self.policy, engines.pool, dtype=engines.dtype)
         self.loop.run(engines.watch(self.weights.sync_engine))
+
+    def give_first_weights(self) -> None:
+        """Bring the weights that the run begins with into the engines, and say so."""
+        self.sync_weights()
+        self.start_up.done(f"weights: version {self.global_step} in every engine")
 
     def before_training(self) -> None:
         """Evaluate the policy as it is, when ``eval_before_train`` and nothing was trained yet."""

@@ -49,7 +49,7 @@ def test_a_step_is_trained_again(folder):
     done = replay(folder, "--step", "3", "--until", "4")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     same, of = map(int, re.search(r"(\d+) of (\d+) numbers are the same, bit for bit", done.stdout).groups())
-    assert same == of > 40
+    assert same == of > 30
     assert re.search(
         r"weights, moments and random states \(\d{2,}\) are those of .*global_step_4, bit for bit", done.stdout
     )
