@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Build the documentation site into build/site; broken links and anchors are errors.   launch/docs.sh [mkdocs options]
+# Its tools have an environment of their own, .venv-docs (launch/requirements/docs.txt). Needs launch/setup.sh before.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+case ${1:-} in -h|--help) sed -n '2,3s/^# //p' "$0"; exit 0 ;; esac
+uv=$(command -v uv || command -v .venv/tools/bin/uv) || { echo "no environment: run launch/setup.sh" >&2; exit 1; }
+venv=.venv-docs
+want=$(sha256sum launch/requirements/docs.txt)
+if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$want" ]; then
+  rm -rf "$venv"
+  "$uv" venv --quiet --python .venv/bin/python "$venv"
+  if [ -z "${UV_DEFAULT_INDEX:-}" ] && index=$(.venv/tools/bin/pip config get global.index-url 2>/dev/null); then
+    export UV_DEFAULT_INDEX=$index
+  fi
+  "$uv" pip install --quiet --python "$venv/bin/python" -r launch/requirements/docs.txt
+  printf '%s' "$want" >"$venv/.installed"
+fi
+export NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true
+exec "$venv/bin/mkdocs" build --strict --quiet --config-file launch/site/mkdocs.yml "$@"
