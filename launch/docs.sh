@@ -17,4 +17,7 @@ if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$want" ]; then
   printf '%s' "$want" >"$venv/.installed"
 fi
 export NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true
-exec "$venv/bin/mkdocs" build --strict --quiet --config-file launch/site/mkdocs.yml "$@"
+"$venv/bin/mkdocs" build --strict --config-file launch/site/mkdocs.yml "$@"
+if grep -rEl --include='*.html' '<(script|link|img)[^>]*(src|href)="?(https?:)?//' build/site; then
+  echo "these pages load something from elsewhere" >&2; exit 1
+fi

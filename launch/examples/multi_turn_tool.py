@@ -59,5 +59,5 @@ register("calculator", CalculatorEnv)
 if __name__ == "__main__":
     from skyrl_megatron.entrypoints.main_base import main
 
-    keys = ["environment.env_class=calculator", "generator.max_turns=3", "generator.sampling_params.stop=['</calc>']"]
-    sys.exit(main([*keys, *sys.argv[1:]]))
+    keys = ["environment.env_class=calculator", "generator.max_turns=3", "generator.max_input_length=512"]
+    sys.exit(main([*keys, "generator.sampling_params.stop=['</calc>']", *sys.argv[1:]]))

@@ -107,6 +107,22 @@ def test_commands_are_there_and_know_their_keys(document, words):
     assert isinstance(cfg, SkyRLTrainConfig)
 
 
+def local_commands():
+    """Commands of the documents that are to be run as they stand."""
+    found = [block for document in DOCUMENTS for block in blocks(document, "bash") if block.options == "run"]
+    return [pytest.param(words, id=" ".join(words)) for block in found for words in block.commands()]
+
+
+@pytest.mark.full_matrix
+@pytest.mark.process
+@pytest.mark.parametrize("words", local_commands())
+def test_local_commands_run(words, tmp_path):
+    variables = {**os.environ, "SKYRL_MEGATRON_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=runs.TIMEOUT_S)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "Traceback" not in done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=str)
 def test_links_lead_somewhere(document):
     broken = [

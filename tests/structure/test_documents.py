@@ -1,6 +1,7 @@
 """The documents name files that are there, and the way of a prompt stays short."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,14 @@ def test_files_that_a_document_names_are_there(document):
     named = files_of((ROOT / document).read_text())
     missing = [name for name in named if not any((ROOT / base / name).exists() for base in ("", "skyrl_megatron"))]
     assert not missing, f"{document}: {missing}"
+
+
+def test_the_page_of_errors_is_that_of_the_code():
+    page = runpy.run_path(str(ROOT / "launch" / "site" / "errors.py"))
+    written = page["PAGE"].read_text()
+    assert written == page["page"](), "run: python launch/site/errors.py"
+    assert "prompts are sampled one by one while the policy trains: set it to false" in written, "a variable is followed"
+    assert "| set kv_cache_bytes |" in written
 
 
 def test_a_prompts_way_is_short():
