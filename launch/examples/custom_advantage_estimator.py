@@ -27,4 +27,4 @@ def batch_baseline(
 if __name__ == "__main__":
     from skyrl_megatron.entrypoints.main_base import main
 
-    main(["trainer.algorithm.advantage_estimator=batch_baseline", *sys.argv[1:]])
+    sys.exit(main(["trainer.algorithm.advantage_estimator=batch_baseline", *sys.argv[1:]]))

@@ -33,4 +33,4 @@ def reinforce(
 if __name__ == "__main__":
     from skyrl_megatron.entrypoints.main_base import main
 
-    main(["trainer.algorithm.policy_loss_type=reinforce", *sys.argv[1:]])
+    sys.exit(main(["trainer.algorithm.policy_loss_type=reinforce", *sys.argv[1:]]))

@@ -1,22 +1,21 @@
-"""Train on GSM8K (arXiv:2110.14168) as it is published, columns ``question`` and ``answer``, converted when read.
+"""Train on GSM8K (arXiv:2110.14168) as it is published, columns ``question`` and ``answer``, converted before the run.
 
-    python launch/examples/gsm8k.py [key=value …]
+    python launch/examples/gsm8k.py [--published FOLDER] [--rows FOLDER] [key=value …]
 
-takes the keys of ``skyrl_megatron.entrypoints.main_base``; ``data.train_data=['openai/gsm8k:main:train']`` and
-``data.val_data=['openai/gsm8k:main:test']`` unless given. Any data set with columns other than those of
-docs/guides/data.md is read this way. To convert once and keep the files:
-``python -m skyrl_megatron.data.prepare gsm8k``.
+takes the keys of ``skyrl_megatron.entrypoints.main_base``. ``--published``: a folder with ``train.parquet`` and
+``test.parquet``, in place of ``openai/gsm8k`` on the Hugging Face hub; ``--rows``: where the rows that the run reads
+are kept (``~/data/gsm8k``). Any data set with columns other than those of docs/guides/data.md is read this way; for
+this one ``python -m skyrl_megatron.data.prepare gsm8k`` does the same.
 """
 
+import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from skyrl_megatron.data import prepare
-from skyrl_megatron.data.prompts import PromptDataset, load_source
-from skyrl_megatron.entrypoints.main_base import BasePPOExp
-from skyrl_megatron.errors import DataError
+from skyrl_megatron.data.prompts import load_source
+from skyrl_megatron.errors import DataError, SkyRLMegatronError
 
 
 def row(record: dict[str, Any]) -> dict[str, Any]:
@@ -28,29 +27,29 @@ def row(record: dict[str, Any]) -> dict[str, Any]:
     return prepare.make_row("gsm8k", question, "gsm8k", answer.replace(",", ""), {"answer": record["answer"]})
 
 
-class GSM8KExp(BasePPOExp):
-    """An experiment that converts rows before it reads prompts."""
+def converted(published: Path | None, split: str, rows: Path) -> Path:
+    """Write a split as the run reads it; returns the file. Raises DataError for data that are missing or different."""
+    source = f"openai/gsm8k:main:{split}" if published is None else str(published / f"{split}.parquet")
+    file = rows.expanduser() / f"{split}.parquet"
+    prepare.write([row(record) for record in load_source(source)], file)
+    return file
 
-    def get_train_dataset(self) -> PromptDataset:
-        """Convert and read the prompts to train on."""
-        return self.converted("train", self.cfg.data.train_data)
 
-    def get_eval_dataset(self) -> PromptDataset | None:
-        """Convert and read the prompts to evaluate on."""
-        return self.converted("test", self.cfg.data.val_data) if self.cfg.data.val_data else None
+def main(arguments: list[str]) -> int:
+    """Convert and train; returns the exit code."""
+    from skyrl_megatron.entrypoints.main_base import main as train
 
-    def converted(self, split: str, names: Sequence[str]) -> PromptDataset:
-        """Read prompts from files that are written beside what the run exports."""
-        trainer, files = self.cfg.trainer, []
-        for number, name in enumerate(names):
-            file = Path(trainer.export_path) / "gsm8k" / f"{split}_{number}.parquet"
-            prepare.write([row(record) for record in load_source(name, hub_commits=trainer.hub_commits)], file)
-            files.append(str(file))
-        return PromptDataset(files, self.tokenizer, trainer.max_prompt_length)
+    parser = argparse.ArgumentParser(usage=(__doc__ or "").split("\n\n")[1].strip(), allow_abbrev=False)
+    parser.add_argument("--published", type=Path, help="folder with train.parquet and test.parquet")
+    parser.add_argument("--rows", type=Path, default=Path("~/data/gsm8k"), help="where rows are kept (~/data/gsm8k)")
+    given, keys = parser.parse_known_args(arguments)
+    try:
+        files = [converted(given.published, split, given.rows) for split in ("train", "test")]
+    except SkyRLMegatronError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return train([*keys, f"data.train_data=['{files[0]}']", f"data.val_data=['{files[1]}']"])
 
 
 if __name__ == "__main__":
-    from skyrl_megatron.entrypoints.main_base import main
-
-    data = ["data.train_data=['openai/gsm8k:main:train']", "data.val_data=['openai/gsm8k:main:test']"]
-    sys.exit(main([*data, *sys.argv[1:]], experiment=GSM8KExp))
+    sys.exit(main(sys.argv[1:]))

@@ -26,7 +26,8 @@ PAGES = {
 }
 """File of the repository → page. README.md itself is no page: links to it lead to the first one."""
 LINK = re.compile(r"(\]\()([^)#\s:]+)((?:#[^)\s]*)?\))")
-NAME = re.compile(r"`((?:[\w.-]+/)*[\w.-]+\.md)`")
+OPTIONS = re.compile(r"^(```+\w+) [^\n]*$", re.MULTILINE)
+"""What tests are told behind a block's language."""
 LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml", ".sbatch": "bash"}
 
 
@@ -55,7 +56,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
             return found[0]
         return found[1] + posixpath.relpath(site_path(path), posixpath.dirname(here) or ".") + found[3]
 
-    return LINK.sub(turned, markdown)
+    return OPTIONS.sub(r"\1", LINK.sub(turned, markdown))
 
 
 def page_path(page: str) -> str:

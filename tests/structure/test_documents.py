@@ -29,7 +29,7 @@ def test_the_page_of_errors_is_that_of_the_code():
     page = runpy.run_path(str(ROOT / "launch" / "site" / "errors.py"))
     written = page["PAGE"].read_text()
     assert written == page["page"](), "run: python launch/site/errors.py"
-    assert "prompts are sampled one by one while the policy trains: set it to false" in written, "a variable is followed"
+    assert "prompts are sampled one by one while the policy trains: set it to false" in written, "a variable's value"
     assert "| set kv_cache_bytes |" in written
 
 
