@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Build the documentation site into build/site; broken links and anchors are errors.   launch/docs.sh [mkdocs options]
+# Look at it: python -m http.server --directory build/site (its search needs a server, the rest is plain files).
 # Its tools have an environment of their own, .venv-docs (launch/requirements/docs.txt). Needs launch/setup.sh before.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-case ${1:-} in -h|--help) sed -n '2,3s/^# //p' "$0"; exit 0 ;; esac
+case ${1:-} in -h|--help) sed -n '2,4s/^# //p' "$0"; exit 0 ;; esac
 uv=$(command -v uv || command -v .venv/tools/bin/uv) || { echo "no environment: run launch/setup.sh" >&2; exit 1; }
 venv=.venv-docs
 want=$(sha256sum launch/requirements/docs.txt)

@@ -170,6 +170,11 @@ def cell(text: str) -> str:
     return re.sub(r"…(?:[.,/ ]?…)+", "…", text).replace("|", "\\|").replace("<", "&lt;")
 
 
+def keys_first(row: tuple[str, str]) -> tuple[bool, tuple[str, str]]:
+    """Order rows by what they say, those that name no key of their own last."""
+    return row[0].startswith(("KEY", "…")), row
+
+
 def page() -> str:
     """Return the whole text of docs/errors.md."""
     rows: dict[int, dict[str, list[tuple[str, str]]]] = {index: {} for index in range(len(TOPICS))}
@@ -183,7 +188,7 @@ def page() -> str:
         parts.append(f"## {topic['title']}\n\n{topic['cure']}\n")
         for kind, messages in sorted(rows[index].items()):
             parts.append(f"`{kind}`\n\n| message | cure |\n|---|---|")
-            parts += [f"| {message} | {what} |" for message, what in sorted(messages)]
+            parts += [f"| {message} | {what} |" for message, what in sorted(messages, key=keys_first)]
             parts.append("")
     return "\n".join(parts).rstrip() + "\n"
 
