@@ -181,7 +181,8 @@ def page() -> str:
     for site in sites():
         here = rows[topic_of(site.module)].setdefault(site.kind, [])
         row = (cell(site.message), cell(site.cure) or "as above")
-        if row not in here and cell(site.message).strip("… ;:=,."):
+        says = site.cure if site.kind == "ConfigError" else site.message
+        if row not in here and cell(says).strip("… ;:=,."):
             here.append(row)
     parts = [HEAD]
     for index, topic in enumerate(TOPICS):
