@@ -29,7 +29,8 @@ class Hinted(SkyRLGymGenerator):
             for prompt, hint in zip(input_batch["prompts"], hinted, strict=True)
         ]
         output = await super().generate({**input_batch, "prompts": prompts}, disable_tqdm)
-        output["rollout_metrics"]["generate/hinted"] = sum(hinted) / len(hinted)
+        share = sum(hinted) / max(len(hinted), 1)
+        output["rollout_metrics"] = {**(output["rollout_metrics"] or {}), "generate/hinted": share}
         return output
 
 
