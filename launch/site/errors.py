@@ -132,7 +132,7 @@ class Source:
             made = [""]
             for part in node.values:
                 known = self.texts(part.value, at, depth + 1) if isinstance(part, ast.FormattedValue) else []
-                known = [part.value] if isinstance(part, ast.Constant) else known
+                known = [str(part.value)] if isinstance(part, ast.Constant) else known
                 made = [start + end for start in made for end in (known if 0 < len(known) <= 4 else ["…"])]
             return [text for text in made if text.strip("… .:=")]
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):

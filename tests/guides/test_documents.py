@@ -123,7 +123,9 @@ def test_local_commands_run(words, tmp_path):
     assert "Traceback" not in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=str)
+@pytest.mark.parametrize(
+    "document", [*DOCUMENTS, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "launch/examples/README.md"], ids=str
+)
 def test_links_lead_somewhere(document):
     broken = [
         target
