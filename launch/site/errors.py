@@ -33,7 +33,7 @@ TOPICS: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("error_to
 IMPERATIVES = (
     "set use choose raise lower give write name add fetch take remove restore free end start install move wait put"
     " leave list make mark look check return must pass turn drop export keep train resume delete lift register change"
-    " call let ask share unset say stop open try build join switch spell serve declare"
+    " call let ask share unset say stop open try build join switch spell serve declare fix see close mend define"
 ).split()
 """First words of the part of a message that says what to do."""
 
