@@ -22,8 +22,10 @@ class Hinted(SkyRLGymGenerator):
     """Training samples with an odd number within their group get the hint; evaluation gets none."""
 
     async def generate(self, input_batch: GeneratorInput, disable_tqdm: bool = False) -> GeneratorOutput:
-        ids, metadata = input_batch.get("trajectory_ids"), input_batch.get("batch_metadata")
-        hinted = [bool(metadata and metadata.training_phase == "train" and one.repetition_id % 2) for one in ids or []]
+        metadata, ids = input_batch.get("batch_metadata"), input_batch.get("trajectory_ids")
+        training = metadata is not None and metadata.training_phase == "train"
+        numbers = [one.repetition_id for one in ids] if ids else [0] * len(input_batch["prompts"])
+        hinted = [training and number % 2 == 1 for number in numbers]
         prompts: Any = [
             [*prompt[:-1], {**prompt[-1], "content": HINT + prompt[-1]["content"]}] if hint else prompt
             for prompt, hint in zip(input_batch["prompts"], hinted, strict=True)
