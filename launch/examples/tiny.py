@@ -18,7 +18,7 @@ from skyrl_megatron.data import prepare
 NAMES, THINGS = ("Ann", "Ben", "Eva", "Joe", "Kim", "Tom"), ("pens", "cups", "nuts", "eggs", "keys", "hats")
 TAGS = "#### <think> </think> <sql> </sql> <solution> </solution> <observation> </observation> <reminder> </reminder>"
 TAGS += " <calc> </calc> <result> </result> _ "
-STEPS = 100
+STEPS = 150
 Row = dict[str, Any]
 Talk = list[dict[str, str]]
 """A conversation that the model imitates; the assistant's messages are learned."""
@@ -51,9 +51,9 @@ def gsm8k_rows(split: str, problems: list[tuple[str, str, int]], env_class: str 
 
 def products(split: str) -> list[Row]:
     """Return rows for a calculator."""
-    pairs = [(a, b) for a in range(11, 60) for b in range(2, 10)]
+    pairs = [(a, b) for a in range(2, 13) for b in range(2, 10)]
     random.Random(1).shuffle(pairs)
-    chosen = pairs[:320] if split == "train" else pairs[320:352]
+    chosen = pairs[:64] if split == "train" else pairs[64:]
     return [prepare.make_row("products", f"{a}*{b}=", "calculator", str(a * b), {"split": split}) for a, b in chosen]
 
 
@@ -114,7 +114,7 @@ def talks(folder: Path, train: list[Row], rng: random.Random) -> Iterator[Talk]:
     while True:
         for row in rng.sample(train, 4):
             yield [row["prompt"][-1], {"role": "assistant", "content": row["extra_info"]["answer"]}]
-        yield rng.choice(others)
+        yield from rng.sample(others, 2)
         yield rng.choice(queries)
         yield judge_talk(rng)
 
@@ -154,7 +154,7 @@ def encoded(tokenizer: Any, talk: Talk) -> tuple[list[int], list[int]]:
 
 
 def main(folder: Path, steps: int = STEPS) -> None:
-    """Write everything; the teacher is taught for twice as many ``steps``."""
+    """Write everything; the teacher is taught for half as many ``steps`` more."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -177,8 +177,8 @@ def main(folder: Path, steps: int = STEPS) -> None:
     model = AutoModelForCausalLM.from_pretrained(seeded, dtype=torch.float32)
     torch.manual_seed(0)
     demonstrations = talks(folder, gsm8k_rows("train", train), random.Random(0))
-    for name in ("model", "teacher"):
-        loss = teach(model, tokenizer, demonstrations, steps)
+    for name, more in (("model", steps), ("teacher", steps // 2)):
+        loss = teach(model, tokenizer, demonstrations, more)
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
         print(f"{folder / name}: loss {loss:.3f}", flush=True)
