@@ -18,7 +18,7 @@ from skyrl_megatron.data import prepare
 NAMES, THINGS = ("Ann", "Ben", "Eva", "Joe", "Kim", "Tom"), ("pens", "cups", "nuts", "eggs", "keys", "hats")
 TAGS = "#### <think> </think> <sql> </sql> <solution> </solution> <observation> </observation> <reminder> </reminder>"
 TAGS += " <calc> </calc> <result> </result> _ "
-STEPS = 150
+STEPS = 200
 Row = dict[str, Any]
 Talk = list[dict[str, str]]
 """A conversation that the model imitates; the assistant's messages are learned."""
