@@ -7,8 +7,10 @@ the loopback interface and with a token, for as long as the run; without, the en
 and ``OPENAI_API_KEY``. A judge that does not answer, or not with 0 or 1, fails the trajectory: no reward is made up.
 """
 
+import argparse
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
@@ -29,10 +31,9 @@ class Judged(BaseTextEnv):
     @cached_property
     def client(self) -> httpx.Client:
         """Connection to the endpoint, of this episode."""
-        key = os.environ["OPENAI_API_KEY"]
-        return httpx.Client(
-            base_url=os.environ["OPENAI_BASE_URL"], headers={"Authorization": f"Bearer {key}"}, timeout=60
-        )
+        address = os.environ.get("OPENAI_BASE_URL", "https://api.openai.com/v1/")
+        headers = {"Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY', '')}"}
+        return httpx.Client(base_url=address, headers=headers, timeout=60)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Ask the judge. Raises ValueError for a verdict that is none, httpx's errors when it does not answer."""
@@ -75,12 +76,12 @@ def served(folder: str) -> Iterator[None]:
     from skyrl_megatron.trainer.loop_thread import LoopThread
 
     settings = EngineSettings(model=folder, served_model_name="judge", max_model_len=512, kv_cache_bytes=64 << 20)
-    token = endpoint_token(Path(folder) / "judge.token")
     pool = EnginePool([lambda: VLLMEngine(settings)])
-    with LoopThread() as loop:
-        loop.run(pool.start(), "judge", timeout_s=600)
+    with LoopThread() as loop, tempfile.TemporaryDirectory() as private:
+        token = endpoint_token(Path(private) / "token")
         server = HttpServer(build_app(InferenceClient(pool), "judge", token), "127.0.0.1", 0)
         try:
+            loop.run(pool.start(), "judge", timeout_s=600)
             loop.run(server.start(), "judge", timeout_s=60)
             os.environ |= {"OPENAI_BASE_URL": f"{server.url}/v1/", "OPENAI_API_KEY": token, "JUDGE": "judge"}
             print(f"judge: {folder} at {server.url}", flush=True)
@@ -94,14 +95,12 @@ def main(arguments: list[str]) -> int:
     """Serve the judge that is asked for, and train; returns the exit code."""
     from skyrl_megatron.entrypoints.main_base import main as train
 
-    folder = None
-    if "--judge" in arguments:
-        at = arguments.index("--judge")
-        folder = arguments[at + 1]
-        arguments = [*arguments[:at], *arguments[at + 2 :]]
-    checks = any(argument.startswith("--check") for argument in arguments)
-    with served(folder) if folder and not checks else nullcontext():
-        return train(["environment.env_class=judged", *arguments])
+    parser = argparse.ArgumentParser(usage=(__doc__ or "").split("\n\n")[1].strip(), allow_abbrev=False)
+    parser.add_argument("--judge", metavar="FOLDER", help="model to serve as judge")
+    given, keys = parser.parse_known_args(arguments)
+    checks = any(key.startswith("--check") for key in keys)
+    with served(given.judge) if given.judge and not checks else nullcontext():
+        return train(["environment.env_class=judged", *keys])
 
 
 if __name__ == "__main__":
