@@ -1,0 +1,109 @@
+"""Lives of one small run: each goes on where the one before ended, and meets a fault. What is left after each is checked
+by :meth:`Lives.live` and by the next life, which has to go on from there."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.job import runs
+
+GONE_S = 90
+STEPS = 60
+"""Steps of the whole run, which no life comes to the end of."""
+KEYS = {
+    "trainer__ckpt_interval": 1,
+    "trainer__max_ckpts_to_keep": 3,
+    "trainer__phase_timeout_s": 120,
+    "trainer__max_training_steps": STEPS,
+}
+NO_FAULT = ""
+
+
+@dataclass(frozen=True)
+class Life:
+    """What a life left."""
+
+    run: runs.Run
+    began: int
+    """The step that it went on from."""
+    saved: int
+    """The step of the newest checkpoint behind it."""
+
+    @property
+    def message(self) -> str:
+        """What it said on stderr, but for warnings."""
+        lines = self.run.err.splitlines()
+        return "\n".join(line for line in lines if not line.startswith("warning: "))
+
+
+class Lives:
+    """The run in ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = runs.prepare(folder)
+        self.saved = 0
+
+    def live(self, fault: str, **overrides: object) -> Life:
+        """Go on, with the arguments of ``injection.arm`` in ``fault``, until the fault ends the run or it comes to its
+        end. Whatever happened: no process is left, and the newest checkpoint is whole."""
+        began = self.saved
+        body = f"from tests.faults import injection\ninjection.arm({fault})\n" if fault else ""
+        process = runs.start(self.folder, body, **KEYS | overrides)
+        children: dict[int, psutil.Process] = {}
+        try:
+            out, err = self._watched(process, children)
+        finally:
+            process.kill()
+        _, alive = psutil.wait_procs(list(children.values()), timeout=GONE_S)
+        for each in alive:
+            each.kill()
+        assert not alive, f"left behind: {alive}"
+        self.saved = self.newest()
+        ended = runs.Run(process.returncode, out, err, self.folder)
+        if began:
+            assert f"(step {began} of" in out, f"it did not go on from step {began}: {out[-2000:]}{err[-4000:]}"
+        return Life(ended, began, self.saved)
+
+    def newest(self) -> int:
+        """Return the step of the newest checkpoint, all of whose files are as they were written; 0: there is none."""
+        from skyrl_megatron.runtime.checkpoint.store import CheckpointStore
+
+        pointer = self.folder / "ckpts/latest_ckpt_global_step.txt"
+        if not pointer.is_file():
+            return 0
+        step = int(pointer.read_text())
+        CheckpointStore(self.folder / "ckpts").verify(f"{self.folder}/ckpts/global_step_{step}")
+        return step
+
+    def _watched(self, process, children: dict[int, psutil.Process]) -> tuple[str, str]:
+        """Read what it says to its end, and note its processes meanwhile."""
+        import subprocess
+        import time
+
+        end = time.monotonic() + runs.TIMEOUT_S
+        while True:
+            try:
+                for each in psutil.Process(process.pid).children(recursive=True):
+                    children.setdefault(each.pid, each)
+            except psutil.NoSuchProcess:
+                pass
+            try:
+                return process.communicate(timeout=0.5)
+            except subprocess.TimeoutExpired:
+                assert time.monotonic() < end, "the run did not end"
+
+    @property
+    def faults(self) -> list[str]:
+        """Every fault that happened so far, as ``injection`` noted it."""
+        path = self.folder / "faults.txt"
+        return path.read_text().splitlines() if path.is_file() else []
+
+    @property
+    def lines(self) -> list[dict[str, float]]:
+        """The lines of ``metrics.jsonl``."""
+        text = (self.folder / "logs/skyrl/run/metrics.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines()]

@@ -1,0 +1,77 @@
+"""``docs/faults.md``, of the matrix."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from tests.faults.matrix import Meaningless, Promised, entry
+from tests.faults.proofs import proofs
+from tests.faults.words import WHAT, WHEN, WHO, cells
+
+HEAD = """\
+# Faults
+
+What a run promises of each fault: who is hit × by what × when. Written by `python -m tests.faults.matrix > docs/faults.md`.
+
+- **healed in place**: the run goes on, and its numbers are those that it would have had;
+- **step repeated**: the step is taken again with the same data;
+- **ended, resumable**: every process ends, with one message that names the fault and an exit code that is not 0, and the
+  same command goes on from the newest checkpoint.
+
+*Deadline* is the time until that holds; *may be lost* what has to be done again. Phases in **bold** are proven: a test that
+`tests/faults/proofs.py` names makes the fault in real parts, and fails without the promise. The others are promised only.
+"""
+
+
+def page() -> str:
+    """Return the page."""
+    return "\n".join([HEAD, _count(), *_promises(), *_meaningless()]) + "\n"
+
+
+def _count() -> str:
+    promised = [cell for cell in cells() if isinstance(entry(cell), Promised)]
+    proven = sum(bool(proofs(cell)) for cell in promised)
+    return (
+        f"{len(cells())} cells: {len(cells()) - len(promised)} are meaningless, {len(promised)} have a promise, "
+        f"{proven} of these are proven.\n"
+    )
+
+
+def _promises() -> list[str]:
+    lines = [
+        "## Promises",
+        "",
+        "| who | what | when | promise | deadline | may be lost |",
+        "|---|---|---|---|---|---|",
+    ]
+    for who in WHO:
+        for what in WHAT:
+            of_phases: dict[Promised, list[str]] = {}
+            for when in WHEN:
+                if isinstance(row := entry((who, what, when)), Promised):
+                    shown = f"**{when}**" if proofs((who, what, when)) else when
+                    of_phases.setdefault(row, []).append(shown)
+            lines += [
+                f"| {who} | {what} | {', '.join(phases)} | {row.promise} | {row.deadline} | {row.lost} |"
+                for row, phases in of_phases.items()
+            ]
+    return [*lines, ""]
+
+
+def _meaningless() -> list[str]:
+    lines = ["## Meaningless cells", "", "| who | what | when | why |", "|---|---|---|---|"]
+    rows = []
+    for who in WHO:
+        for what in WHAT:
+            of_phases: dict[str, list[str]] = {}
+            for when in WHEN:
+                if isinstance(row := entry((who, what, when)), Meaningless):
+                    of_phases.setdefault(row.why, []).append(when)
+            rows += [
+                (who, "all" if len(of) == len(WHEN) else ", ".join(of), why, what) for why, of in of_phases.items()
+            ]
+    for (who, when, why), group in groupby(
+        sorted(rows, key=lambda row: (WHO.index(row[0]), *row[1:3])), lambda r: r[:3]
+    ):
+        lines.append(f"| {who} | {', '.join(what for *_, what in group)} | {when} | {why} |")
+    return lines

@@ -1,0 +1,48 @@
+"""The matrix is whole, says nothing twice without effect, and names tests that are there."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.faults.matrix import MEANINGLESS, PROMISES, Promised, entry
+from tests.faults.page import page
+from tests.faults.proofs import PROOFS, proofs
+from tests.faults.words import WHAT, WHEN, WHO, among, cells
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_cell_has_an_entry():
+    missing = [cell for cell in cells() if entry(cell) is None]
+    assert not missing, f"{len(missing)}: {missing[:20]}"
+
+
+@pytest.mark.parametrize("row", [*MEANINGLESS, *PROMISES, *PROOFS], ids=str)
+def test_words_are_known(row):
+    for said, known in ((row.who, WHO), (row.what, WHAT), (row.when, WHEN)):
+        assert isinstance(said, tuple) and set(said) <= set(known), set(said) - set(known)
+
+
+def test_every_entry_is_that_of_some_cell():
+    used = {id(entry(cell)) for cell in cells()}
+    assert not [row for row in (*MEANINGLESS, *PROMISES) if id(row) not in used]
+
+
+@pytest.mark.parametrize("proof", PROOFS, ids=lambda proof: f"{proof.test} {proof.who[0]} {proof.what[0]}")
+def test_a_proof_is_a_test_of_cells_with_a_promise(proof):
+    assert proof.who and proof.what and proof.when, "a proof says of what it is one"
+    proven = [cell for cell in cells() if among(cell, proof.who, proof.what, proof.when)]
+    assert all(isinstance(entry(cell), Promised) for cell in proven), "of a cell that cannot happen"
+    path, name = proof.test.split("::")
+    functions = {each.name for each in ast.parse((ROOT / path).read_text()).body if isinstance(each, ast.FunctionDef)}
+    assert name.partition("[")[0] in functions, f"no such test: {proof.test}"
+
+
+def test_what_is_not_proven_has_no_test():
+    """Guards the page's count: a cell is proven by a test that is named for it, and by nothing else."""
+    assert proofs(("driver", "SIGKILL", "sample")) and not proofs(("clock", "byte in bucket", "start"))
+
+
+def test_the_page_is_current():
+    assert (ROOT / "docs/faults.md").read_text() == page(), "run python -m tests.faults.matrix > docs/faults.md"
