@@ -72,8 +72,10 @@ def read_header(folder: Path, file_name: str) -> dict[str, TensorInfo]:
             header = json.loads(file.read(length))
     except OSError as error:
         raise BridgeError(f"{path}: {error.strerror}; fetch the file again") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise broken(f"its header is not JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise broken("its header is no JSON object")
     data = 8 + length
     infos = {}
     for name, value in header.items():
@@ -82,7 +84,8 @@ def read_header(folder: Path, file_name: str) -> dict[str, TensorInfo]:
         try:
             dtype, shape = DTYPES[value["dtype"]], tuple(value["shape"])
             start, end = value["data_offsets"]
-            fits = 0 <= start <= end and end - start == math.prod(shape) * dtype.itemsize
+            whole = all(type(number) is int and number >= 0 for number in (*shape, start, end))
+            fits = whole and start <= end and end - start == math.prod(shape) * dtype.itemsize
         except (KeyError, TypeError, ValueError) as error:
             raise broken(f"tensor {name} has the entry {value!r}") from error
         if not fits:

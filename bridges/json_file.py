@@ -29,7 +29,7 @@ def parse_json(content: str | bytes, where: str) -> dict[str, Any]:
     """Return the JSON object that a text holds. Raises :class:`BridgeError` naming ``where`` it is from."""
     try:
         value = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BridgeError(f"{where} is not valid JSON ({error}); fetch the file again") from error
     if not isinstance(value, dict):
         raise BridgeError(f"{where} must hold a JSON object, not a {type(value).__name__}; fetch the file again")

@@ -6,7 +6,6 @@ other request is, and its answer streamed back. Token requests go through the cl
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, cast
 
@@ -15,7 +14,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from skyrl_megatron.errors import EngineError, RequestError
 from skyrl_megatron.inference.client import InferenceClient
-from skyrl_megatron.inference.http_guard import MAX_BODY_BYTES, Guard, refusal
+from skyrl_megatron.inference.http_guard import MAX_BODY_BYTES, Guard, json_of, refusal
 
 VERSION_HEADER = "x-policy-version"
 SESSION_HEADER = "x-session-id"
@@ -86,11 +85,11 @@ async def _openai(client: InferenceClient, request: Request) -> Response:
 
 async def _tokens(client: InferenceClient, model: str, adapters: Sequence[str], request: Request) -> Response:
     """Answer as vLLM's own route of this name does, sampled tokens' log-probs included."""
+    body = await json_of(request)
     try:
-        body = json.loads(await request.body())
         prompt, sampling = list(body["token_ids"]), dict(body.get("sampling_params") or {})
         adapter = body.get("model") if body.get("model") in adapters else ""
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RequestError(f"{TOKENS}: needs token_ids and sampling_params: {error!r}") from error
     if not prompt or not all(isinstance(token, int) and token >= 0 for token in prompt):
         raise RequestError(f"{TOKENS}: token_ids must be a list of one or more token ids")

@@ -1,13 +1,17 @@
-"""What stands before every HTTP application of ours: a bearer token, and a bound on the size of a request."""
+"""What stands before every HTTP application of ours: a bearer token, a bound on the size of a request, and its JSON."""
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from fastapi import Request
 from fastapi.responses import JSONResponse
+
+from skyrl_megatron.errors import RequestError
 
 MAX_BODY_BYTES = 16 << 20
 ENGINE_KEY = "VLLM_API_KEY"
@@ -20,6 +24,15 @@ def refusal(status: int, message: str) -> JSONResponse:
     """Make an answer that says why a request is refused, in OpenAI's form."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status)
+
+
+async def json_of(request: Request) -> Any:
+    """Return what a request's body holds. Raises RequestError for one that is no JSON, or nested deeper than it can be
+    read."""
+    try:
+        return json.loads(await request.body())
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{request.url.path}: the body is no JSON: {error}") from error
 
 
 class Guard:

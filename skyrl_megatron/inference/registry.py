@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable
 from typing import Any
 
@@ -20,7 +19,7 @@ from fastapi.responses import JSONResponse
 
 from skyrl_megatron.errors import EngineError, RequestError
 from skyrl_megatron.inference.fleet import Fleet, FleetMember
-from skyrl_megatron.inference.http_guard import Guard, refusal
+from skyrl_megatron.inference.http_guard import Guard, json_of, refusal
 from skyrl_megatron.inference.offer import Offer, checked
 
 
@@ -40,7 +39,7 @@ def build_registry(fleet: Fleet, token: str) -> FastAPI:
     @app.post("/engines/check")
     async def check(request: Request) -> Response:
         async def answer() -> Response:
-            offered = checked(await _json(request), {"model": dict, "versions": dict})
+            offered = checked(await json_of(request), {"model": dict, "versions": dict})
             if problems := fleet.wanted.refusals(**offered):
                 return refusal(409, "; ".join(problems))
             wanted = fleet.wanted
@@ -57,7 +56,7 @@ def build_registry(fleet: Fleet, token: str) -> FastAPI:
     @app.post("/engines")
     async def join(request: Request) -> Response:
         async def answer() -> Response:
-            member = await fleet.join(Offer.of(await _json(request)))
+            member = await fleet.join(Offer.of(await json_of(request)))
             return JSONResponse(_view(fleet, member) | {"heartbeat_s": fleet.heartbeat_s}, 201)
 
         return await _answer(answer())
@@ -90,13 +89,6 @@ async def _answer(work: Awaitable[Response]) -> Response:
         return refusal(400, str(error))
     except EngineError as error:
         return refusal(409, str(error))
-
-
-async def _json(request: Request) -> Any:
-    try:
-        return json.loads(await request.body())
-    except ValueError as error:
-        raise RequestError(f"the body is no JSON: {error}") from error
 
 
 def _view(fleet: Fleet, member: FleetMember) -> dict[str, Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 import queue
 import re
 import threading
 import urllib.request
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from skyrl_megatron.errors import LaunchError, SkyRLMegatronWarning
@@ -24,9 +25,10 @@ WAITING = 100
 
 class PrometheusEndpoint:
     """The last value of every metric at ``http://127.0.0.1:PORT/metrics``, in Prometheus' text format, as gauges
-    ``skyrl_<name>`` with underscores for what its names may not hold. Raises LaunchError when the port is taken."""
+    ``skyrl_<name>`` with underscores for what its names may not hold, for those who send ``Authorization: Bearer TOKEN``.
+    Raises LaunchError when the port is taken."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, token: str) -> None:
         from prometheus_client import CollectorRegistry, start_http_server
 
         self._values: dict[str, float] = {}
@@ -38,6 +40,7 @@ class PrometheusEndpoint:
             raise LaunchError(
                 f"trainer.prometheus_port={port}: {error}; choose another port, or end what listens there"
             ) from error
+        self._server.set_app(_guarded(self._server.get_app(), token))
         self.port: int = self._server.server_port
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -56,6 +59,19 @@ class PrometheusEndpoint:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def _guarded(app: Callable[..., Iterable[bytes]], token: str) -> Callable[..., Iterable[bytes]]:
+    """Return a WSGI application that answers 401 to who does not know the token."""
+    expected = f"Bearer {token}".encode()
+
+    def answer(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        if hmac.compare_digest(environ.get("HTTP_AUTHORIZATION", "").encode(), expected):
+            return app(environ, start)
+        start("401 Unauthorized", [("Content-Type", "text/plain"), ("WWW-Authenticate", "Bearer")])
+        return [b"the token is missing or wrong: it is in the run's folder, in prometheus_token\n"]
+
+    return answer
 
 
 class SpanSender:

@@ -63,6 +63,7 @@ from skyrl_megatron.trainer.metrics import (
 from skyrl_megatron.trainer.phases import Phases, StartUp
 from skyrl_megatron.trainer.report import last_lines, write_curves
 from skyrl_megatron.trainer.stop import StopRequested, StopSignal
+from skyrl_megatron.trainer.stragglers import Stragglers
 from skyrl_megatron.trainer.teachers import Teachers, with_teacher_rewards
 from skyrl_megatron.trainer.tracking import as_numbers
 from skyrl_megatron.trainer.watch import RunWatch
@@ -133,7 +134,7 @@ class RayPPOTrainer:
             cfg.trainer.algorithm.dynamic_sampling, cfg.trainer.train_batch_size, cfg.trainer.seed
         )
         self.phases, self.start_up = Phases(self._held), StartUp(tracker.say)
-        self.watch = RunWatch(cfg, tokenizer, self.total_steps)
+        self.watch, self.stragglers = RunWatch(cfg, tokenizer, self.total_steps), Stragglers(tracker.say)
         self.sampled: list[np.ndarray] = []
         """Tokens of the sequences that were sampled for the step at hand."""
         self.metrics: dict[str, float] = {}
@@ -585,6 +586,8 @@ class RayPPOTrainer:
         seconds = timings["timing/step"]
         tokens = self.metrics.pop("trainer/tokens", 0.0)
         ranks = len(self.policy.group)
+        for name, role in self.roles.items():
+            self.metrics |= self.stragglers.look(name, role.take_own_seconds(), role.group.names)
         self.metrics |= timings | {
             "trainer/epoch": float(self.train_dataloader.epoch),
             "trainer/global_step": float(self.global_step),

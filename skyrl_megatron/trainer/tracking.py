@@ -97,6 +97,14 @@ class TensorBoard:
         self._writer.close()
 
 
+def _prometheus(cfg: SkyRLTrainConfig) -> PrometheusEndpoint | None:
+    if (port := cfg.trainer.prometheus_port) is None:
+        return None
+    from skyrl_megatron.inference.http_server import endpoint_token
+
+    return PrometheusEndpoint(port, endpoint_token(run_folder(cfg) / "prometheus_token", "prometheus_token"))
+
+
 class Tracking:
     """All sinks of a run as one. :meth:`open` comes once the step that the run continues from is known."""
 
@@ -104,8 +112,7 @@ class Tracking:
         self.cfg, self.folder = cfg, run_folder(cfg)
         self.console = ConsoleSink(self.folder / "console.log")
         self._named = named_tracker(cfg, resumed=resumed_step(cfg) > 0)
-        port = cfg.trainer.prometheus_port
-        self._endpoint = None if port is None else PrometheusEndpoint(port)
+        self._endpoint = _prometheus(cfg)
         self.sinks: list[MetricSink] = []
 
     def open(self, *, total_steps: int, resumed_from: int | None = None) -> bool:

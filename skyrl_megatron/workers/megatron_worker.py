@@ -37,6 +37,10 @@ if TYPE_CHECKING:
 type Arrays = dict[str, Any]
 
 
+OWN_SECONDS = "own_seconds"
+"""Metric of one rank alone: its time in a mini-batch, without what it waited for others."""
+
+
 @ray.remote
 class MegatronWorker:
     """One rank of a role's model. Every method but :meth:`address` is called on all ranks of the role at once.
@@ -69,6 +73,7 @@ class MegatronWorker:
         import torch.distributed as dist
 
         from skyrl_megatron import device
+        from skyrl_megatron.runtime import waits
         from skyrl_megatron.runtime.critic import CriticEngine
         from skyrl_megatron.runtime.engine import MegatronEngine
         from skyrl_megatron.workers.dispatch import RankInfo
@@ -83,6 +88,7 @@ class MegatronWorker:
         dist.init_process_group(
             device.collective_backend(), store=store, rank=self.rank, world_size=self.world_size, timeout=timeout
         )
+        waits.count()
         self.cfg, self.role = cfg, role
         self.engine: MegatronEngine = (
             CriticEngine(cfg, total_steps=total_steps)
@@ -180,12 +186,16 @@ class MegatronWorker:
         ``algorithm``: fields of ``trainer.algorithm`` that the objective of this step has other values of.
         ``more_follow``: another mini-batch comes before anything else reads the weights.
         """
+        from skyrl_megatron import device
         from skyrl_megatron.algorithms.registry import ensure_registry_versions
+        from skyrl_megatron.runtime.waits import own_seconds
         from skyrl_megatron.workers.dispatch import from_arrays
 
+        began = own_seconds()
         ensure_registry_versions(registry)
         objective = self.engine.objective(algorithm)
-        return self.engine.forward_backward(from_arrays(chunk), objective=objective) | self.optim_step(more_follow)
+        result = self.engine.forward_backward(from_arrays(chunk), objective=objective) | self.optim_step(more_follow)
+        return result if device.has_cuda() else result | {OWN_SECONDS: own_seconds() - began}
 
     @timed
     def optim_step(self, more_follow: bool = False) -> dict[str, float]:

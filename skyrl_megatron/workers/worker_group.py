@@ -15,7 +15,7 @@ from skyrl_megatron.data.routes import routes_of
 from skyrl_megatron.runtime.offload import PARTS
 from skyrl_megatron.workers.actor_group import ActorGroup
 from skyrl_megatron.workers.dispatch import RankInfo, ShardedBatch, dispatch
-from skyrl_megatron.workers.megatron_worker import MegatronWorker
+from skyrl_megatron.workers.megatron_worker import OWN_SECONDS, MegatronWorker
 from skyrl_megatron.workers.ray_setup import rank_environment
 from skyrl_megatron.workers.speed import Speed
 
@@ -47,6 +47,7 @@ class WorkerGroup:
         self.group = ActorGroup(role, actors, cfg.trainer.phase_timeout_s)
         self.ranks: list[RankInfo] = []
         self._stepped: set[str] | None = None  # named adapters, since changed_adapters(); None: whichever there are
+        self._own_seconds: list[float] = []
         self._building: Any = None
         self._scored = Speed()
 
@@ -161,10 +162,18 @@ class WorkerGroup:
         results = self.group.call(
             "train_mini_batch", *arguments, phase=f"train {self.name}", each=sharded.arguments(self.ranks)
         )
+        if own := [result.pop(OWN_SECONDS) for result in results if OWN_SECONDS in result]:
+            self._own_seconds = [a + b for a, b in zip(self._own_seconds or [0.0] * len(own), own, strict=True)]
         merged = self._merged(results)
         named = {metric.split("/")[1] for metric in merged if metric.startswith("adapter/")}
         self._stepped = self._stepped | named if self._stepped is not None and named else None
         return merged
+
+    def take_own_seconds(self) -> list[float]:
+        """Return the time that each rank was busy itself with mini-batches since the last call, without waiting for
+        others; [] where it is not known."""
+        own, self._own_seconds = self._own_seconds, []
+        return own
 
     def changed_adapters(self) -> set[str] | None:
         """Return the named adapters that took a step since this was asked last; None: all that there is may have."""

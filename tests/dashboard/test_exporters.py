@@ -3,27 +3,33 @@
 import http.server
 import json
 import threading
+import urllib.error
 import urllib.request
 
 import pytest
 
 
 def test_prometheus_reads_the_last_numbers():
-    """With Prometheus' own parser."""
+    """With Prometheus' own parser; nothing is told without the token."""
     from prometheus_client.parser import text_string_to_metric_families
 
     from skyrl_megatron.errors import LaunchError
     from skyrl_megatron.trainer.exporters import PrometheusEndpoint
     from tests.support.rank_pool import lasting_port
 
-    endpoint = PrometheusEndpoint(lasting_port())
+    endpoint = PrometheusEndpoint(lasting_port(), "secret")
     try:
         endpoint.log({"policy/grad_norm": 1.5, "eval/all/avg_score": 0.25}, 3)
         endpoint.log({"policy/grad_norm": 2.5, "environment/a b-c": float("nan")}, 4)
-        with urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}/metrics", timeout=30) as answer:
+        address = f"http://127.0.0.1:{endpoint.port}/metrics"
+        for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer \xff"}):
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                urllib.request.urlopen(urllib.request.Request(address, headers=header), timeout=30)
+        asked = urllib.request.Request(address, headers={"Authorization": "Bearer secret"})
+        with urllib.request.urlopen(asked, timeout=30) as answer:
             families = {family.name: family for family in text_string_to_metric_families(answer.read().decode())}
         with pytest.raises(LaunchError, match=f"trainer.prometheus_port={endpoint.port}: .*choose another port"):
-            PrometheusEndpoint(endpoint.port)
+            PrometheusEndpoint(endpoint.port, "secret")
     finally:
         endpoint.finish()
     values = {name: family.samples[0].value for name, family in families.items()}

@@ -23,7 +23,7 @@ ROOM = 100_000
 
 def arm(who: str, what: str, when: str, step: int = 0, *, delay_s: float = 0.05, lasts_s: float = 60.0) -> None:
     """Let ``what`` happen to ``who`` once, ``delay_s`` after the driver came into the phase ``when`` of a step that
-    follows ``step`` whole ones. ``lasts_s``: how long one that becomes slow stays so."""
+    follows ``step`` whole ones; 0: before the phase begins. ``lasts_s``: how long one that becomes slow stays so."""
     from skyrl_megatron.trainer.phases import Phases
     from skyrl_megatron.trainer.ppo import RayPPOTrainer
 
@@ -41,7 +41,10 @@ def arm(who: str, what: str, when: str, step: int = 0, *, delay_s: float = 0.05,
             if what == "exception":
                 raise RuntimeError(f"an exception in {when}")
             victims = find(trainers[-1], who)
-            threading.Thread(target=_happen, args=(victims, what, delay_s, lasts_s), daemon=True).start()
+            maker = threading.Thread(target=_happen, args=(victims, what, delay_s, lasts_s), daemon=True)
+            maker.start()
+            if not delay_s:
+                maker.join()
         return enter(self, name)
 
     RayPPOTrainer.__init__, Phases.__call__ = remember, entered

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import Any
@@ -102,12 +102,14 @@ class Manifest:
             body = json.loads(data)
             stated = body.pop("self")
             intact = stated == _self_hash(body)
-        except (ValueError, AttributeError, KeyError, TypeError) as error:
+        except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged ({error})") from error
         if not intact:
             raise CheckpointError(f"{path} is damaged: its content does not have the hash that it states")
-        if body["format"] != FORMAT or body["block_bytes"] != BLOCK_BYTES:
-            raise CheckpointError(f"{path} has format {body['format']}, this version reads {FORMAT}")
+        if body.get("format") != FORMAT or body.get("block_bytes") != BLOCK_BYTES:
+            raise CheckpointError(f"{path} has format {body.get('format')}, this version reads {FORMAT}")
+        if wrong := [name for name, fits in _FIELDS.items() if not fits(body.get(name, {}))]:
+            raise CheckpointError(f"{path} is none of ours: {', '.join(wrong)} is not what it should be: refused")
         files = {name: FileEntry(**entry) for name, entry in body["files"].items()}
         for name in files:
             if name.startswith("/") or ".." in name.split("/"):
@@ -124,6 +126,32 @@ class Manifest:
     def roles(self) -> list[str]:
         """Return roles in the checkpoint."""
         return sorted(self.layouts)
+
+
+def _is_file(entry: Any) -> bool:
+    return (
+        isinstance(entry, dict)
+        and entry.keys() == {"bytes", "blake3"}
+        and type(entry["bytes"]) is int
+        and entry["bytes"] >= 0
+        and isinstance(entry["blake3"], list)
+        and all(isinstance(block, str) for block in entry["blake3"])
+    )
+
+
+def _all_are(kind: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, dict) and all(type(inner) is kind for inner in value.values())
+
+
+_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "step": lambda value: type(value) is int and value >= 0,
+    "files": lambda value: isinstance(value, dict) and all(map(_is_file, value.values())),
+    "layouts": lambda value: isinstance(value, dict) and all(map(_all_are(int), value.values())),
+    "versions": _all_are(str),
+    "hub_commits": _all_are(str),
+    "bases": _all_are(str),
+}
+"""Key of a manifest → whether a value can be its. The hash of a manifest is right for whoever wrote it."""
 
 
 def _self_hash(body: dict[str, Any]) -> str:

@@ -1,0 +1,269 @@
+"""Files that a disk or an enemy changed: one error that names the file, or what it holds is used. Nothing else is raised,
+nothing outside of the folder is opened, nothing runs."""
+
+import json
+import shutil
+import warnings
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.faults import fuzz
+
+few = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """Folder of a small checkpoint."""
+    from skyrl_megatron.runtime.checkpoint.store import CheckpointStore
+    from tests.checkpoint.test_store import write
+
+    store = CheckpointStore(tmp_path_factory.mktemp("checkpoints"))
+    folder = write(store, 1, trainer_state={"kl_coef": 0.5})
+    store.close()
+    return store.storage.path(f"{folder}")
+
+
+def opened(root):
+    """What a run finds in a folder of checkpoints: a step, None, or the error's text."""
+    from skyrl_megatron.errors import CheckpointError
+    from skyrl_megatron.runtime.checkpoint.store import CheckpointStore
+    from tests.checkpoint.test_store import read
+
+    store = CheckpointStore(root)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for found in store.candidates():
+                read(store, found)
+                store.verify(found.folder)
+                return found.step
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+@few
+@given(data=st.data())
+def test_a_checkpoint_with_changed_bytes(checkpoint, tmp_path, data):
+    """Whatever file it is: every byte has a hash."""
+    from pathlib import Path
+
+    root = tmp_path / "copy"
+    shutil.rmtree(root, ignore_errors=True)
+    shutil.copytree(Path(checkpoint).parent, root, ignore=shutil.ignore_patterns(".lock"))
+    folder = root / Path(checkpoint).name
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    path = data.draw(st.sampled_from(files))
+    right = path.read_bytes()
+    path.write_bytes(changed := data.draw(fuzz.flipped(right)))
+    found = opened(root)
+    assert found == 1 if changed == right else found != 1, f"{path.name} was changed, and nobody noticed"
+
+
+@few
+@given(data=st.data())
+def test_a_manifest_whose_hash_is_right(checkpoint, data):
+    """Its hash is no signature: whoever changes it can state the right one."""
+    from pathlib import Path
+
+    from skyrl_megatron.errors import CheckpointError
+    from skyrl_megatron.runtime.checkpoint.manifest import Manifest, _self_hash
+
+    right = json.loads((Path(checkpoint) / "MANIFEST.json").read_bytes())
+    del right["self"]
+    body = data.draw(fuzz.changed(right))
+    if isinstance(body, dict):
+        body["self"] = _self_hash(body)
+    try:
+        read = Manifest.from_bytes(fuzz.as_json(body), "m")
+    except CheckpointError as error:
+        assert str(error).startswith("m ")
+    else:
+        assert isinstance(read.step, int) and not [name for name in read.files if name.startswith("/")]
+        again = Manifest.from_bytes(read.to_bytes(), "m")
+        assert again.files == read.files
+
+
+@few
+@given(content=st.one_of(st.binary(max_size=200), st.just(fuzz.DEEP)))
+def test_a_pickle_of_a_checkpoint(content):
+    """Read through an allow-list; whatever it holds, the one error."""
+    from bridges.errors import BridgeError
+    from bridges.metadata import parse_common_state, parse_metadata
+
+    for parse in (parse_metadata, parse_common_state):
+        with pytest.raises(BridgeError):
+            parse(content, "x")
+
+
+# ------------------------------------------------------------------ model and adapter folders
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    from tests.support.tiny_models import write_tiny_model
+
+    return write_tiny_model("qwen3_moe", tmp_path_factory.mktemp("model"))
+
+
+def header_of(content):
+    length = int.from_bytes(content[:8], "little")
+    return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+def with_header(header, rest):
+    text = fuzz.as_json(header)
+    return len(text).to_bytes(8, "little") + text + rest
+
+
+@few
+@given(data=st.data())
+def test_weights_of_a_model_folder(model, tmp_path, data):
+    """What stands in a header is of the file, or it is refused before anything is mapped by it."""
+    from bridges.errors import BridgeError
+    from bridges.hf_io import read_header
+
+    (right,) = model.glob("*.safetensors")
+    header, rest = header_of(right.read_bytes())
+    few_tensors = dict(list(header.items())[:3])
+    whole = with_header(few_tensors, rest)
+    content = data.draw(
+        st.one_of(
+            fuzz.changed(few_tensors).map(lambda changed: with_header(changed, rest)),
+            fuzz.flipped(whole[:400]).map(lambda head: head + whole[400:]),
+            st.just(len(fuzz.DEEP).to_bytes(8, "little") + fuzz.DEEP),
+        )
+    )
+    (tmp_path / "x.safetensors").write_bytes(content)
+    try:
+        found = read_header(tmp_path, "x.safetensors")
+    except BridgeError as error:
+        assert "x.safetensors" in str(error)
+    else:
+        for info in found.values():
+            assert all(type(size) is int and size >= 0 for size in info.shape)
+            assert type(info.start) is type(info.end) is int and 8 <= info.start <= info.end <= len(content)
+
+
+@few
+@given(data=st.data())
+def test_config_of_a_model_folder(model, data):
+    from bridges.errors import BridgeError
+    from bridges.json_file import parse_json
+    from bridges.plan import Plan
+
+    right = json.loads((model / "config.json").read_text())
+    content = data.draw(st.one_of(fuzz.bodies(right), fuzz.changed(right).map(fuzz.as_json)))
+    try:
+        Plan.of(parse_json(content, "config.json"))
+    except BridgeError as error:
+        assert str(error)
+
+
+@pytest.fixture(scope="module")
+def adapter(model, tmp_path_factory):
+    """An adapter of one projection, as PEFT writes it."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder, config = tmp_path_factory.mktemp("adapter"), json.loads((model / "config.json").read_text())
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    heads = config["num_attention_heads"] * config["head_dim"]
+    factors = {name.format("A"): torch.zeros(4, config["hidden_size"]), name.format("B"): torch.zeros(heads, 4)}
+    save_file(factors, folder / "adapter_model.safetensors")
+    about = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(about))
+    return folder
+
+
+@few
+@given(data=st.data())
+def test_an_adapter_folder(model, adapter, tmp_path, data):
+    from bridges.errors import BridgeError
+    from bridges.peft_folder import PeftFolder
+    from bridges.plan import Plan
+
+    plan = Plan.of(json.loads((model / "config.json").read_text()))
+    assert PeftFolder(adapter, plan).modules
+    about = json.loads((adapter / "adapter_config.json").read_text())
+    header, rest = header_of((adapter / "adapter_model.safetensors").read_bytes())
+    (tmp_path / "adapter_config.json").write_bytes(data.draw(fuzz.bodies(about)))
+    weights = with_header(data.draw(st.one_of(st.just(header), fuzz.changed(header))), rest)
+    (tmp_path / "adapter_model.safetensors").write_bytes(weights)
+    try:
+        found = PeftFolder(tmp_path, plan)
+        for module in found.modules:
+            found.factor(module, "A"), found.factor(module, "B")
+    except BridgeError as error:
+        assert str(tmp_path) in str(error), error
+
+
+# ------------------------------------------------------------------ data and settings
+ROWS = [
+    {"prompt": [{"role": "user", "content": "1+1"}], "env_class": "gsm8k", "reward_spec": {"ground_truth": "2"}}
+] * 3
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model)
+
+
+@pytest.mark.full_matrix
+@settings(few, max_examples=40)
+@given(data=st.data())
+def test_a_data_set(tokenizer, tmp_path, data):
+    """Of JSON lines. Parquet with damaged pages is beyond Python: its reader in C++ can end the process."""
+    from skyrl_megatron.data.prompts import PromptDataset
+    from skyrl_megatron.errors import DataError
+
+    path = tmp_path / f"{data.draw(st.integers(0, 10**9))}.jsonl"
+    rows = data.draw(fuzz.changed(ROWS))
+    lines = b"\n".join(map(fuzz.as_json, rows if isinstance(rows, list) else [rows]))
+    path.write_bytes(data.draw(st.one_of(st.just(lines), fuzz.flipped(lines))))
+    try:
+        prompts = PromptDataset(str(path), tokenizer, 64)
+        assert len([prompts[number] for number in range(len(prompts))]) == len(prompts)
+    except DataError as error:
+        assert path.name in str(error)
+
+
+@few
+@given(data=st.data())
+def test_settings(data):
+    """Of a command line and of a mapping: every mistake is a ConfigError, and nothing is made of a value but a value."""
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.errors import ConfigError
+
+    key = st.sampled_from(
+        ["trainer.seed", "trainer", "data.train_data", "generator.sampling_params.stop", "x", "", "a..b"]
+    )
+    text = st.one_of(
+        st.text(max_size=30),
+        st.sampled_from(
+            [
+                "!!python/object/apply:os.system [id]",
+                "${oc.env:HOME}",
+                "&a [*a]",
+                "[" * 5000,
+                "{a: " * 500,
+                "!!binary x",
+                "9" * 5000,
+                "2024-01-01",
+                "<<: x",
+            ]
+        ),
+    )
+    arguments = data.draw(st.lists(st.one_of(st.tuples(key, text).map("=".join), text), min_size=1, max_size=2))
+    mapping = data.draw(fuzz.changed({"trainer": {"seed": 1, "run_name": "a"}, "data": {"train_data": ["x"]}}))
+    for made in (arguments, mapping):
+        if isinstance(made, list | dict):
+            try:
+                SkyRLTrainConfig.from_cli_overrides(made)
+            except ConfigError as error:
+                assert str(error)

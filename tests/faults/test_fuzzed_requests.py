@@ -1,0 +1,173 @@
+"""Requests that nobody would send on purpose, to every HTTP server of ours: each is answered, none by a failure inside
+the server, and it goes on serving. Engines' own part is ``tests/inference/test_engines.py``."""
+
+import json
+import socket
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.faults import fuzz
+from tests.support.engines import LoopThread
+
+TOKEN = "secret"
+few = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+OFFER = {
+    "url": "http://127.0.0.1:9",
+    "model": {"model_type": "qwen3_moe", "hidden_size": 64},
+    "versions": {"torch": "0", "vllm": "0"},
+    "dtype": "float32",
+    "workers": 1,
+    "key": "k",
+}
+TOKENS = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 2, "temperature": 0.5}, "model": "policy"}
+PATHS = ("/inference/v1/generate", "/v1/completions", "/v1/chat/completions")
+
+
+@pytest.fixture(scope="module")
+def loop():
+    made = LoopThread()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def servers(loop, tmp_path_factory):
+    """Address of each: registry and endpoint over a pool without engines, dashboard, numbers for Prometheus."""
+    import threading
+
+    from skyrl_megatron.inference.client import InferenceClient
+    from skyrl_megatron.inference.fleet import Fleet
+    from skyrl_megatron.inference.http import build_app
+    from skyrl_megatron.inference.http_server import HttpServer
+    from skyrl_megatron.inference.offer import Wanted
+    from skyrl_megatron.inference.pool import EnginePool
+    from skyrl_megatron.inference.registry import build_registry
+    from skyrl_megatron.trainer.dashboard.reading import RunReader
+    from skyrl_megatron.trainer.dashboard.server import DashboardServer
+    from skyrl_megatron.trainer.exporters import PrometheusEndpoint
+    from tests.support.rank_pool import lasting_port
+
+    async def serve():
+        pool = EnginePool([], wait_s=0.01)
+        fleet = Fleet(pool, Wanted(OFFER["model"], "float32", 128, "policy"), silence_s=60.0, drain_s=0.1)
+        apps = {
+            "registry": build_registry(fleet, TOKEN),
+            "endpoint": build_app(InferenceClient(pool), "policy", TOKEN),
+        }
+        made = {name: HttpServer(app, "127.0.0.1", 0) for name, app in apps.items()}
+        for server in made.values():
+            await server.start()
+        return made
+
+    run = tmp_path_factory.mktemp("run")
+    (run / "metrics.jsonl").write_text('{"step": 1, "reward/avg_raw_reward": 0.5}\n')
+    served = loop(serve())
+    board = DashboardServer([RunReader(run)], token=TOKEN)
+    thread = threading.Thread(target=board.serve_forever, daemon=True)
+    thread.start()
+    numbers = PrometheusEndpoint(lasting_port(), TOKEN)
+    urls = {name: server.url for name, server in served.items()}
+    yield urls | {"dashboard": board.url.partition("/?")[0], "prometheus": f"http://127.0.0.1:{numbers.port}"}
+    numbers.finish()
+    board.shutdown()
+    board.server_close()
+    for server in served.values():
+        loop(server.stop())
+
+
+RIGHT = {"registry": "/engines", "endpoint": "/v1/models", "dashboard": "/", "prometheus": "/metrics"}
+"""Server → something that it answers with 200."""
+
+
+def ask(url, method="GET", body=None, headers=None):
+    """(status, text) of an answer."""
+    import httpx
+
+    own = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"} if headers is None else headers
+    answer = httpx.request(method, url, content=body, headers=own, timeout=60)
+    return answer.status_code, answer.text
+
+
+def check_alive(servers, name):
+    status, text = ask(servers[name] + RIGHT[name])
+    assert status == 200, f"{name} no longer serves: {status} {text[:500]}"
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_without_the_token_nothing_is_told(servers, name):
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN[:-1]}, {"Authorization": b"\xff"}):
+        assert ask(servers[name] + RIGHT[name], headers=headers)[0] == 401
+    check_alive(servers, name)
+
+
+def offers():
+    """Bodies near to an offer of the versions that the run has."""
+    from skyrl_megatron.inference.offer import package_versions
+
+    return fuzz.bodies(OFFER | {"versions": package_versions()})
+
+
+@few
+@given(body=st.deferred(offers), path=st.sampled_from(["/engines", "/engines/check"]))
+def test_the_registry_takes_any_body(servers, body, path):
+    status, text = ask(servers["registry"] + path, "POST", body)
+    assert status in (400, 409, 201, 200), f"{status} {text[:300]}"
+
+
+@few
+@given(name=st.text(min_size=1, max_size=20), method=st.sampled_from(["PUT", "DELETE", "PATCH", "GET"]))
+def test_the_registry_takes_any_name(servers, name, method):
+    from urllib.parse import quote
+
+    status, text = ask(f"{servers['registry']}/engines/{quote(name.encode('utf-8', 'replace'), safe='')}", method)
+    assert status in (404, 405, 307), f"{status} {text[:300]}"
+
+
+@few
+@given(body=fuzz.bodies(TOKENS), path=st.sampled_from(PATHS))
+def test_the_endpoint_takes_any_body(servers, body, path):
+    """400 where the body is wrong, 503 where it is right or only an engine could tell: there is none."""
+    status, text = ask(servers["endpoint"] + path, "POST", body)
+    assert status in (400, 503) and "error" in json.loads(text), f"{status} {text[:300]}"
+
+
+QUERIES = st.tuples(
+    st.sampled_from(["/data", "/samples", "/", "/../metrics.jsonl", "/samples/../../x"]),
+    st.dictionaries(
+        st.sampled_from(["run", "step", "known", "x"]),
+        st.one_of(st.text(max_size=20), st.integers(-5, 5).map(str), st.just("9" * 3000), st.just("1:1,1:1")),
+    ),
+)
+
+
+@few
+@given(query=QUERIES)
+def test_the_dashboard_takes_any_query(servers, query):
+    from urllib.parse import urlencode
+
+    path, values = query
+    asked = urlencode({name: value.encode("utf-8", "replace") for name, value in values.items()})
+    status, text = ask(f"{servers['dashboard']}{path}?{asked}")
+    assert status in (200, 400, 404), f"{status} {text[:300]}"
+    assert "root:" not in text
+
+
+@few
+@given(name=st.sampled_from(sorted(RIGHT)), data=st.binary(max_size=200), request=st.booleans())
+def test_bytes_that_are_no_request(servers, name, data, request):
+    """Cut off, binary, or with headers that are none: the connection is answered or closed, the server stays."""
+    host, port = servers[name].removeprefix("http://").split(":")
+    head = b"POST /engines HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n" if request else b""
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(head + data)
+        connection.shutdown(socket.SHUT_WR)
+        try:
+            while connection.recv(4096):
+                pass
+        except ConnectionResetError:
+            pass
+    check_alive(servers, name)
