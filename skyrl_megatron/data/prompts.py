@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -212,6 +213,8 @@ def load_source(
         raise DataError(
             f"{path}: no such file; prepare it with python -m skyrl_megatron.data.prepare, or name another"
         )
+    if reader == "json" and _begins_with_null(path):
+        raise DataError(f"{path} begins with null, where a row must be: every row is an object with a prompt")
     try:
         found = load_dataset(reader, data_files=str(path), num_proc=num_workers if num_workers > 1 else None)
     except Exception as error:
@@ -223,6 +226,12 @@ def load_source(
     if not len(found["train"]):
         raise DataError(f"{path} has no rows: write it again, or name another")
     return found["train"]
+
+
+def _begins_with_null(path: Path) -> bool:
+    """Return whether the first row is null, at which the reader of ``datasets`` 4 ends the process (SIGSEGV)."""
+    with path.open("rb") as file:
+        return re.match(rb"(\xef\xbb\xbf)?\s*\[?\s*null\b", file.read(4096)) is not None
 
 
 def _has_no_rows(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""What stands before every HTTP application of ours: a bearer token, a bound on the size of a request, and its JSON."""
+"""What stands before every HTTP application of ours: a bearer token, a bound on a request's size, and its JSON."""
 
 from __future__ import annotations
 

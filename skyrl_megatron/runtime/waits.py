@@ -1,8 +1,8 @@
 """How long this process waited for other ranks: what is left of a call's time is its own, in which a straggler shows.
 
 Ranks of a step all take equally long, because each waits for the slowest one in every collective. Every wait of
-``torch.distributed`` on the host goes through ``Work.wait`` (``torch/distributed/distributed_c10d.py``), which gloo returns
-from when the collective is over. NCCL returns at once and lets the stream wait, so that on GPUs nothing is known here.
+``torch.distributed`` on the host goes through ``Work.wait`` (``torch/distributed/distributed_c10d.py``), which on CPU
+returns when the collective is over. On GPUs it returns at once and the stream waits, so that nothing is known here.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ WAITING = 100
 
 class PrometheusEndpoint:
     """The last value of every metric at ``http://127.0.0.1:PORT/metrics``, in Prometheus' text format, as gauges
-    ``skyrl_<name>`` with underscores for what its names may not hold, for those who send ``Authorization: Bearer TOKEN``.
-    Raises LaunchError when the port is taken."""
+    ``skyrl_<name>`` with underscores for what its names may not hold, for those who send ``Authorization: Bearer
+    TOKEN``. Raises LaunchError when the port is taken."""
 
     def __init__(self, port: int, token: str) -> None:
         from prometheus_client import CollectorRegistry, start_http_server

@@ -12,8 +12,9 @@ SHORTEST_S = 0.02
 
 
 class Stragglers:
-    """Of every role the ranks whose own time in training is more than :data:`RATIO` times the median of the others', in
-    :data:`STEPS` steps that follow one another. ``say`` gets one line for each, and no second one while it stays slow."""
+    """Of every role the ranks whose own time in training is more than :data:`RATIO` times the median of the others',
+    in :data:`STEPS` steps that follow one another. ``say`` gets one line for each, and no second one while it stays
+    slow."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.say = say
@@ -31,8 +32,8 @@ class Stragglers:
             count = self._slow[role, rank] = self._slow.get((role, rank), 0) + 1 if slow else 0
             if count == STEPS:
                 self.say(
-                    f"straggler: {names[rank]} worked {seconds[rank]:.2g} s in this step, {ratio:.1f} times as long as "
-                    f"the others, for {STEPS} steps: look at what else its host does, and at its device"
+                    f"straggler: {names[rank]} worked {seconds[rank]:.2g} s in this step, {ratio:.1f} times as long "
+                    f"as the others, and so for {STEPS} steps: look at what else its host does, and at its device"
                 )
         found = sum(self._slow[role, rank] >= STEPS for rank in range(len(seconds)))
         return {f"{role}/slowest_rank_ratio": max(ratios), f"{role}/stragglers": float(found)}

@@ -1,7 +1,7 @@
 """Faults inside a run, at a phase of a step. Imported by the run's own script, so that a fault comes from its driver.
 
-The script of ``tests/job/runs.py`` is given ``from tests.faults import injection; injection.arm(...)``: when the driver
-enters the phase for the first time at or behind the step, a thread of it makes the fault.
+The script of ``tests/job/runs.py`` is given ``from tests.faults import injection; injection.arm(...)``: when the
+driver enters the phase for the first time at or behind the step, a thread of it makes the fault.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def arm(who: str, what: str, when: str, step: int = 0, *, delay_s: float = 0.05,
 
 
 def find(trainer, who: str) -> list[psutil.Process]:
-    """Return the processes of ``who`` in a run: ``driver``, ``policy 1`` (a role and a rank), ``engine core``, ``engine
-    worker``, ``engine actor``, ``gcs_server`` or ``raylet``."""
+    """Return the processes of ``who`` in a run: ``driver``, ``policy 1`` (a role and a rank), ``engine core``,
+    ``engine worker``, ``engine actor``, ``gcs_server`` or ``raylet``."""
     from skyrl_megatron.config.run_folder import run_folder
     from skyrl_megatron.trainer.diagnosis import processes
 

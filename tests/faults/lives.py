@@ -1,5 +1,5 @@
-"""Lives of one small run: each goes on where the one before ended, and meets a fault. What is left after each is checked
-by :meth:`Lives.live` and by the next life, which has to go on from there."""
+"""Lives of one small run: each goes on where the one before ended, and meets a fault. What is left after each is
+checked by :meth:`Lives.live` and by the next life, which has to go on from there."""
 
 from __future__ import annotations
 

@@ -11,15 +11,16 @@ from tests.faults.words import WHAT, WHEN, WHO, cells
 HEAD = """\
 # Faults
 
-What a run promises of each fault: who is hit × by what × when. Written by `python -m tests.faults.matrix > docs/faults.md`.
+What a run promises of each fault: who is hit × by what × when.
+Written by `python -m tests.faults.matrix > docs/faults.md`.
 
 - **healed in place**: the run goes on, and its numbers are those that it would have had;
 - **step repeated**: the step is taken again with the same data;
-- **ended, resumable**: every process ends, with one message that names the fault and an exit code that is not 0, and the
-  same command goes on from the newest checkpoint.
+- **ended, resumable**: every process ends, with one message that names the fault and an exit code that is not 0, and
+  the same command goes on from the newest checkpoint.
 
-*Deadline* is the time until that holds; *may be lost* what has to be done again. Phases in **bold** are proven: a test that
-`tests/faults/proofs.py` names makes the fault in real parts, and fails without the promise. The others are promised only.
+*Deadline* is the time until that holds; *may be lost* what has to be done again. Phases in **bold** are proven: a test
+that `tests/faults/proofs.py` names makes the fault in real parts. The others are promised only.
 """
 
 

@@ -1,5 +1,5 @@
-"""Which test proves which cells of the matrix. A proof names what the test really does to a real part; where it hits one
-position of several that are handled alike, it proves that position alone."""
+"""Which test proves which cells of the matrix. A proof names what the test really does to a real part; where it hits
+one position of several that are handled alike, it proves that position alone."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from tests.faults.words import BYTES, ENGINES, Cell, among
 
 type Words = tuple[str, ...]
-
-MATRIX = "tests/faults/test_matrix.py"
 
 
 @dataclass(frozen=True)

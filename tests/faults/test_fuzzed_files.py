@@ -1,5 +1,5 @@
-"""Files that a disk or an enemy changed: one error that names the file, or what it holds is used. Nothing else is raised,
-nothing outside of the folder is opened, nothing runs."""
+"""Files that a disk or an enemy changed: one error that names the file, or what it holds is used. Nothing else is
+raised, nothing outside of the folder is opened, nothing runs."""
 
 import json
 import shutil
@@ -62,7 +62,15 @@ def test_a_checkpoint_with_changed_bytes(checkpoint, tmp_path, data):
     right = path.read_bytes()
     path.write_bytes(changed := data.draw(fuzz.flipped(right)))
     found = opened(root)
-    assert found == 1 if changed == right else found != 1, f"{path.name} was changed, and nobody noticed"
+    same = changed == right or (path.name == "MANIFEST.json" and _json(changed) == json.loads(right))
+    assert found == 1 if same else found != 1, f"{path.name} was changed, and nobody noticed"
+
+
+def _json(content):
+    try:
+        return json.loads(content)
+    except ValueError:
+        return None
 
 
 @few
@@ -236,7 +244,7 @@ def test_a_data_set(tokenizer, tmp_path, data):
 @few
 @given(data=st.data())
 def test_settings(data):
-    """Of a command line and of a mapping: every mistake is a ConfigError, and nothing is made of a value but a value."""
+    """Of a command line and of a mapping: every mistake is a ConfigError, and a value stays a value."""
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.errors import ConfigError
 
@@ -262,7 +270,7 @@ def test_settings(data):
     arguments = data.draw(st.lists(st.one_of(st.tuples(key, text).map("=".join), text), min_size=1, max_size=2))
     mapping = data.draw(fuzz.changed({"trainer": {"seed": 1, "run_name": "a"}, "data": {"train_data": ["x"]}}))
     for made in (arguments, mapping):
-        if isinstance(made, list | dict):
+        if made is arguments or isinstance(made, dict):
             try:
                 SkyRLTrainConfig.from_cli_overrides(made)
             except ConfigError as error:

@@ -1,7 +1,7 @@
 """Cells of the matrix in real runs: a fault is made in a phase of a step, and what is promised is checked.
 
 The lives of one run follow one another: what a fault left is where the next one begins, so that each cell costs one
-start and proves on the way that the one before can be gone on from. The last life is left alone, and the numbers of all
+start and proves on the way that the one before can be gone on from. The last life ends well, and the numbers of all
 steps must then be those of a run that met no fault."""
 
 from dataclasses import dataclass
@@ -50,7 +50,9 @@ def lives(tmp_path_factory):
 @pytest.mark.parametrize("fault", FAULTS, ids=named)
 def test_the_run_ends_with_one_message_and_goes_on(lives, fault):
     made = len(lives.faults)
-    life = lives.live(f"{fault.who!r}, {fault.what!r}, {fault.phase!r}, {lives.saved + fault.saves}, delay_s={fault.delay_s}")
+    life = lives.live(
+        f"{fault.who!r}, {fault.what!r}, {fault.phase!r}, {lives.saved + fault.saves}, delay_s={fault.delay_s}"
+    )
     assert len(lives.faults) == made + 1, f"the fault was not made: {life.run.out[-2000:]}"
     assert life.run.returncode == fault.code, f"{life.run.out[-2000:]}\n{life.run.err[-4000:]}"
     assert life.saved == life.began + fault.saves

@@ -30,9 +30,9 @@ Trainer.train_critic_and_policy = train_critic_and_policy
 WITHOUT_TOKEN = {
     "raylet": "Ray: gRPC with the run's token",
     "gcs_server": "Ray: gRPC with the run's token",
-    "python": "Ray's driver, workers and agents (the run's token); stores and pairs of torch.distributed (a private network)",
+    "python": "Ray's driver, workers, agents (the token); torch.distributed's stores and pairs (a private network)",
 }
-"""Who listens, other than our HTTP servers, and how it is kept from others: loopback keeps other machines out of all."""
+"""Who listens, other than our HTTP servers, and how it is kept from others; loopback keeps other machines out."""
 
 
 def listening(process):
@@ -101,4 +101,6 @@ def test_sockets_of_a_run(tmp_path):
 
 
 def known(name):
-    return any(name.startswith(each) or (each == "python" and name.startswith(("ray", "VLLM"))) for each in WITHOUT_TOKEN)
+    return any(
+        name.startswith(each) or (each == "python" and name.startswith(("ray", "VLLM"))) for each in WITHOUT_TOKEN
+    )

@@ -172,8 +172,8 @@ class TrainerConfig(BaseConfig):
     """FLOP/s of a rank's device at its best, which MFU relates to; unset: the published figure of known GPUs in bf16,
     and no MFU on others."""
     prometheus_port: Annotated[int | None, Bounds(1, 65535)] = None
-    """Port on the loopback interface of the trainer's host where Prometheus finds the last numbers, at `/metrics`, with
-    the bearer token in `prometheus_token` of the run's folder (Prometheus: `authorization.credentials_file`)."""
+    """Port on the loopback interface of the trainer's host where Prometheus finds the last numbers, at `/metrics`,
+    with the bearer token in `prometheus_token` of the run's folder (Prometheus: `authorization.credentials_file`)."""
     opentelemetry_endpoint: str | None = None
     """Collector that gets each step as a trace, with a span for each phase of trainer, ranks and engines: the address
     of OTLP over HTTP, such as `http://127.0.0.1:4318`."""

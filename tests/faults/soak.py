@@ -1,0 +1,84 @@
+"""A small run under random faults: ``launch/soak.sh MINUTES SEED``.
+
+Each life of the run goes on from the one before and meets a fault that the seed chose. Behind each life are checked: one
+message and an exit code where it ended, no process and no shared memory left, the newest checkpoint whole, every
+step logged once, and every version that was served proven by its probe. Exit code 0: all held; 1: something did not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.faults.lives import Life, Lives
+
+WHO = ("driver", "policy 0", "policy 1", "engine core", "engine worker", "gcs_server", "raylet")
+WHAT = ("SIGKILL", "SIGSEGV", "slow")
+PHASES = ("generate", "fwd_logprobs_values_reward", "policy_train", "save_checkpoints", "sync_weights")
+PROBE = "trainer/weight_sync_probe_max_abs_diff"
+
+
+def chosen(rng: random.Random) -> tuple[str, str, str, float]:
+    """(who, what, phase, seconds after its begin)."""
+    if rng.random() < 0.15:
+        return "policy 0", "full disk", "save_checkpoints", 0.0
+    who, what = rng.choice([(who, what) for who in WHO for what in WHAT if (who, what) != ("driver", "slow")])
+    return who, what, rng.choice(PHASES), rng.choice((0.01, 0.1, 0.5))
+
+
+def problems(lives: Lives, life: Life, shared: set[str]) -> list[str]:
+    """List what does not hold behind a life, besides what :meth:`Lives.live` checks itself."""
+    found = []
+    if life.run.returncode > 0 and (not life.message or "Traceback" in life.message):
+        found.append(f"it did not end with one message: {life.message[-2000:]!r}")
+    steps = [int(line["step"]) for line in lives.lines] if life.saved else []
+    if steps != list(range(1, len(steps) + 1)):
+        found.append(f"steps that were logged: {steps}")
+    if len(steps) < life.saved - 1:
+        found.append(f"saved is step {life.saved}, logged are {len(steps)}")
+    if unproven := [line["step"] for line in lives.lines if line.get(PROBE) is None] if life.saved else []:
+        found.append(f"versions without a probe: of steps {unproven}")
+    if left := set(os.listdir("/dev/shm")) - shared:
+        found.append(f"shared memory is left: {sorted(left)}")
+    return found
+
+
+def soak(minutes: float, seed: int, folder: Path) -> int:
+    """Return the exit code."""
+    rng, end, lives, number = random.Random(seed), time.monotonic() + 60 * minutes, Lives(folder), 0
+    shared = set(os.listdir("/dev/shm"))
+    while time.monotonic() < end:
+        number += 1
+        who, what, phase, delay_s = chosen(rng)
+        fault = f"{who!r}, {what!r}, {phase!r}, {lives.saved + rng.choice((0, 1))}, delay_s={delay_s}, lasts_s=20"
+        began, told = time.monotonic(), f"life {number}: {who} · {what} · {phase}"
+        try:
+            life = lives.live(fault, trainer__max_training_steps=lives.saved + 3)
+            wrong = problems(lives, life, shared)
+        except AssertionError as error:
+            wrong = [str(error)]
+        if wrong:
+            print(f"{told}: FAILED, seed {seed}, files in {folder}", *wrong, sep="\n  ", flush=True)
+            return 1
+        how = "went on" if life.run.returncode == 0 else f"ended with {life.run.returncode}"
+        print(f"{told}: {how}, step {life.saved} saved, {time.monotonic() - began:.0f} s", flush=True)
+    print(f"{number} lives, {len(lives.faults)} faults, {lives.saved} steps, seed {seed}: everything held")
+    return 0
+
+
+def main() -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(prog="launch/soak.sh", description=__doc__)
+    parser.add_argument("minutes", type=float, metavar="MINUTES")
+    parser.add_argument("seed", type=int, metavar="SEED")
+    args = parser.parse_args()
+    return soak(args.minutes, args.seed, Path(tempfile.mkdtemp(prefix="soak-")))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
