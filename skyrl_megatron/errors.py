@@ -103,5 +103,9 @@ class AlgorithmError(SkyRLMegatronError, ValueError):
     is not registered (or is already)."""
 
 
+class MemoryAheadError(SkyRLMegatronError):
+    """A host's memory would be used up in the next steps; the run ended before, saved."""
+
+
 class LaunchError(SkyRLMegatronError):
     """The machine lacks what the run needs: memory, a port, a slot in the cluster."""

@@ -21,6 +21,7 @@ import psutil
 from skyrl_megatron.errors import LaunchError, install_command
 
 DUMP_S = 20.0
+STACK_LOG_LINES = 5
 SHOWN = 12
 """Innermost frames of a stack that are printed."""
 
@@ -105,6 +106,18 @@ def report(found: Sequence[Diagnosed], run: Path, lines: int) -> list[str]:
         told += ["", f"── {each.name} (pid {each.pid}, {each.cpu_percent:.0f} % of a core)", *_stack(each)]
         told += [f"   log: {line}" for line in _tail(each.log, lines)]
     return told
+
+
+def write_stacks(run: Path) -> str:
+    """Write the report of a run that hangs into ``stacks.txt`` of its folder; returns words that say where it is, or
+    why there is none."""
+    try:
+        told = report(diagnose(run), run, STACK_LOG_LINES)
+        path = run / "stacks.txt"
+        path.write_text("\n".join(told) + "\n")
+    except (LaunchError, OSError, psutil.Error) as error:
+        return f"; their stacks could not be written: {error}"
+    return f"; the stacks of all processes of this host are in {path}"
 
 
 def _stack(each: Diagnosed) -> list[str]:

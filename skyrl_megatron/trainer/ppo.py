@@ -35,6 +35,7 @@ from skyrl_megatron.config.run_folder import run_folder
 from skyrl_megatron.config.teachers import role_configs
 from skyrl_megatron.data.loader import PromptLoader
 from skyrl_megatron.data.splitting import PROMPT_UIDS, counted_rows, mini_batches
+from skyrl_megatron.errors import MemoryAheadError
 from skyrl_megatron.progress import under_way
 from skyrl_megatron.rollout.dynamic_sampling import DynamicSampler
 from skyrl_megatron.rollout.interface import GeneratorInput, GeneratorOutput, TrainingPhase
@@ -47,10 +48,12 @@ from skyrl_megatron.trainer.batches import (
 )
 from skyrl_megatron.trainer.callbacks import TrainerCallback, notify
 from skyrl_megatron.trainer.checkpoints import run_checkpointer
+from skyrl_megatron.trainer.diagnosis import write_stacks
 from skyrl_megatron.trainer.dump import dump_batch, dump_path
 from skyrl_megatron.trainer.evaluate import evaluate
 from skyrl_megatron.trainer.hf_export import export_due, prepare_export
 from skyrl_megatron.trainer.loop_thread import LoopThread
+from skyrl_megatron.trainer.memory_ahead import MemoryAhead
 from skyrl_megatron.trainer.metrics import (
     advantage_metrics,
     logprob_diff_metrics,
@@ -134,6 +137,7 @@ class RayPPOTrainer:
             cfg.trainer.algorithm.dynamic_sampling, cfg.trainer.train_batch_size, cfg.trainer.seed
         )
         self.phases, self.start_up = Phases(self._held), StartUp(tracker.say)
+        self.memory = MemoryAhead()
         self.watch, self.stragglers = RunWatch(cfg, tokenizer, self.total_steps), Stragglers(tracker.say)
         self.sampled: list[np.ndarray] = []
         """Tokens of the sequences that were sampled for the step at hand."""
@@ -167,7 +171,7 @@ class RayPPOTrainer:
                 notify(self.callbacks, "on_train_start", self)
                 self.train_steps()
                 notify(self.callbacks, "on_train_end", self)
-            except StopRequested:
+            except (StopRequested, MemoryAheadError):
                 self.save_on_stop()
                 raise
             finally:
@@ -179,6 +183,7 @@ class RayPPOTrainer:
             self.end_step()
         while not self.is_last_step:
             self.stop.check()
+            self.memory.look()
             notify(self.callbacks, "on_step_start", self)
             with self.phases("step"):
                 batch = self.collect_experience()
@@ -245,6 +250,7 @@ class RayPPOTrainer:
                 self.start_engines()
             for key, (name, cfg) in role_configs(self.cfg).items():
                 self.roles[key] = WorkerGroup(cfg, name, self.placement[key])
+                self.roles[key].group.look = lambda: write_stacks(run_folder(self.cfg))
                 self.roles[key].start_building(self._updates_of(name), logs)
             if not shared_gpus:
                 self.start_engines()

@@ -28,6 +28,8 @@ class PendingCall:
     timeout_s: float
     end: Callable[[], None]
     """Ends the actors when some failed and others may wait for them for ever."""
+    look: Callable[[], str] = lambda: ""
+    """Notes what all wait for before the actors are ended; returns where, for the message."""
     started: float = field(default_factory=time.monotonic)
 
     def results(self) -> list[Any]:
@@ -69,11 +71,12 @@ class PendingCall:
         raise error
 
     def _fail_stuck(self, stuck: list[int]) -> None:
+        noted = self.look()
         self.end()
         names = ", ".join(self.names[number] for number in stuck)
         raise DistributedError(
             f"phase {self.phase}: no answer within {self.timeout_s:g} s (trainer.phase_timeout_s) from {names}; "
-            f"{len(self.references) - len(stuck)} of {len(self.references)} had finished"
+            f"{len(self.references) - len(stuck)} of {len(self.references)} had finished{noted}"
         )
 
 
@@ -83,6 +86,8 @@ class ActorGroup:
     def __init__(self, role: str, actors: Sequence[Any], timeout_s: float) -> None:
         self.role, self.actors, self.timeout_s = role, list(actors), timeout_s
         self.names = [f"{role} rank {rank}" for rank in range(len(self.actors))]
+        self.look: Callable[[], str] = lambda: ""
+        """Called when ranks outlive their deadline, before they are ended; returns what the message says of it."""
 
     def __len__(self) -> int:
         return len(self.actors)
@@ -105,7 +110,9 @@ class ActorGroup:
         references = [
             getattr(actor, method).remote(*args, *own) for actor, own in zip(self.actors, extra, strict=True)
         ]
-        return PendingCall(references, list(self.names), phase or method, timeout_s or self.timeout_s, self.kill)
+        return PendingCall(
+            references, list(self.names), phase or method, timeout_s or self.timeout_s, self.kill, self.look
+        )
 
     def call(self, method: str, *args: Any, **options: Any) -> list[Any]:
         """Return the results of ``method`` on all ranks, by rank; ``options`` as for :meth:`start`.

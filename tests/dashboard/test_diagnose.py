@@ -15,6 +15,7 @@ def test_processes_of_a_run_are_told_with_stack_and_log(tmp_path, capsys):
     import psutil
 
     from skyrl_megatron.entrypoints.diagnose import main
+    from skyrl_megatron.trainer.diagnosis import write_stacks
 
     logs = tmp_path / "run" / "workers"
     logs.mkdir(parents=True)
@@ -32,6 +33,7 @@ def test_processes_of_a_run_are_told_with_stack_and_log(tmp_path, capsys):
             time.sleep(0.1)
         assert main([str(tmp_path / "run")]) == 0
         out = capsys.readouterr().out
+        noted = write_stacks(tmp_path / "run")
     finally:
         for child in psutil.Process(started[1].pid).children():
             child.kill()
@@ -45,6 +47,10 @@ def test_processes_of_a_run_are_told_with_stack_and_log(tmp_path, capsys):
     assert "waits for another process" in head[1]
     assert any("policy rank 0" in line and "waits for events" in line for line in head[:4])
     assert "log: waiting for a peer" in out and "asyncio" in out
+    stacks = tmp_path / "run/stacks.txt"
+    assert noted == f"; the stacks of all processes of this host are in {stacks}"
+    assert stacks.read_text().splitlines()[0] == head[0] and "policy rank 0" in stacks.read_text()
+    assert "could not be written: RUN=" in write_stacks(tmp_path / "run")  # whose processes are gone
 
 
 @pytest.mark.full_matrix

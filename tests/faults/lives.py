@@ -97,6 +97,12 @@ class Lives:
                 assert time.monotonic() < end, "the run did not end"
 
     @property
+    def stacks(self) -> str:
+        """What a run that hung noted of its processes; "" when none did."""
+        path = self.folder / "logs/skyrl/run/stacks.txt"
+        return path.read_text() if path.is_file() else ""
+
+    @property
     def faults(self) -> list[str]:
         """Every fault that happened so far, as ``injection`` noted it."""
         path = self.folder / "faults.txt"

@@ -93,7 +93,10 @@ def test_results_by_rank_and_errors_of_all_leave_the_group_alive(ray_slots):
     [
         ("die", r"policy rank 1, phase train: the process died"),
         ("value", r"policy rank 1, phase train: a row is too long"),
-        ("hang", r"phase train: no answer within 3 s \(trainer.phase_timeout_s\) from policy rank 0, policy rank 1"),
+        (
+            "hang",
+            r"phase train: no answer within 3 s \(trainer.phase_timeout_s\) from policy rank 0, policy rank 1; 0 of 2 had finished; looked at 2 of them",
+        ),
     ],
 )
 def test_one_rank_fails_the_call_and_ends_the_group(ray_slots, kind, message):
@@ -102,6 +105,7 @@ def test_one_rank_fails_the_call_and_ends_the_group(ray_slots, kind, message):
 
     with group() as made:
         timeout = 3.0 if kind == "hang" else 60.0
+        made.look = lambda: f"; looked at {len(made.actors)} of them"
         with pytest.raises(DistributedError, match=message):
             made.call("sum_unless", (1,), kind, phase="train", timeout_s=timeout)
         assert made.actors == []
