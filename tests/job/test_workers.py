@@ -95,7 +95,8 @@ def test_results_by_rank_and_errors_of_all_leave_the_group_alive(ray_slots):
         ("value", r"policy rank 1, phase train: a row is too long"),
         (
             "hang",
-            r"phase train: no answer within 3 s \(trainer.phase_timeout_s\) from policy rank 0, policy rank 1; 0 of 2 had finished; looked at 2 of them",
+            r"phase train: no answer within 3 s \(trainer.phase_timeout_s\) from policy rank 0, policy rank 1"
+            r"; 0 of 2 had finished; looked at 2 of them",
         ),
     ],
 )
