@@ -40,7 +40,9 @@ class PrometheusEndpoint:
             raise LaunchError(
                 f"trainer.prometheus_port={port}: {error}; choose another port, or end what listens there"
             ) from error
-        self._server.set_app(_guarded(self._server.get_app(), token))
+        app = self._server.get_app()
+        assert app is not None
+        self._server.set_app(_guarded(app, token))
         self.port: int = self._server.server_port
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:

@@ -137,7 +137,7 @@ class RayPPOTrainer:
             cfg.trainer.algorithm.dynamic_sampling, cfg.trainer.train_batch_size, cfg.trainer.seed
         )
         self.phases, self.start_up = Phases(self._held), StartUp(tracker.say)
-        self.memory = MemoryAhead()
+        self.memory_ahead = MemoryAhead()
         self.watch, self.stragglers = RunWatch(cfg, tokenizer, self.total_steps), Stragglers(tracker.say)
         self.sampled: list[np.ndarray] = []
         """Tokens of the sequences that were sampled for the step at hand."""
@@ -183,7 +183,7 @@ class RayPPOTrainer:
             self.end_step()
         while not self.is_last_step:
             self.stop.check()
-            self.memory.look()
+            self.memory_ahead.look()
             notify(self.callbacks, "on_step_start", self)
             with self.phases("step"):
                 batch = self.collect_experience()

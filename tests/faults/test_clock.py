@@ -1,0 +1,28 @@
+"""A clock that jumps moves no deadline: the time of day is read to be written down, never to be waited for."""
+
+import ast
+
+from tests.structure.source import modules
+
+WRITTEN_DOWN = {
+    "skyrl_megatron.spans",
+    "skyrl_megatron.start_times",
+    "skyrl_megatron.inference.pool",
+    "skyrl_megatron.trainer.dashboard.reading",
+    "skyrl_megatron.entrypoints.doctor.cluster",
+}
+"""Modules that read it: spans of lanes, the start of a run, a page's age, and how far clocks of hosts are apart."""
+
+
+def reads_the_time_of_day(tree):
+    return any(
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and (node.value.id, node.attr) in {("time", "time"), ("datetime", "now"), ("datetime", "utcnow")}
+        for node in ast.walk(tree)
+    )
+
+
+def test_deadlines_are_of_a_clock_that_does_not_jump():
+    found = {name for name, tree in modules().items() if reads_the_time_of_day(tree)}
+    assert found == WRITTEN_DOWN, f"use time.monotonic() for what is waited for: {sorted(found ^ WRITTEN_DOWN)}"
