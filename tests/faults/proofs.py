@@ -25,6 +25,12 @@ LOST_IN_SYNC = "tests/weight_sync/test_sync.py::test_an_engine_that_is_lost_is_r
 
 PROOFS = (
     Proof(
+        "tests/faults/test_matrix.py::test_the_run_ends_with_one_message_and_goes_on",
+        ("policy rank, ep",),
+        ("SIGKILL",),
+        ("train",),
+    ),
+    Proof(
         "tests/job/test_run.py::test_a_run_that_is_ended_leaves_nothing_and_loses_nothing",
         ("driver",),
         ("SIGKILL",),
