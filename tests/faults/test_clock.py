@@ -8,6 +8,7 @@ WRITTEN_DOWN = {
     "skyrl_megatron.spans",
     "skyrl_megatron.start_times",
     "skyrl_megatron.inference.pool",
+    "skyrl_megatron.trainer.trackers",
     "skyrl_megatron.trainer.dashboard.reading",
     "skyrl_megatron.entrypoints.doctor.cluster",
 }
