@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 ID_FILE = "tracker.json"
 COLUMNS = ("uid", "reward", "stop", "prompt", "response")
-"""Of a sample, in the order of :data:`Row`."""
-type Row = tuple[str, float | None, str, str, str]
+"""Of a sample, in the order of :data:`ShownSample`."""
+type ShownSample = tuple[str, float | None, str, str, str]
 WAITING = 1000
 """Steps and tables that wait for a tracker; more are left out."""
 FINISH_S = 60.0
@@ -41,7 +41,7 @@ class Client:
     run_id: str
     log: Callable[[dict[str, float], int], Any]
     """Numbers of a step."""
-    samples: Callable[[Sequence[Row], int], Any]
+    samples: Callable[[Sequence[ShownSample], int], Any]
     finish: Callable[[], Any]
 
 
@@ -58,7 +58,7 @@ class NamedTracker:
         given = dict(metrics)
         self._soon(lambda: self._client.log(given, step))
 
-    def samples(self, rows: Sequence[Row], step: int) -> None:
+    def samples(self, rows: Sequence[ShownSample], step: int) -> None:
         """Give it samples of a step, as a table."""
         self._soon(lambda: self._client.samples(rows, step))
 
@@ -151,7 +151,7 @@ def _wandb(cfg: SkyRLTrainConfig, known: str | None) -> Client:
     def log(metrics: dict[str, float], step: int) -> None:
         running.log({**metrics, "trainer/global_step": step})
 
-    def samples(rows: Sequence[Row], step: int) -> None:
+    def samples(rows: Sequence[ShownSample], step: int) -> None:
         table = wandb.Table(columns=list(COLUMNS), data=[list(row) for row in rows])
         running.log({"samples": table, "trainer/global_step": step}, commit=False)
 
@@ -186,7 +186,7 @@ def _mlflow(cfg: SkyRLTrainConfig, known: str | None) -> Client:
         now = int(time.time() * 1000)
         client.log_batch(run_id, [Metric(name, value, now, step) for name, value in metrics.items()])
 
-    def samples(rows: Sequence[Row], step: int) -> None:
+    def samples(rows: Sequence[ShownSample], step: int) -> None:
         columns = dict(zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=True))
         client.log_table(run_id, columns, f"samples/step_{step}.json")
 
@@ -208,7 +208,7 @@ def _swanlab(cfg: SkyRLTrainConfig, known: str | None) -> Client:
         settings=swanlab.Settings(interactive=False),
     )
 
-    def samples(rows: Sequence[Row], step: int) -> None:
+    def samples(rows: Sequence[ShownSample], step: int) -> None:
         texts = [
             swanlab.Text(f"{prompt}{response}", caption=f"{uid} · reward {reward} · {stop}")
             for uid, reward, stop, prompt, response in rows

@@ -110,6 +110,26 @@ def test_same_seeds_give_the_same_tokens_for_any_number_of_engines_and_any_batch
     assert len({tuple(g.token_ids) for g in two}) == len(PROMPTS)
 
 
+def test_seeds_hold_for_prompts_that_come_in_chunks(pool, loop):
+    """More tokens at once than a step takes (2,048): some prompts are cut, and sampled as if they were not."""
+    engine = pool.slots[0].engine
+    prompts = [[(13 * i + 5 * j) % 380 + 5 for j in range(300)] for i in range(10)]
+
+    async def both():
+        sampling = [{"max_tokens": 12, "temperature": 1.0, "seed": 100 + i} for i in range(len(prompts))]
+        await engine.reset_prefix_cache()
+        requests = [engine.generate(f"chunks {i}", prompts[i], sampling[i]) for i in range(len(prompts))]
+        together = await asyncio.gather(*requests)
+        alone = []
+        for i, prompt in enumerate(prompts):
+            await engine.reset_prefix_cache()
+            alone.append(await engine.generate(f"whole {i}", prompt, sampling[i]))
+        return together, alone
+
+    together, alone = loop(both())
+    assert [each.token_ids for each in together] == [each.token_ids for each in alone]
+
+
 # ------------------------------------------------------------------ control
 def test_abort_returns_the_tokens_so_far(pool, loop):
     engine = pool.slots[0].engine
