@@ -140,12 +140,17 @@ TABLE = (
     Metric("generate/flops_per_second_per_rank", "FLOP/s", "Arithmetic of a rank of the engines, nothing cached"),
     Metric("generate/mfu", "share", "Of these, over those of the device at its best", "usual: a few percent"),
     Metric(
-        "*/slowest_rank_ratio",
+        "trainer/*_slowest_rank_ratio",
         "ratio",
         "Longest own time of a rank in training over the median of the others'; waits for others are left out",
         "above 2: one host or device is slow, or the work is uneven",
     ),
-    Metric("*/stragglers", "ranks", "Ranks above twice the others for three steps", "above 0: console.log names them"),
+    Metric(
+        "trainer/*_stragglers",
+        "ranks",
+        "Ranks above twice the others for three steps",
+        "above 0: console.log names them",
+    ),
     Metric("policy/mfu", "share", "FLOP/s over those of the device at its best", "low: small micro-batches, or waits"),
     Metric("policy/tokens_per_second_per_rank", "tokens/s", "Tokens that a rank trains on in a second"),
     Metric(

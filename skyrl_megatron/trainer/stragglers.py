@@ -22,8 +22,8 @@ class Stragglers:
         """(role, rank) → steps that it has been slow for."""
 
     def look(self, role: str, seconds: Sequence[float], names: Sequence[str]) -> dict[str, float]:
-        """Take a step's own seconds by rank ([]: not known), and return ``<role>/slowest_rank_ratio`` and
-        ``<role>/stragglers``. ``names``: how each rank is called."""
+        """Take a step's own seconds by rank ([]: not known), and return ``trainer/<role>_slowest_rank_ratio`` and
+        ``trainer/<role>_stragglers``. ``names``: how each rank is called."""
         if len(seconds) < 2:
             return {}
         ratios = [_ratio(seconds, rank) for rank in range(len(seconds))]
@@ -36,7 +36,7 @@ class Stragglers:
                     f"as the others, and so for {STEPS} steps: look at what else its host does, and at its device"
                 )
         found = sum(self._slow[role, rank] >= STEPS for rank in range(len(seconds)))
-        return {f"{role}/slowest_rank_ratio": max(ratios), f"{role}/stragglers": float(found)}
+        return {f"trainer/{role}_slowest_rank_ratio": max(ratios), f"trainer/{role}_stragglers": float(found)}
 
 
 def _ratio(seconds: Sequence[float], rank: int) -> float:

@@ -10,15 +10,18 @@ def test_a_slow_rank_is_named_once_until_it_was_fast_again():
     watch = Stragglers(said.append)
     names = [f"policy rank {rank}" for rank in range(4)]
     even, slow = [1.0, 1.1, 0.9, 1.0], [1.0, 1.1, 2.5, 1.0]
-    assert watch.look("policy", even, names) == {"policy/slowest_rank_ratio": 1.1, "policy/stragglers": 0.0}
+    assert watch.look("policy", even, names) == {
+        "trainer/policy_slowest_rank_ratio": 1.1,
+        "trainer/policy_stragglers": 0.0,
+    }
     for _ in range(STEPS - 1):
-        assert watch.look("policy", slow, names)["policy/stragglers"] == 0.0
+        assert watch.look("policy", slow, names)["trainer/policy_stragglers"] == 0.0
     watch.look("policy", even, names)
     for _ in range(STEPS):
         assert not said
         found = watch.look("policy", slow, names)
         watch.look("critic", even, names)
-    assert found == {"policy/slowest_rank_ratio": 2.5, "policy/stragglers": 1.0}
+    assert found == {"trainer/policy_slowest_rank_ratio": 2.5, "trainer/policy_stragglers": 1.0}
     for _ in range(5):
         watch.look("policy", slow, names)
     (line,) = said
