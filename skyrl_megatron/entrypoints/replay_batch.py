@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--step", type=int, required=True, metavar="N", help="training step, from 1")
     parser.add_argument("--until", type=int, metavar="M", help="the last step (default N)")
     parser.add_argument("keys", nargs="*", metavar="key=value", help="settings that are not the run's")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     return run_command(lambda: _replay(args.run, args.step, args.until or args.step, args.keys))
 
 
@@ -60,7 +60,10 @@ def _replay(run: Path, first: int, last: int, keys: Sequence[str]) -> int:
     print("\n".join(_table(numbers if keys else [row for row in numbers if row[2] != row[3]])))
     differ = sum(before != now for _, _, before, now in numbers)
     print(f"{len(numbers) - differ} of {len(numbers)} numbers are the same, bit for bit")
-    return int(not keys and (differ > 0 or not numbers or _states_differ(run_folder(cfg) / STATES, plan)))
+    if keys:
+        return 0
+    others = _states_differ(run_folder(cfg) / STATES, plan)
+    return int(differ > 0 or not numbers or others)
 
 
 def _config(run: Path, step: int, keys: Sequence[str]) -> SkyRLTrainConfig:

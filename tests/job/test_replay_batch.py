@@ -83,7 +83,7 @@ def test_a_step_with_another_loss_and_on_another_layout(folder):
     layout = replay(folder, "--step", "3", tp, "trainer.policy.megatron_config.expert_model_parallel_size=1")
     assert layout.returncode == 0, layout.stdout[-3000:] + layout.stderr[-3000:]
     two = numbers(folder, 3, "run-step-3")
-    for name in ("policy/policy_loss", "policy/grad_norm", "policy/policy_kl", "policy/policy_entropy"):
+    for name in ("policy/policy_loss", "policy/grad_norm", "policy/policy_kl"):
         assert two[name] == pytest.approx(one[name], rel=1e-3, abs=1e-6), name
     assert two["policy/grad_norm"] != one["policy/grad_norm"], "another layout rounds otherwise"
 
