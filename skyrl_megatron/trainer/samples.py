@@ -18,7 +18,7 @@ from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.run_folder import run_folder
 from skyrl_megatron.rollout.interface import GeneratorOutput
 from skyrl_megatron.trainer.dashboard.reading import SAMPLE_FORMAT, SAMPLES
-from skyrl_megatron.trainer.trackers import Row
+from skyrl_megatron.trainer.trackers import ShownSample
 from skyrl_megatron.types import TrainingBatch
 
 MOST_TOKENS = 65_536
@@ -86,9 +86,9 @@ class SampleLog:
         beside.replace(path)
         return path
 
-    def texts(self, batch: TrainingBatch, rows: Sequence[int]) -> list[Row]:
+    def texts(self, batch: TrainingBatch, rows: Sequence[int]) -> list[ShownSample]:
         """Return rows as texts, for trackers."""
-        stops, told = self._facts.get("stop_reasons"), list[Row]()
+        stops, told = self._facts.get("stop_reasons"), list[ShownSample]()
         for row in rows:
             response, whole = int(batch.response_mask[row].sum()), int(batch.attention_mask[row].sum())
             tokens = batch.sequences[row, -whole:].tolist()

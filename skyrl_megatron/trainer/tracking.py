@@ -12,7 +12,7 @@ from skyrl_megatron.config.run_folder import run_folder
 from skyrl_megatron.trainer.checkpoints import resumed_step
 from skyrl_megatron.trainer.console import ConsoleSink
 from skyrl_megatron.trainer.exporters import PrometheusEndpoint
-from skyrl_megatron.trainer.trackers import Row, named_tracker
+from skyrl_megatron.trainer.trackers import ShownSample, named_tracker
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -139,7 +139,7 @@ class Tracking:
         """Whether some sink takes samples, so that their texts are worth making."""
         return self._named is not None
 
-    def samples(self, rows: Sequence[Row], step: int) -> None:
+    def samples(self, rows: Sequence[ShownSample], step: int) -> None:
         """Give samples of a step to the sinks that take them."""
         if self._named is not None:
             self._named.samples(rows, step)

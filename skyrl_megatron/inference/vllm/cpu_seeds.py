@@ -30,4 +30,4 @@ def rewind_seeds_on_cpu() -> None:
         finally:
             self.input_batch.generators = generators
 
-    CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync = sample_and_rewind, keep_generators  # type: ignore[method-assign]
+    CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync = sample_and_rewind, keep_generators
