@@ -99,6 +99,7 @@ log=$(mktemp); trap 'rm -f "$log" "$log".*' EXIT
 if [ ! -d "$venv" ]; then
   "$python" -m venv --without-pip "$venv.new" >"$log" 2>&1 || { rm -rf "$venv.new"; die "cannot make $venv with $python: $(tail -1 "$log")"; }
   touch "$venv.new/$(basename "$unfinished")"
+  sed -i "s|$venv\.new|$venv|g" "$venv.new"/bin/activate*    # they spell the folder out
   rm -rf "$venv" && mv "$venv.new" "$venv"
   phase "environment: $venv" "$t"
 fi

@@ -65,6 +65,9 @@ def test_no_network_is_named_and_the_next_run_starts_over(checkout):
         assert "UV_DEFAULT_INDEX" in result.stderr
         assert (checkout / ".venv" / ".skyrl-megatron-unfinished").exists()
         assert not (checkout / ".venv" / ".skyrl-megatron-installed").exists()
+    asked = "source .venv/bin/activate && command -v python"
+    found = subprocess.run(["bash", "-c", asked], cwd=checkout, capture_output=True, text=True, check=True).stdout
+    assert found.strip() == str(checkout / ".venv/bin/python"), "it can be activated"
 
 
 def test_full_disk_is_named(checkout, tmp_path):
