@@ -16,6 +16,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from bridges.errors import BridgeError
 from bridges.rows import ATTENTION, DELTA_NET, WINDOW, ModelShape
 
+MOST_LAYERS, MOST_EXPERTS = 10_000, 250_000
+"""Of a model, and in all of its layers: ten times what the largest have. A damaged number would fill the memory with
+names."""
+
 
 def read_config(hf_config: Mapping[str, Any], model_type: str) -> PreTrainedConfig:
     """Return ``config.json`` (a dict) as the config object of ``model_type``, defaults filled in.
@@ -23,11 +27,21 @@ def read_config(hf_config: Mapping[str, Any], model_type: str) -> PreTrainedConf
     ``auto_map`` (remote code) is dropped: the families here compute with Megatron, never with downloaded code.
     """
     values = {k: v for k, v in hf_config.items() if k not in {"auto_map", "model_type", "quantization_config"}}
+    layers, experts = (_largest(values, word) for word in ("layers", "experts"))
+    if layers > MOST_LAYERS or layers * experts > MOST_EXPERTS:
+        raise BridgeError(
+            f"config.json of a {model_type} model: {layers} layers of {experts} experts: no model has these"
+        )
     try:
         config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(values)
     except Exception as error:  # transformers raises many types for a bad value; all mean the same to the caller
         raise BridgeError(f"config.json of a {model_type} model: {error}") from error
     return config
+
+
+def _largest(values: Mapping[str, Any], word: str) -> int:
+    """Return the largest count whose key ends with ``word``, at least 1."""
+    return max([1, *(v for k, v in values.items() if k.endswith(word) and isinstance(v, int))])
 
 
 def refuse(model_type: str, key: str, value: object, reason: str) -> BridgeError:

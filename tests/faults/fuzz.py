@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", 0))
+few = settings(
+    max_examples=EXAMPLES or 60,
+    derandomize=not EXAMPLES,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+"""The same examples in every run; with ``FUZZ_EXAMPLES=2000`` as many others."""
 
 DEEP = b"[" * 100_000
 """JSON that is deeper than parsers' stacks."""

@@ -6,14 +6,11 @@ import shutil
 import warnings
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.faults import fuzz
-
-few = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
+from tests.faults.fuzz import few
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +166,17 @@ def test_config_of_a_model_folder(model, data):
         Plan.of(parse_json(content, "config.json"))
     except BridgeError as error:
         assert str(error)
+
+
+@pytest.mark.parametrize("key, count", [("num_hidden_layers", 10**9), ("num_experts", 10**40)])
+def test_a_model_of_a_billion_layers(model, key, count):
+    """Names of its weights would fill the memory."""
+    from bridges.errors import BridgeError
+    from bridges.plan import Plan
+
+    right = json.loads((model / "config.json").read_text())
+    with pytest.raises(BridgeError, match="no model has these"):
+        Plan.of(right | {key: count})
 
 
 @pytest.fixture(scope="module")

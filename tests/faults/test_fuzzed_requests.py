@@ -5,16 +5,14 @@ import json
 import socket
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.faults import fuzz
+from tests.faults.fuzz import few
 from tests.support.engines import LoopThread
 
 TOKEN = "secret"
-few = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
-)
 OFFER = {
     "url": "http://127.0.0.1:9",
     "model": {"model_type": "qwen3_moe", "hidden_size": 64},

@@ -108,7 +108,8 @@ class Manifest:
             raise CheckpointError(f"{path} is damaged: its content does not have the hash that it states")
         if body.get("format") != FORMAT or body.get("block_bytes") != BLOCK_BYTES:
             raise CheckpointError(f"{path} has format {body.get('format')}, this version reads {FORMAT}")
-        if wrong := [name for name, fits in _FIELDS.items() if not fits(body.get(name, {}))]:
+        filled = {"hub_commits": {}, "bases": {}} | body  # which older checkpoints lack
+        if wrong := [name for name, fits in _FIELDS.items() if not fits(filled.get(name))]:
             raise CheckpointError(f"{path} is none of ours: {', '.join(wrong)} is not what it should be: refused")
         files = {name: FileEntry(**entry) for name, entry in body["files"].items()}
         for name in files:
@@ -119,8 +120,8 @@ class Manifest:
             files,
             body["layouts"],
             body["versions"],
-            hub_commits=body.get("hub_commits", {}),
-            bases=body.get("bases", {}),
+            hub_commits=filled["hub_commits"],
+            bases=filled["bases"],
         )
 
     def roles(self) -> list[str]:
