@@ -6,12 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from skyrl_megatron.inference.vllm.compat import WorkerExtension
-from skyrl_megatron.weight_sync import parcel_receiver
+from skyrl_megatron.weight_sync import parcel_receiver, vllm_targets
 
 GATE = (64, 128)
 """Rows and columns of an expert's gate in the tiny model; nothing else has as many."""
 _planted = [""]
 _copy_all = parcel_receiver.copy_all
+_prepack = vllm_targets.prepack
 
 
 def with_fault(plan: Any, fault: str) -> Any:
@@ -38,6 +39,16 @@ class FaultyCopies(WorkerExtension):
         """Make this mistake from now on; none if it is in the plan."""
         _planted[0] = fault
         parcel_receiver.copy_all = copy_wrongly
+        vllm_targets.prepack = pack_wrongly
+
+
+def pack_wrongly(expert: Any, into: Any, isa: str) -> None:
+    """Pack an expert, with the planted mistake."""
+    fault = _planted[0]
+    if fault.startswith("in the packing") and fault.endswith("offset by a row"):
+        expert = expert.roll(1, 1)
+    if not fault.startswith("in the packing") or not fault.endswith("skipped"):
+        _prepack(expert, into, isa)
 
 
 def copy_wrongly(targets: list[Any], pieces: list[Any]) -> None:

@@ -72,6 +72,7 @@ class Model:
         self.fresh: dict[str, tuple] = {}
         self.pool = EnginePool([lambda: VLLMEngine(tiny_settings(folders["A"], **settings))], wait_s=20)
         loop(self.pool.start(), 590)
+        self.fresh[digest(folders["A"])] = self.answers(self.pool)
 
     def close(self) -> None:
         self.loop(self.pool.shutdown())

@@ -12,6 +12,7 @@ OPTIONS = {"phase_s": 15.0, "bucket_bytes": 4 << 20}  # experts are packed toget
 TOKENS = [(7 * i + 3 * i * i) % 400 + 5 for i in range(64)]
 FAULTY = {"worker_extension_cls": "tests.weight_sync.faulty_copies.FaultyCopies"}
 BUCKET = r"engine 0, worker 0: bucket \d+ of \d+ from rank 0 is not what was sent \(checksums differ\): .*{}"
+PACKED = r"model.layers.\d.*weight\[\d\] is not in its place in the memory of vLLM's kernel"
 FAULTS = {
     "in the worker: offset by a row": BUCKET.format("layers.0.mlp.experts.0.down_proj.weight"),
     "in the worker: two experts are swapped": BUCKET.format("layers.0.mlp.experts.0.down_proj.weight"),
@@ -20,6 +21,8 @@ FAULTS = {
     "in the plan: offset by a row": r"element \d+ of model.layers.\d.*weight\[\d\] (is copied to twice|lies beyond)",
     "in the plan: two experts are swapped": "differ from the trainer's",
     "in the plan: a copy is skipped": r"\d+ of \d+ elements of model.layers.\d.*weight\[\d\] are planned",
+    "in the packing: offset by a row": PACKED,
+    "in the packing: an expert is skipped": PACKED,
 }
 
 
