@@ -1,6 +1,5 @@
 """Every layout of a trainer with every layout of an engine and every family: what routes bring to each worker is what
-its loaders make of the whole tensors. And a cover of them, each trainer with each engine, each family, through real
-syncs of real engines."""
+its loaders make of the whole tensors. And real syncs of every family to the engines that serve on CPU."""
 
 from __future__ import annotations
 
@@ -39,8 +38,8 @@ SERVED = {
     "tp1": ["qwen3_moe", "qwen2_moe", "deepseek_v3", "glm4_moe_lite"],
     "tp2": ["mixtral", "olmoe", "minimax_m2", "hy_v3"],
 }
-"""Families of the engines that get real syncs. vLLM 0.32 does not serve on CPU with pp, ep or dp and ep: workers die, with
-weights of their own, at the first request."""
+"""Families of the engines that get real syncs. On CPU engines of pp2, ep2 and dp2 die at their first request, with the
+weights that they were started on."""
 
 
 def answer(module, job, *question):
