@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+from vllm.utils.torch_utils import LayerNameType
 
 from skyrl_megatron.runtime.model.delta_rule import chunk_plan, gated_delta_rule, unit
 
@@ -21,7 +22,7 @@ def compute_delta_nets_in_fp32() -> None:
     gdn_attention.cpu_gdn_attention_core = _core
 
 
-def _core(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_name: str) -> None:
+def _core(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_name: LayerNameType) -> None:
     """Fill ``core_attn_out`` [tokens, value heads, size] from queries, keys and values [tokens, channels] before the
     short convolution; ``b``, ``a`` [tokens, value heads]: learning rate and step."""
     if mixed_qkv.dtype == torch.bfloat16:
