@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import os
@@ -72,6 +73,43 @@ def test_log_probs_are_those_of_transformers(family, loop, tmp_path):
         sample = loop(engine.generate("one", TOKENS, sampling))
         expected = reference_logprobs(model, TOKENS + sample.token_ids, temperature=0.7)[len(TOKENS) - 1 :]
         assert largest_gap(sample.logprobs, expected) <= 1e-5
+    finally:
+        loop(engine.shutdown())
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("cached", [True, False])
+def test_states_of_gated_delta_nets(cached, loop, tmp_path):
+    """Prompts in chunks, behind cached prefixes, and in places that aborted requests have left."""
+    from skyrl_megatron.inference.vllm.engine import VLLMEngine
+
+    model = write_tiny_model("qwen3_next", tmp_path)
+    engine = VLLMEngine(tiny_settings(model, enable_prefix_caching=cached, max_num_batched_tokens=128, max_num_seqs=4))
+    shared = [(11 * i + 5 * i * i) % 400 + 5 for i in range(290)]
+    prompts = [shared[: 290 - 7 * i] + [20 + i] for i in range(6)]
+    sampling = {"max_tokens": 12, "temperature": 0.7, "seed": 1, "ignore_eos": True}
+
+    async def ask(round_):
+        gone = [
+            asyncio.create_task(engine.generate(f"{round_} gone {i}", prompts[i], sampling | {"max_tokens": 200}))
+            for i in range(3)
+        ]
+        await asyncio.sleep(0.5)
+        for i in range(3):
+            await engine.abort(f"{round_} gone {i}")
+        aborted = await asyncio.gather(*gone)
+        kept = [engine.generate(f"{round_} {i}", prompt, sampling) for i, prompt in enumerate(prompts)]
+        return aborted, await asyncio.gather(*kept)
+
+    loop(engine.start(), 590)
+    try:
+        for round_ in range(2):
+            aborted, kept = loop(ask(round_))
+            assert any(0 < len(sample.token_ids) < 200 for sample in aborted)
+            for prompt, sample in [*zip(prompts, aborted, strict=False), *zip(prompts, kept, strict=True)]:
+                if sample.token_ids:
+                    expected = reference_logprobs(model, prompt + sample.token_ids, 0.7)[len(prompt) - 1 :]
+                    assert largest_gap(sample.logprobs, expected) <= 1e-5
     finally:
         loop(engine.shutdown())
 
