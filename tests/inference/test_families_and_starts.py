@@ -86,7 +86,7 @@ def test_states_of_gated_delta_nets(cached, loop, tmp_path):
     model = write_tiny_model("qwen3_next", tmp_path)
     engine = VLLMEngine(tiny_settings(model, enable_prefix_caching=cached, max_num_batched_tokens=128, max_num_seqs=4))
     shared = [(11 * i + 5 * i * i) % 400 + 5 for i in range(290)]
-    prompts = [shared[: 290 - 7 * i] + [20 + i] for i in range(6)]
+    prompts = [[*shared[: 290 - 7 * i], 20 + i] for i in range(6)]
     # No seed: on CPU vLLM cannot turn back the generator of a request whose prompt is not yet through.
     sampling = {"max_tokens": 12, "temperature": 0.7, "ignore_eos": True}
 
