@@ -9,7 +9,10 @@ from tests.weight_sync.test_layouts import FAMILIES, MORE, PLAIN, VOCABULARY
 
 BUCKET_BYTES = 1 << 17  # smaller than the largest tensor
 LAYOUTS = PLAIN | MORE
-OTHERS = ("qwen2", "qwen2_moe", "llama", "qwen3_next", "qwen3_5_moe_text")
+OTHERS = dict.fromkeys(("qwen2", "qwen2_moe", "llama", "qwen3_next", "qwen3_5_moe_text"), (2, dict(tp=2), {})) | {
+    "glm4_moe_lite": (2, dict(ep=2), {}),
+    "hy_v3": (2, dict(tp=2, etp=2), {}),
+}
 IN_THE_PLAIN_SUITE = ("tp2·cp2·etp2·ep2", "pp2·vpp2")
 
 
@@ -82,9 +85,9 @@ def test_buckets_of_megatron_ranks_are_the_folder(ranks, tmp_path, name):
 
 
 @pytest.mark.full_matrix
-@pytest.mark.parametrize("model_type", [*FAMILIES, *OTHERS])
+@pytest.mark.parametrize("model_type", FAMILIES | OTHERS)
 def test_buckets_of_other_families(ranks, tmp_path, model_type):
-    world, layout, overrides = FAMILIES.get(model_type, (2, dict(tp=2), {}))
+    world, layout, overrides = (FAMILIES | OTHERS)[model_type]
     check(ranks, tmp_path, model_type, world, layout, **overrides)
 
 
