@@ -107,7 +107,7 @@ def _chosen_keys(model: Path) -> None:
     from tests.bridges.tiny_models import tiny_config
     from tests.support.whole_folder import write_whole_folder
 
-    write_whole_folder(model, tiny_config("deepseek_v32", hidden_size=64))
+    write_whole_folder(model, tiny_config("deepseek_v32", hidden_size=64, max_position_embeddings=4096))
 
 
 def _cut(model: Path) -> None:
