@@ -23,13 +23,14 @@ class Proof:
 LOST_ENGINE = "tests/inference/test_engines.py::test_requests_of_a_lost_engine_are_made_again_and_it_comes_back"
 LOST_IN_SYNC = "tests/weight_sync/test_sync.py::test_an_engine_that_is_lost_is_restarted_and_synced"
 
+ENDS = "tests/faults/test_matrix.py::test_the_run_ends_with_one_message_and_goes_on"
+REPLACED = "tests/faults/test_matrix.py::test_an_engine_is_replaced_and_the_numbers_are_those_of_no_fault"
+
 PROOFS = (
-    Proof(
-        "tests/faults/test_matrix.py::test_the_run_ends_with_one_message_and_goes_on",
-        ("policy rank, ep",),
-        ("SIGKILL",),
-        ("train",),
-    ),
+    Proof(ENDS, ("policy rank, ep",), ("SIGKILL", "SIGSTOP"), ("train",)),
+    Proof(ENDS, ("policy rank, ep",), ("SIGSEGV",), ("sync",)),
+    Proof(ENDS, ("driver",), ("SIGKILL",), ("sync",)),
+    Proof(REPLACED, ENGINES[:1], ("SIGKILL",), ("sample",)),
     Proof(
         "tests/job/test_run.py::test_a_run_that_is_ended_leaves_nothing_and_loses_nothing",
         ("driver",),

@@ -34,7 +34,6 @@ FAULTS = [
     Fault("policy 0", "full disk", "save_checkpoints", "cannot write", delay_s=0),
     Fault("policy 1", "SIGSTOP", "policy_train", "trainer.phase_timeout_s"),
     Fault("driver", "SIGKILL", "sync_weights", "", saves=1, code=-9),
-    Fault("gcs_server", "SIGKILL", "policy_train", ""),
 ]
 
 
