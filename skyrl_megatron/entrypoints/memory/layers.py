@@ -191,8 +191,8 @@ class LayerActivations:
             total += (query + key) * self._normed
             if width == 4 and self._qk_norm.shape[0] < dims["Q"]:
                 total += (query * (1 + self._gates_heads) + key) * 4  # keys are a view of the whole projection
-        if self._gates_heads:  # the gate in fp32, its product with the result, and that in fp32
-            total += query * (4 + width + (4 if width == 2 else 0))
+        if self._gates_heads:  # the gate in fp32, and what it multiplies
+            total += query * (4 + width)
         if self._has_sinks and not again:
             total += dims["A"] / tp * self.longest * (6 if width == 2 else 4)  # all scores exist
         return total + 2 * dims["D"] * (8 / width)  # sines and cosines
