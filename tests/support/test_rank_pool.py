@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tests.support.rank_pool import RankFailure
+from tests.support.rank_pool import MOST_THREADS, RankFailure
 
 
 def sum_of_ranks():
@@ -48,3 +48,17 @@ def test_a_failing_rank_takes_the_others_down_within_seconds(ranks, body, says):
         ranks(2, body)
     assert time.monotonic() - start < 60
     assert [total for _, total in ranks(2, sum_of_ranks)] == [3.0, 3.0]
+
+
+def leaves_threads():
+    import threading
+
+    for _ in range(MOST_THREADS):
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    return os.getpid()
+
+
+def test_a_rank_full_of_threads_is_replaced(ranks):
+    (crowded,) = ranks(1, leaves_threads)
+    ((fresh, _),) = ranks(1, sum_of_ranks)
+    assert fresh != crowded
