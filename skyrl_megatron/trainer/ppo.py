@@ -210,6 +210,8 @@ class RayPPOTrainer:
 
     def complete_step(self) -> None:
         """Count a step whose updates were made, and note where the data goes on behind it."""
+        for name, role in self.roles.items():
+            self.metrics |= {f"{name}/{key}": value for key, value in role.score_speed().items()}
         self.global_step += 1
         self.update_reference()
         self.position = self.train_dataloader.state_dict()
@@ -600,8 +602,6 @@ class RayPPOTrainer:
             "trainer/tokens_per_second": tokens / seconds,
             "trainer/tokens_per_second_per_gpu": tokens / seconds / ranks,
         }
-        for name, role in self.roles.items():
-            self.metrics |= {f"{name}/{key}": value for key, value in role.score_speed().items()}
         self.metrics |= self.generation_speed(timings)
         self.tracker.log(self.metrics, self.global_step)
         self.logged_step = self.global_step
