@@ -103,9 +103,14 @@ def plan(cfg):
         train_mini_batch=lambda part, more_follow: notes.append(("update", part.uids)) or {"skipped": 0.0},
         export_hf=lambda folder: notes.append(("export", folder)),
         offload=lambda *parts: None,
+        score_speed=dict,
     )
     trainer.roles["ref"] = SimpleNamespace(
-        name="ref", ranks=[], offload=lambda: None, copy_weights=lambda source: notes.append(("ref", source.name))
+        name="ref",
+        ranks=[],
+        offload=lambda: None,
+        copy_weights=lambda source: notes.append(("ref", source.name)),
+        score_speed=dict,
     )
     trainer.before_training()
     trainer.train_steps()
