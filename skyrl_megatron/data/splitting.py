@@ -43,6 +43,12 @@ def counted_rows(batch: TrainingBatch) -> TrainingBatch:
     return batch.select(rows.numpy()) if 0 < len(rows) < len(batch) else batch
 
 
+def trainable(parts: list[TrainingBatch]) -> list[TrainingBatch]:
+    """Leave out mini-batches without a token to train on, which have no gradient: filters may mask all of their rows
+    while others learn. All, if every one is so."""
+    return [part for part in parts if part.loss_mask.any()] or parts
+
+
 def rows_by_adapter(batch: TrainingBatch, names: Sequence[str]) -> dict[str, np.ndarray]:
     """Return name → rows [b] int64 that belong to each of the policy's adapters, ascending; all belong to the first
     where the batch names none. Raises ValueError with row and names for one that is not among ``names``."""

@@ -140,6 +140,12 @@ TABLE = (
     Metric("generate/flops_per_second_per_rank", "FLOP/s", "Arithmetic of a rank of the engines, nothing cached"),
     Metric("generate/mfu", "share", "Of these, over those of the device at its best", "usual: a few percent"),
     Metric(
+        "trainer/*_mini_batches_left_out",
+        "mini-batches",
+        "Mini-batches without a token to train on, of which no optimizer step was taken",
+        "often above 0: most prompts are solved, or unsolved, by all samples",
+    ),
+    Metric(
         "trainer/*_slowest_rank_ratio",
         "ratio",
         "Longest own time of a rank in training over the median of the others'; waits for others are left out",

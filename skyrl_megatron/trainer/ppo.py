@@ -34,7 +34,7 @@ from skyrl_megatron.config.rules.role_layout import (
 from skyrl_megatron.config.run_folder import run_folder
 from skyrl_megatron.config.teachers import role_configs
 from skyrl_megatron.data.loader import PromptLoader
-from skyrl_megatron.data.splitting import PROMPT_UIDS, counted_rows, mini_batches
+from skyrl_megatron.data.splitting import PROMPT_UIDS, counted_rows, mini_batches, trainable
 from skyrl_megatron.errors import MemoryAheadError
 from skyrl_megatron.progress import under_way
 from skyrl_megatron.rollout.dynamic_sampling import DynamicSampler
@@ -493,7 +493,9 @@ class RayPPOTrainer:
     def _train(self, role: WorkerGroup, batch: TrainingBatch) -> list[dict[str, float]]:
         """Pass over a role's mini-batches ``update_epochs_per_batch`` times, an optimizer step each."""
         trainer = self.cfg.trainer
-        parts = mini_batches(batch, getattr(trainer, f"{role.name}_mini_batch_size"))
+        whole = mini_batches(batch, getattr(trainer, f"{role.name}_mini_batch_size"))
+        parts = trainable(whole)
+        self.metrics[f"trainer/{role.name}_mini_batches_left_out"] = float(len(whole) - len(parts))
         megatron: MegatronConfig = getattr(trainer, role.name).megatron_config
         if not megatron.moe_aux_loss_coeff:  # which counts every token that is routed
             parts = [counted_rows(part) for part in parts]

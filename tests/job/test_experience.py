@@ -26,3 +26,17 @@ def test_rows_without_a_token_to_train_on_are_left_out():
     assert counted_rows(batch).uids == ["a", "c"]
     batch.loss_mask[:] = 0
     assert counted_rows(batch) is batch, "an optimizer step takes at least one row"
+
+
+def test_mini_batches_without_a_token_to_train_on_are_left_out():
+    """As late in a run, when nearly every prompt is solved in all of its samples or in none."""
+    from skyrl_megatron.data.batch import collate
+    from skyrl_megatron.data.splitting import mini_batches, trainable
+    from skyrl_megatron.trainer.batches import mask_groups_without_variety
+
+    rewards = [1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0]
+    batch = collate([[1]] * 8, [[2, 3]] * 8, uids=list("aabbccdd"), rewards=rewards)
+    mask_groups_without_variety(batch)
+    assert [part.uids for part in trainable(mini_batches(batch, 2))] == [["c", "c", "d", "d"]]
+    batch.loss_mask[:] = 0
+    assert len(trainable(mini_batches(batch, 2))) == 2, "then the ranks say what is wrong"
