@@ -109,7 +109,7 @@ def check_batch(config, nodes, out):
 
 
 TP_2 = "tensor_model_parallel_size=2"
-ACCEPTED = {  # nodes of eight GPUs, tensor parallelism of an engine, pipeline stages, expert parallelism, what differs else
+ACCEPTED = {  # nodes of eight GPUs, tp of an engine, pipeline stages, expert parallelism, what else differs
     "MiniMax-M2": (16, 8, 2, 32),
     "GLM-4.7-Flash": (4, 4, 1, 16),
     "ERNIE-4.5-21B-A3B": (4, 4, 2, 16),
