@@ -42,6 +42,7 @@ def fit_to_hardware(cfg: SkyRLTrainConfig, hardware: Hardware) -> list[Problem]:
         )
     fill(cfg, "trainer.deterministic", hardware.is_cpu)
     fill(cfg, "generator.inference_engine.weight_sync_probe_interval", 1 if hardware.is_cpu else 20)
+    fill(cfg, "generator.inference_engine.weight_sync_routes", hardware.is_cpu)
     for key, (on_cpu, impossible) in _ON_CPU.items():
         section, name = owner_of(cfg, key)
         value = on_cpu if hardware.is_cpu else default_of(type(section), name)

@@ -39,7 +39,7 @@ def weight_synchronizer(
         phase_s=cfg.trainer.phase_timeout_s,
         shared_gpus=cfg.trainer.placement.colocate_all,
         transport=weight_transport(cfg),
-        routes=cfg.generator.inference_engine.weight_sync_routes,
+        routes=bool(cfg.generator.inference_engine.weight_sync_routes),
         adapters=configured_pairs(cfg),
     )
 

@@ -69,6 +69,9 @@ RELEASED = {
         "Hy3-preview": 295_033_543_488,  # 295B
         "Qwen3-Next-80B-A3B": 79_674_391_296,
         "Qwen3.5-35B-A3B": 34_660_610_688,  # the language model
+        "MiMo-V2-Flash": 308_778_780_864,  # 309B
+        "DeepSeek-V3.2": 671_877_944_064,  # 671B and, in each layer, 14 million of the indexer
+        "GLM-5": 743_911_218_432,  # 744B
     }.items()},
 }  # fmt: skip
 

@@ -108,12 +108,18 @@ def check_batch(config, nodes, out):
     assert engine["num_engines"] * ranks == hosts * gpus, "engines share all GPUs with the trainer"
 
 
-ACCEPTED = {  # nodes of eight GPUs, tensor parallelism of an engine, pipeline stages and expert parallelism
+TP_2 = "tensor_model_parallel_size=2"
+ACCEPTED = {  # nodes of eight GPUs, tp of an engine, pipeline stages, expert parallelism, what else differs
     "MiniMax-M2": (16, 8, 2, 32),
     "GLM-4.7-Flash": (4, 4, 1, 16),
     "ERNIE-4.5-21B-A3B": (4, 4, 2, 16),
     "ERNIE-4.5-300B-A47B": (32, 16, 2, 32),
     "Hy3-preview": (32, 16, 2, 32),
+    "Qwen3-Next-80B-A3B": (8, 8, 2, 16, TP_2),
+    "Qwen3.5-35B-A3B": (4, 4, 2, 16, TP_2),
+    "MiMo-V2-Flash": (32, 16, 2, 64),
+    "DeepSeek-V3.2": (64, 64, 4, 32, "num_layers_in_last_pipeline_stage=13"),
+    "GLM-5": (64, 64, 2, 64),
 }
 """Released models without a recipe. A recipe's settings with these fit."""
 
@@ -125,7 +131,7 @@ def test_released_configurations_are_accepted(models, name, capsys):
     from skyrl_megatron.entrypoints import run_moe
 
     rows, folder = models
-    nodes, ranks, stages, experts = ACCEPTED[name]
+    nodes, ranks, stages, experts, *more = ACCEPTED[name]
     megatron, engine = "trainer.policy.megatron_config.", "generator.inference_engine."
     words = [
         f"model={folder(RELEASED_LATER[name])}",
@@ -134,6 +140,7 @@ def test_released_configurations_are_accepted(models, name, capsys):
         f"trainer.placement.policy_num_nodes={nodes}",
         f"{megatron}pipeline_model_parallel_size={stages}",
         f"{megatron}expert_model_parallel_size={experts}",
+        *(f"{megatron}{word}" for word in more),
         f"{engine}tensor_parallel_size={ranks}",
         f"{engine}num_engines={nodes * 8 // ranks}",
         f"--check={nodes}x8",

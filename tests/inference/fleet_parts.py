@@ -38,7 +38,7 @@ class Run:
         self.settings = tiny_settings(model, served_model_name="policy")
         self.token_file = folder / "registry_token"
         options = dict(hf_config=json.loads((model / "config.json").read_text()), dtype="float32")
-        options |= dict(bucket_bytes=BUCKET_BYTES, phase_s=60.0, deadline_s=400.0) | synchronizer
+        options |= dict(bucket_bytes=BUCKET_BYTES, phase_s=60.0, deadline_s=400.0, routes=True) | synchronizer
 
         async def make():
             self.pool = EnginePool([lambda: VLLMEngine(self.settings)] * own, wait_s=120)

@@ -48,6 +48,10 @@ FAMILIES = {
     "gpt_oss": (2, dict(tp=2, ep=2), {}),
     "ernie4_5_moe": (2, dict(pp=2), dict(vocab_size=VOCABULARY)),
     "minimax_m2": (2, dict(tp=2, ep=2), {}),
+    "glm4_moe_lite": (2, dict(ep=2), {}),
+    "hy_v3": (2, dict(tp=2, etp=2), {}),
+    "qwen3_next": (2, dict(tp=2, ep=2), {}),
+    "qwen3_5_moe_text": (2, dict(cp=2), {}),
 }
 
 

@@ -48,7 +48,9 @@ def placement_problems(
         yield from _no_adapter(cfg, role)
         yield from _fsdp(getattr(cfg.trainer, role).fsdp_config, f"trainer.{role}.fsdp_config.")
     yield from _colocation(cfg)
-    if not hardware.is_cpu:
+    if hardware.is_cpu:
+        yield from _cpu_engines(cfg)
+    else:
         yield from _gpus(cfg, hardware)
         yield from _engine_nodes(cfg, hardware)
 
@@ -127,6 +129,17 @@ def gpus_asked(cfg: SkyRLTrainConfig) -> dict[str, int]:
     if engine.run_engines_locally:
         asked["engines"] = engine.num_engines * engine_ranks(cfg)
     return asked
+
+
+def _cpu_engines(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
+    """Yield layouts in which vLLM's engines for CPU start and end at their first request."""
+    engine = cfg.generator.inference_engine
+    if not engine.run_engines_locally or engine.backend != "vllm":
+        return
+    for name in ("pipeline", "data", "expert"):
+        if (size := getattr(engine, f"{name}_parallel_size")) > 1:
+            fix = "vLLM's engines for CPU end at their first request so: set it to 1, or run on GPUs"
+            yield Problem(f"generator.inference_engine.{name}_parallel_size", size, fix)
 
 
 def _gpus(cfg: SkyRLTrainConfig, hardware: Hardware) -> Iterator[Problem]:

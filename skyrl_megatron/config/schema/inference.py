@@ -101,9 +101,10 @@ class InferenceEngineConfig(BaseConfig):
     """An engine that gives no sign of life for so long is lost; it gives five or more in that time."""
     registry_drain_s: Positive = 60.0
     """How long the requests of an engine that leaves may take; what is left starts over elsewhere."""
-    weight_sync_routes: bool = False
+    weight_sync_routes: bool | None = None
     """Send each engine worker its own part of the weights alone, where vLLM's loaders can be recorded; else, and where
-    GPUs are shared, every worker gets all weights and takes its part."""
+    GPUs are shared, every worker gets all weights and takes its part; the log says why. None: true on CPU; false on
+    CUDA, where no run has shown it yet."""
     weight_sync_probe_interval: NonNegativeInt | None = None
     """Every so many weight syncs trainer and engines score the same tokens and must agree; 0: after the first sync
     only. None: 1 on CPU, 20 on CUDA."""
