@@ -22,6 +22,7 @@ from torch import Tensor
 from skyrl_megatron import device
 from skyrl_megatron.errors import DistributedError
 from skyrl_megatron.runtime.checkpoint import rng
+from skyrl_megatron.runtime.checkpoint.local_state import unwrapped
 from skyrl_megatron.runtime.checkpoint.optimizer_state import make_state, parts, set_step_count, step_count
 from skyrl_megatron.runtime.host_memory import HostMemory
 from skyrl_megatron.runtime.offload import memory_of, optimizer_tensors
@@ -181,7 +182,7 @@ def _tensors(trained: Trained, *, alone: bool) -> Iterator[Tensor]:
             yield from chunk.params_with_grad
             continue
         yield from chunk.parameters()
-        yield from chunk.buffers()  # a router's balance, where it learns one
+        yield from unwrapped(chunk).buffers()  # a router's balance, where it learns one
     yield from optimizer_tensors(trained.optimizer)
 
 

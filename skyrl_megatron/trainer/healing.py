@@ -134,6 +134,9 @@ class Healing:
         who = "; ".join(f"{trainer.roles[name].group.names[rank]}" for name, ranks in lost.items() for rank in ranks)
         with trainer.phases("heal"):
             new = {name: trainer.roles[name].replace(ranks) for name, ranks in lost.items()}
+            if trainer.checkpoints is not None:
+                parts = {part: new[name] for name in new for part in trainer.roles[name].checkpointed()}
+                trainer.checkpoints.give_up(parts)
             kept = {name: trainer.roles[name].kept_by(new.get(name, ())) for name in self._kept()}
             if "policy" in new:
                 trainer.renew_weight_sync()
@@ -156,7 +159,6 @@ class Healing:
         trainer = self.trainer
         if not trainer.can_rewind:
             raise error
-        trainer.abandon_save()
         if trainer.checkpoints is None or trainer.checkpoints.saved_step is None:
             for name in self._kept():
                 if name not in new:

@@ -10,7 +10,6 @@ wants done differently. Scripts written for SkyRL override these by their names 
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
@@ -37,7 +36,7 @@ from skyrl_megatron.config.run_folder import run_folder
 from skyrl_megatron.config.teachers import role_configs
 from skyrl_megatron.data.loader import PromptLoader
 from skyrl_megatron.data.splitting import PROMPT_UIDS, counted_rows, mini_batches, trainable
-from skyrl_megatron.errors import CheckpointError, DistributedError, MemoryAheadError
+from skyrl_megatron.errors import MemoryAheadError
 from skyrl_megatron.progress import under_way
 from skyrl_megatron.rollout.dynamic_sampling import DynamicSampler
 from skyrl_megatron.rollout.interface import GeneratorInput, GeneratorOutput, TrainingPhase
@@ -593,12 +592,6 @@ class RayPPOTrainer:
         if folder is not None:
             self.resumes = ("latest", None)
             notify(self.callbacks, "on_save", self, folder)
-
-    def abandon_save(self) -> None:
-        """Forget a save that is under way and cannot end, for a rank that is lost."""
-        if self.checkpoints is not None:
-            with contextlib.suppress(CheckpointError, DistributedError):
-                self.checkpoints.finish()
 
     def trainer_state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of the trainer itself, as plain values."""
