@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config.rules.role_layout import is_frozen
-from skyrl_megatron.errors import RankLostError, SkyRLMegatronError
+from skyrl_megatron.errors import RankLostError, SkyRLMegatronError, WeightSyncError
 from skyrl_megatron.trainer.stop import StopRequested
 
 if TYPE_CHECKING:
@@ -109,7 +109,9 @@ class Healing:
         """Return the lost ranks of each role."""
         found = {}
         for name, role in self.trainer.roles.items():
-            silent = isinstance(error, RankLostError) and error.role == role.group.role
+            silent = isinstance(error, WeightSyncError) or (
+                isinstance(error, RankLostError) and error.role == role.group.role
+            )
             if ranks := role.group.lost(stopped=silent):
                 found[name] = ranks
         return found
