@@ -98,7 +98,7 @@ def cases():
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("layout", "option"), cases())
+@pytest.mark.parametrize(("layout", "option"), list(cases()))
 def test_what_was_kept_goes_on_bit_for_bit(ranks, folder, batch, layout, option):
     world = LAYOUTS[layout]["world"]
     for found in ranks(world, lost_and_back, folder, batch, LAYOUTS[layout], OPTIONS[option], (1,), timeout_s=300):
