@@ -136,6 +136,8 @@ class ActorGroup:
     def lost(self, *, stopped: bool = True) -> list[int]:
         """Return the ranks of a replaceable group whose process is gone; with ``stopped`` also those that do not say
         within :data:`ALIVE_S` that they are there."""
+        if not self.replaceable or not self.actors:
+            return []
         asked = [actor.alive.options(concurrency_group=WATCH).remote() for actor in self.actors]
         answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ALIVE_S)
         return [rank for rank, each in enumerate(asked) if (_gone(each) if each in answered else stopped)]
