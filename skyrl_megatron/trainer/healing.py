@@ -12,14 +12,11 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from skyrl_megatron.config.rules.role_layout import is_frozen
 from skyrl_megatron.errors import RankLostError, SkyRLMegatronError, WeightSyncError
 from skyrl_megatron.trainer.stop import StopRequested
-
-if TYPE_CHECKING:
-    from skyrl_megatron.trainer.ppo import RayPPOTrainer
 
 
 class Rewound(Exception):
@@ -27,9 +24,9 @@ class Rewound(Exception):
 
 
 class Healing:
-    """Heals the ranks of ``trainer``, as ``trainer.healing`` says."""
+    """Heals the ranks of ``trainer``, a ``RayPPOTrainer``, as its configuration's ``trainer.healing`` says."""
 
-    def __init__(self, trainer: RayPPOTrainer) -> None:
+    def __init__(self, trainer: Any) -> None:
         self.trainer, self.settings = trainer, trainer.cfg.trainer.healing
         self._steps: list[int] = []
         """The step under way at each healing of the run."""

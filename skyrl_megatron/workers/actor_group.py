@@ -185,4 +185,4 @@ def _reason(error: Exception) -> str:
     telling = [
         line for line in lines if "exit" in line.lower() or "killed" in line.lower() or "memory" in line.lower()
     ]
-    return (telling or lines or ["unknown reason"])[0]
+    return (telling or lines or ["unknown reason"])[0].partition(". Some common causes")[0]
