@@ -86,8 +86,6 @@ class TrainerConfig(BaseConfig):
     """The objective."""
     fully_async: FullyAsyncConfig = field(default_factory=FullyAsyncConfig)
     """Asynchronous rollouts."""
-    healing: HealingConfig = field(default_factory=HealingConfig)
-    """Ranks that are lost."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass, as `transformer_config_kwargs.recompute_*` say; false: never."""
     gradient_checkpointing_use_reentrant: bool = False
@@ -196,3 +194,5 @@ class TrainerConfig(BaseConfig):
     opentelemetry_endpoint: str | None = None
     """Collector that gets each step as a trace, with a span for each phase of trainer, ranks and engines: the address
     of OTLP over HTTP, such as `http://127.0.0.1:4318`."""
+    healing: HealingConfig = field(default_factory=HealingConfig)
+    """Ranks that are lost."""
