@@ -41,7 +41,7 @@ def _blocks(size: int) -> int:
     return -(-size // BLOCK_BYTES) * BLOCK_BYTES
 
 
-def _copied(model: RoleModel, stage: int) -> int:
+def copied_bytes(model: RoleModel, stage: int) -> int:
     """Return the bytes of a rank's state that are lost with it: of adapters without the model below."""
     state, factors = model.state(stage), model.factors(stage)
     weights = state.weights + state.buffers if factors is None else factors.parameters * model.kernels.width
@@ -74,6 +74,6 @@ def _of_ranks(cfg: SkyRLTrainConfig, role: str, model: RoleModel, here: int) -> 
         parts.append(Part(f"{role} checkpoint while it is written", total(copied)))
     healing = cfg.trainer.healing
     if healing.enabled and healing.copies == "neighbour" and model.trained:
-        kept = sum(2 * _blocks(_copied(model, stage)) for stage in chosen)
+        kept = sum(2 * _blocks(copied_bytes(model, stage)) for stage in chosen)
         parts.append(Part(f"{role} state kept for a lost rank, two copies", total(kept)))
     return [part for part in parts if part.nbytes]
