@@ -29,11 +29,14 @@ ENDS = "tests/faults/test_matrix.py::test_the_run_ends_with_one_message_and_goes
 REPLACED = "tests/faults/test_matrix.py::test_an_engine_is_replaced_and_the_numbers_are_those_of_no_fault"
 
 REPLACED_RANKS = "tests/faults/test_healing.py::test_lost_ranks_are_replaced_and_the_numbers_are_those_of_no_fault"
+OTHER_ROLES = "tests/faults/test_healing.py::test_ranks_of_other_roles_are_replaced"
 EP = ("policy rank, ep",)
 
 PROOFS = (
     Proof(REPLACED_RANKS, EP, ("SIGKILL",), ("train", "sync", "save", "sample"), healing=True),
     Proof(REPLACED_RANKS, EP, ("SIGSEGV",), ("score",), healing=True),
+    Proof(OTHER_ROLES, ("reference",), ("SIGKILL",), ("score",), healing=True),
+    Proof(OTHER_ROLES, ("critic",), ("SIGKILL",), ("train",), healing=True),
     Proof(ENDS, ("policy rank, ep",), ("SIGKILL", "SIGSTOP"), ("train",)),
     Proof(ENDS, ("policy rank, ep",), ("SIGSEGV",), ("sync",)),
     Proof(ENDS, ("driver",), ("SIGKILL",), ("sync",)),

@@ -16,6 +16,19 @@ KEYS = {
     "trainer__healing__enabled": "true",
     "trainer__healing__max_times": 20,
 }
+ROLES = {
+    "trainer__max_training_steps": 3,
+    "trainer__hf_save_interval": 3,
+    "trainer__algorithm__advantage_estimator": "gae",
+    "trainer__algorithm__use_kl_loss": "true",
+    "trainer__placement__ref_num_gpus_per_node": 1,
+    "trainer__ref__megatron_config__expert_model_parallel_size": 1,
+    "trainer__placement__critic_num_gpus_per_node": 2,
+    "trainer__critic__megatron_config__expert_model_parallel_size": 2,
+    "trainer__critic_mini_batch_size": 2,
+    "trainer__critic__optimizer_config__lr": 1e-3,
+}
+"""A critic on two ranks and a frozen reference on one."""
 LOST = [
     ("policy 1", "SIGKILL", "policy_train", 0),
     ("policy 0", "SIGKILL", "between updates", 1),
@@ -105,3 +118,22 @@ def test_without_copies_all_go_back(undisturbed, tmp_path):
     assert lives.live(NO_FAULT, **keys).run.returncode == 0
     assert numbers(lives) == numbers(undisturbed)
     assert exported(lives, STEPS) == exported(undisturbed, STEPS)
+
+
+ROLES_LOST = [
+    ("ref 0", "SIGKILL", "fwd_logprobs_values_reward", 0),
+    ("critic 1", "SIGKILL", "critic_train", 1),
+    ("policy 0", "SIGKILL", "policy_train", 2),
+]
+
+
+def test_ranks_of_other_roles_are_replaced(tmp_path_factory):
+    """The reference reads its folder again; a critic whose updates were made goes back with the policy."""
+    runs = [Lives(tmp_path_factory.mktemp(name)) for name in ("lost", "whole")]
+    for lives, fault in zip(runs, (armed(ROLES_LOST), NO_FAULT), strict=True):
+        life = lives.live(fault, **KEYS | ROLES | {"trainer__critic__model__path": lives.folder / "model"})
+        assert life.run.returncode == 0, f"{life.run.out[-4000:]}\n{life.run.err[-4000:]}"
+    lost, whole = runs
+    assert len(lost.faults) == len(ROLES_LOST) == sum(line["trainer/healings"] for line in lost.lines)
+    assert numbers(lost) == numbers(whole) and any(name.startswith("critic/") for name in numbers(whole)[0])
+    assert exported(lost, 3) == exported(whole, 3)
