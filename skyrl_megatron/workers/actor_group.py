@@ -57,10 +57,12 @@ class PendingCall:
         return results
 
     def _fail(self, failures: dict[int, Exception]) -> None:
-        """Raise the failure that explains the others: a process that died, else the first error."""
+        """Raise the failure that explains the others: a process that died or was stopped, else the first error."""
         died = [number for number, error in failures.items() if isinstance(error, RayActorError)]
         if died and self.group.replaceable:
             raise self._lost(died, f"the process died ({_reason(failures[died[0]])})") from failures[died[0]]
+        if len(failures) < len(self.references) and (lost := self.group.lost()):
+            raise self._lost(lost, "the process does not answer")
         if died or len(failures) < len(self.references):
             self.group.kill()  # the others wait in a collective for one that will not come
         number = died[0] if died else min(failures)

@@ -120,6 +120,16 @@ def test_without_copies_all_go_back(undisturbed, tmp_path):
     assert exported(lives, STEPS) == exported(undisturbed, STEPS)
 
 
+def test_a_stopped_rank_is_replaced(undisturbed, tmp_path):
+    """Behind its deadline; the one that waits for it stays."""
+    lives = Lives(tmp_path)
+    keys = KEYS | {"trainer__phase_timeout_s": 90, "trainer__max_training_steps": 3}
+    life = lives.live(armed([("policy 1", "SIGSTOP", "policy_train", 1)]), **keys)
+    assert life.run.returncode == 0, f"{life.run.out[-4000:]}\n{life.run.err[-4000:]}"
+    assert "policy rank 1" in life.run.out.partition("healed: ")[2] and "policy rank 0" in lives.stacks
+    assert numbers(lives) == numbers(undisturbed)[:3]
+
+
 ROLES_LOST = [
     ("ref 0", "SIGKILL", "fwd_logprobs_values_reward", 0),
     ("critic 1", "SIGKILL", "critic_train", 1),
