@@ -166,9 +166,10 @@ class Healing:
         trainer.load_trainer_state(self._start["state"])
         trainer.global_step, trainer.epochs = self._start["step"], trainer.train_dataloader.finished_epochs
         trainer.load_checkpoints()
-        self.keep()
         trainer.leave_to("policy")
         trainer.sync_weights()
+        trainer.before_training()
+        self.keep()
         trainer.tracker.say(
             f"healed: {who} left no copy of its state; all goes on behind step {trainer.global_step}, begun again in "
             f"{time.monotonic() - began:.1f} s"
