@@ -114,7 +114,7 @@ def test_without_copies_all_go_back(undisturbed, tmp_path):
     assert life.run.returncode == 1 and life.saved == 4
     assert "policy rank 0" in life.message and "the process died" in life.message
     assert "Traceback" not in life.message and len(life.message.splitlines()) <= 2
-    assert life.run.out.count("healed: ") == 2 and "not healed: 2 times within 10 steps" in life.run.out
+    assert life.run.out.count("\nhealed: ") == 2 and "not healed: 2 times within 10 steps" in life.run.out
     assert lives.live(NO_FAULT, **keys).run.returncode == 0
     assert numbers(lives) == numbers(undisturbed)
     assert exported(lives, STEPS) == exported(undisturbed, STEPS)
