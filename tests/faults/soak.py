@@ -2,7 +2,7 @@
 
 Each life of the run goes on from the one before and meets a fault that the seed chose; in half of them lost ranks are
 replaced. Behind each are checked: one message and an exit code where it ended, no process and no shared memory left,
-the newest checkpoint whole, every step logged once, and every version that was served proven by its probe. Exit code 0:
+the newest checkpoint whole, every step logged once, every version that was served proven by its probe. Exit code 0:
 all held; 1: not all.
 """
 
