@@ -1,12 +1,12 @@
 """A lost rank on the embedded job against the start of a rank, and what copies of the state cost a step.
 
-    python benchmarks/healing.py [healing] [copies] [--tokens 8192]
+    python benchmarks/healing.py [healing] [copies] [--tokens 8192] [--layers 8]
 
 ``healing``: the embedded job loses a policy rank in its fourth update. The time from its loss being known to the
 repeated step's begin (``timing/heal``), over that of starting one rank with the same model, process and imports
 included, in the same run. ``copies``: the 425 M-parameter model of ``weight_sync.py``, experts over two ranks. The
 time of a copy with its way to the neighbour, over that of an update (pass and optimizer step) on ``--tokens`` tokens;
-medians of the rounds.
+medians of the rounds. Two ranks and their copies take 19 GB; fewer ``--layers`` less, at much the same ratio.
 """
 
 from __future__ import annotations
@@ -131,13 +131,13 @@ def rank_of_two(rank: int, port: int, folder: str, tokens: int, pipe: Any) -> No
     dist.barrier()
 
 
-def copies(home: Path, tokens: int) -> dict[str, float]:
+def copies(home: Path, tokens: int, layers: int) -> dict[str, float]:
     """Time updates and copies in two ranks."""
     from benchmarks.step import large_model
     from benchmarks.weight_sync import LARGE
     from skyrl_megatron.workers.ports import free_port
 
-    folder, port = large_model(home / "large", {**LARGE}), free_port()
+    folder, port = large_model(home / "large", {**LARGE, "num_hidden_layers": layers}), free_port()
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     ranks = [context.Process(target=rank_of_two, args=(rank, port, str(folder), tokens, theirs)) for rank in range(2)]
@@ -156,10 +156,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=("healing", "copies", []), metavar="PART")
     parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--layers", type=int, default=8)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as home:
         if not args.parts or "copies" in args.parts:
-            got = copies(Path(home), args.tokens)
+            got = copies(Path(home), args.tokens, args.layers)
             print(
                 f"copies: {got['copy']:.2f} s for {got['nbytes'] / 1e9:.2f} GB of a rank, sent to its neighbour too, "
                 f"{got['copy'] / got['update']:.3f} of an update of {args.tokens} tokens ({got['update']:.1f} s); "
