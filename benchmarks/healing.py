@@ -107,7 +107,7 @@ def rank_of_two(rank: int, port: int, folder: str, tokens: int, pipe: Any) -> No
     engine = MegatronEngine(SkyRLTrainConfig.from_cli_overrides(keys), total_steps=100)
     rows = tokens // LENGTH // 2
     generator = torch.Generator().manual_seed(rank)
-    sequences = torch.randint(0, 1000, (rows, LENGTH), generator=generator)
+    sequences = torch.randint(0, engine.model.vocab_size, (rows, LENGTH), generator=generator)
     mask = torch.ones(rows, LENGTH - 16)
     batch = TrainingBatch(
         sequences, torch.ones(rows, LENGTH, dtype=torch.bool), mask, mask, [str(n) for n in range(rows)]

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from skyrl_megatron.config.rules.role_layout import is_frozen
-from skyrl_megatron.errors import RankLostError, SkyRLMegatronError, WeightSyncError
+from skyrl_megatron.errors import RankLostError, WeightSyncError
 from skyrl_megatron.trainer.stop import StopRequested
 
 
@@ -33,6 +33,8 @@ class Healing:
         self._told = 0
         self._whole = False
         self._bytes = 0
+        self._new: dict[str, set[int]] = {}
+        """Ranks of each role that were started since copies were made, and have none."""
         self._start: dict[str, Any] = {}
 
     # ------------------------------------------------------------------ copies
@@ -55,7 +57,7 @@ class Healing:
                 self.trainer.leave_to(name)
                 self._bytes += self.trainer.roles[name].keep_state()
             self.trainer.leave_to("policy")
-        self._whole = True
+        self._whole, self._new = True, {}
 
     def fresh(self, batch: Any) -> Any:
         """Return what an update may change of ``batch``, which it may have to begin with again."""
@@ -132,36 +134,40 @@ class Healing:
         trainer, began = self.trainer, time.monotonic()
         who = "; ".join(f"{trainer.roles[name].group.names[rank]}" for name, ranks in lost.items() for rank in ranks)
         with trainer.phases("heal"):
-            new = {name: trainer.roles[name].replace(ranks) for name, ranks in lost.items()}
+            for name, ranks in lost.items():
+                self._new.setdefault(name, set()).update(trainer.roles[name].replace(ranks))
+            for name in lost:
+                trainer.roles[name].rebuild()
+            new = self._new
             if trainer.checkpoints is not None:
-                parts = {part: new[name] for name in new for part in trainer.roles[name].checkpointed()}
+                parts = {part: new[name] for name in lost for part in trainer.roles[name].checkpointed()}
                 trainer.checkpoints.give_up(parts)
-            kept = {name: trainer.roles[name].kept_by(new.get(name, ())) for name in self._kept()}
             if "policy" in new:
                 trainer.renew_weight_sync()
-            if not self._whole or None in kept.values():
-                if set(new) & set(self._kept()):
-                    self._rewind(new, who, began, error)
-            else:
+            kept = {name: trainer.roles[name].kept_by(sorted(new.get(name, ()))) for name in self._kept()}
+            if self._whole and None not in kept.values():
                 for name, holders in kept.items():
                     trainer.leave_to(name)
-                    trainer.roles[name].roll_back(holders or {})
-                if set(new) & set(kept):
+                    trainer.roles[name].roll_back(holders)
+                if new.keys() & kept.keys():
                     self.keep()
+            elif new.keys() & kept.keys() or not isinstance(error, RankLostError):
+                self._rewind(who, began, error)
             trainer.leave_to("policy")
-        said = str(error).splitlines()[0] if isinstance(error, SkyRLMegatronError) else f"{who}: the process died"
+        said = str(error).splitlines()[0] if isinstance(error, RankLostError) else f"{who}: the process is gone"
         trainer.tracker.say(f"healed: {said}; started again in {time.monotonic() - began:.1f} s")
 
-    def _rewind(self, new: Collection[str], who: str, began: float, error: Exception) -> None:
-        """Go back to the last checkpoint, or to where the run began, with all roles, of which ``new`` are built anew.
-        Raises Rewound, or ``error`` where the run cannot."""
+    def _rewind(self, who: str, began: float, error: Exception) -> None:
+        """Go back to the last checkpoint, or to where the run began, with all roles. Raises Rewound, or ``error``
+        where the run cannot."""
         trainer = self.trainer
         if not trainer.can_rewind:
             raise error
         if trainer.checkpoints is None or trainer.checkpoints.saved_step is None:
             for name in self._kept():
-                if name not in new:
+                if name not in self._new:
                     trainer.roles[name].replace(())
+                    trainer.roles[name].rebuild()
         trainer.train_dataloader.load_state_dict(self._start["position"])
         trainer.load_trainer_state(self._start["state"])
         trainer.global_step, trainer.epochs = self._start["step"], trainer.train_dataloader.finished_epochs
@@ -169,6 +175,7 @@ class Healing:
         trainer.leave_to("policy")
         trainer.sync_weights()
         trainer.before_training()
+        self._new = {}
         self.keep()
         trainer.tracker.say(
             f"healed: {who} left no copy of its state; all goes on behind step {trainer.global_step}, begun again in "

@@ -221,13 +221,15 @@ class WorkerGroup:
         return sum(self.group.call("keep_state", self._distance, phase="copy of the state"))
 
     def replace(self, lost: Sequence[int]) -> list[int]:
-        """Start ``lost`` ranks anew, in the places of the old ones, and build the model on all; returns the ranks that
-        are new. Weights are those of the folder: :meth:`roll_back` comes next. Raises as a start does."""
-        new = self.group.replace(lost, partial(self._actor, world=len(self.group)))
+        """Start ``lost`` ranks anew, in the places of the old ones, and let the others leave them; returns the ranks
+        that are new. :meth:`rebuild` comes next."""
+        return self.group.replace(lost, partial(self._actor, world=len(self.group)))
+
+    def rebuild(self) -> None:
+        """Build the model on all ranks, with the weights of its folder. Raises as a start does."""
+        self._stepped, self._own_seconds, self._scored = None, [], Speed()
         self.start_building(*self._built_with)
         self.finish_building()
-        self._stepped, self._own_seconds, self._scored = None, [], Speed()
-        return new
 
     def kept_by(self, new: Sequence[int]) -> dict[int, int] | None:
         """Return which rank has the copy of each ``new`` one; None where such a rank is new itself, or there are no

@@ -142,6 +142,7 @@ def heals(cfg):
         group=SimpleNamespace(role="policy", names=["policy rank 0"], lost=lambda *, stopped: lost and [0]),
         offload=lambda: None,
         replace=replace,
+        rebuild=lambda: None,
         keep_state=lambda: notes.append("keep") or 0,
         kept_by=lambda new: None if cfg.trainer.healing.copies == "none" else {},
         roll_back=lambda holders: notes.append("back"),
