@@ -35,6 +35,7 @@ EP = ("policy rank, ep",)
 PROOFS = (
     Proof(REPLACED_RANKS, EP, ("SIGKILL",), ("train", "sync", "save", "sample"), healing=True),
     Proof(REPLACED_RANKS, EP, ("SIGSEGV",), ("score",), healing=True),
+    Proof("tests/faults/test_healing.py::test_a_stopped_rank_is_replaced", EP, ("SIGSTOP",), ("train",), healing=True),
     Proof(OTHER_ROLES, ("reference",), ("SIGKILL",), ("score",), healing=True),
     Proof(OTHER_ROLES, ("critic",), ("SIGKILL",), ("train",), healing=True),
     Proof(ENDS, ("policy rank, ep",), ("SIGKILL", "SIGSTOP"), ("train",)),
