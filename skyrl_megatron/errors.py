@@ -70,6 +70,18 @@ class DistributedError(SkyRLMegatronError):
     """A rank failed, or a phase outlived its deadline; names rank and phase."""
 
 
+class RankLostError(DistributedError):
+    """A rank of ``role`` is gone, and the others wait to be told what to do."""
+
+    def __init__(self, message: str, role: str) -> None:
+        super().__init__(message)
+        self.role = role
+
+    def __reduce__(self) -> tuple[type[RankLostError], tuple[str, str]]:
+        """Pickle with the role; an exception's own way would call the class with the message alone."""
+        return type(self), (str(self), self.role)
+
+
 class EngineError(SkyRLMegatronError):
     """An inference engine failed to start, answer, or update."""
 

@@ -39,7 +39,7 @@ from skyrl_megatron.config.schema.model import ModelConfig, SkyRLLoraConfig
 from skyrl_megatron.config.schema.optimizer import FSDPConfig, MixedPrecisionConfig, OptimizerConfig
 from skyrl_megatron.config.schema.roles import CriticConfig, PlacementConfig, PolicyConfig, RefConfig, TeacherConfig
 from skyrl_megatron.config.schema.root import SkyRLTrainConfig, get_config_as_dict, get_config_as_yaml_str, make_config
-from skyrl_megatron.config.schema.trainer import FullyAsyncConfig, TrainerConfig
+from skyrl_megatron.config.schema.trainer import FullyAsyncConfig, HealingConfig, TrainerConfig
 
 __all__ = [
     "DEFAULT_MEGATRON_OPTIMIZER_KWARGS",
@@ -60,6 +60,7 @@ __all__ = [
     "GAEConfig",
     "GSM8kLLMJudgeEnvConfig",
     "GeneratorConfig",
+    "HealingConfig",
     "InferenceEngineConfig",
     "KLCovConfig",
     "KLCtrlConfig",

@@ -167,6 +167,11 @@ class MegatronEngine:
 
     # ------------------------------------------------------------------ what is trained
     @property
+    def trained(self) -> Mapping[str, Trained]:
+        """What is trained, by the names of adapters; of a frozen role the model, without an optimizer."""
+        return self._trained
+
+    @property
     def chunks(self) -> list[Any]:
         """The model's chunks, in :class:`DistributedDataParallel` when they are trained."""
         return self._now.chunks

@@ -151,7 +151,7 @@ def optimizer_tensors(optimizer: Any | None) -> Iterator[Tensor]:
             for group in inner.param_groups:
                 yield from group["params"]
             for state in inner.state.values():
-                yield from (value for value in state.values() if torch.is_tensor(value))
+                yield from (state[name] for name in sorted(state) if torch.is_tensor(state[name]))
         yield from getattr(outer, "param_to_fp32_param", {}).values()
 
 

@@ -6,6 +6,7 @@ The only file that calls ``megatron.core.parallel_state.get_*``. Megatron's own 
 
 from __future__ import annotations
 
+import gc
 import random
 from dataclasses import dataclass
 
@@ -112,3 +113,29 @@ def initialize(parallel: ParallelConfig, *, timeout_s: float = 600.0, seed: int 
         embd=groups.embd,
         collection=groups,
     )
+
+
+def end_groups(*, world: bool = False) -> None:
+    """End the groups of a layout, and with ``world`` the default group too, whatever became of the other ranks: those
+    that wait for this one get an error. Models that use the groups must not be referred to any more.
+
+    Megatron only forgets them: each would keep its threads and connections.
+    """
+    mpu.destroy_model_parallel()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    _drop_graphs()
+    gc.collect()
+    if world and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _drop_graphs() -> None:
+    """Cut tensors that are still alive off their graphs. Megatron's token dispatchers keep probabilities of the last
+    micro-batch, whose graph leads, out of sight of the garbage collector, to the gradient hooks of the model that the
+    dispatchers belong to. A model that is never freed keeps its process groups, whose threads wake every 10 ms.
+    """
+    for found in gc.get_objects():
+        if type(found) is torch.Tensor and not found._is_view() and found.grad_fn is not None:
+            found.detach_()

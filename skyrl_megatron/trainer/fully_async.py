@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from skyrl_megatron.config.rules.fully_async import runs_ahead
 from skyrl_megatron.errors import ConfigError, Problem
@@ -54,6 +54,13 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
         self._place: dict[str, Any] = {"oldest": 0, "ahead": []}  # of the stream, behind the last step
         self._kept = Kept()
         self._lags: Tensor | None = None  # [B, T], of the batch at hand
+
+    REPEATED: ClassVar[tuple[str, ...]] = (*RayPPOTrainer.REPEATED, "_lags")
+
+    @property
+    def can_rewind(self) -> bool:
+        """Whether the run can go back without a new process: what was sampled ahead cannot."""
+        return self.stream is None
 
     def make_stream(self) -> RolloutStream:
         """Make the stream of the run's groups."""

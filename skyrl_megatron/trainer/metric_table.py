@@ -157,6 +157,13 @@ TABLE = (
         "Ranks above twice the others for three steps",
         "above 0: console.log names them",
     ),
+    Metric(
+        "trainer/healings",
+        "times",
+        "Lost ranks that were replaced since the line before",
+        "above 0: console.log names them, and the host's log says what ended their processes",
+    ),
+    Metric("trainer/state_copies_gb", "GB", "Host memory of all copies that lost ranks would be filled from"),
     Metric("policy/mfu", "share", "FLOP/s over those of the device at its best", "low: small micro-batches, or waits"),
     Metric("policy/tokens_per_second_per_rank", "tokens/s", "Tokens that a rank trains on in a second"),
     Metric(
@@ -178,6 +185,8 @@ TABLE = (
     Metric("timing/policy_train", "s", "Forward, backward and optimizer of the policy"),
     Metric("timing/sync_weights", "s", "New weights for the engines, checks included"),
     Metric("timing/sync_weights_only_transfer", "s", "Of these the transfer alone"),
+    Metric("timing/keep_state", "s", "Copies of the ranks' state, own and neighbours'"),
+    Metric("timing/heal", "s", "Lost ranks: new processes, groups and models, and back to the copies"),
     Metric("timing/first_step*", "s", "From the command to the end of the first step, and its parts"),
     Metric("timing/**", "s", "Time of a phase"),
     Metric("memory/*_trainer_gb", "GB", "Memory of the trainer's own process at the end of a phase", "grows: a leak"),

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -51,6 +52,7 @@ from skyrl_megatron.trainer.checkpoints import run_checkpointer
 from skyrl_megatron.trainer.diagnosis import write_stacks
 from skyrl_megatron.trainer.dump import dump_batch, dump_path
 from skyrl_megatron.trainer.evaluate import evaluate
+from skyrl_megatron.trainer.healing import Healing, Rewound
 from skyrl_megatron.trainer.hf_export import export_due, prepare_export
 from skyrl_megatron.trainer.loop_thread import LoopThread
 from skyrl_megatron.trainer.memory_ahead import MemoryAhead
@@ -71,7 +73,7 @@ from skyrl_megatron.trainer.teachers import Teachers, with_teacher_rewards
 from skyrl_megatron.trainer.tracking import as_numbers
 from skyrl_megatron.trainer.watch import RunWatch
 from skyrl_megatron.types import OWN_LOGPROBS, TrainingBatch
-from skyrl_megatron.workers.policy_rank import weight_synchronizer
+from skyrl_megatron.workers.policy_rank import policy_ranks, weight_synchronizer
 from skyrl_megatron.workers.speed import Speed
 from skyrl_megatron.workers.worker_group import WorkerGroup
 
@@ -152,7 +154,13 @@ class RayPPOTrainer:
         """Ranks of policy, reference, critic and teachers, once they are built."""
         self.teachers = Teachers(cfg, self.roles, self.loop)
         self.checkpoints: Checkpointer | None = None
+        self.resumes = (cfg.trainer.resume_mode, cfg.trainer.resume_path)
+        """Where :meth:`load_checkpoints` goes on: as the run was told, or from what it saved itself."""
         self.weights: WeightSynchronizer | None = None
+        self.healing = Healing(self)
+
+    REPEATED: ClassVar[tuple[str, ...]] = ("metrics", "global_step", "epochs", "finite", "kl_controller")
+    """What a part of a step may have changed when it is repeated."""
 
     # ------------------------------------------------------------------ the loop
     def train(self) -> None:
@@ -165,6 +173,7 @@ class RayPPOTrainer:
                 self.init_weight_sync_state()
                 self.give_first_weights()
                 self.before_training()
+                self.healing.begin()
                 gc.collect()
                 gc.freeze()  # what lives now stays: the garbage of each step is not looked for among it
                 self.watch.begin_steps(self.global_step, self.roles)
@@ -185,35 +194,51 @@ class RayPPOTrainer:
             self.stop.check()
             self.memory_ahead.look()
             notify(self.callbacks, "on_step_start", self)
-            with self.phases("step"):
-                batch = self.collect_experience()
-                self.begin_training()
-                with self.phases("fwd_logprobs_values_reward"):
-                    batch = self.fwd_logprobs_values_reward(batch)
-                if self.cfg.trainer.algorithm.distillation.reward_coef:
-                    self.metrics |= with_teacher_rewards(batch, self.cfg.trainer.algorithm)
-                if self.kl_controller is not None:
-                    batch = self.apply_reward_kl_penalty(batch)
-                with self.phases("compute_advantages_and_returns"):
-                    batch = self.compute_advantages_and_returns(batch)
-                self.keep_samples(batch)
-                with self.phases("train_critic_and_policy"):
-                    self.train_critic_and_policy(batch)
-                self.complete_step()
-                if self._due(self.cfg.trainer.ckpt_interval) or self.is_last_step:
-                    self.save_checkpoints()
-                if export_due(self.global_step, self.cfg.trainer.hf_save_interval, is_last=self.is_last_step):
-                    self.save_models()
-                self.sync_weights()
+            try:
+                with self.phases("step"):
+                    batch = self.collect_experience()
+                    self.healing.repeated(partial(self.update_on, batch))
+                    self.complete_step()
+                    self.healing.repeated(self.publish)
+            except Rewound:
+                self.metrics, self.sampled = {}, []
+                self.phases.metrics()
+                continue
             self.metrics |= start_times.first_step()
             self.end_step()
+
+    def update_on(self, batch: TrainingBatch) -> None:
+        """Take the optimizer steps of a step."""
+        batch = self.healing.fresh(batch)
+        self.begin_training()
+        with self.phases("fwd_logprobs_values_reward"):
+            batch = self.fwd_logprobs_values_reward(batch)
+        if self.cfg.trainer.algorithm.distillation.reward_coef:
+            self.metrics |= with_teacher_rewards(batch, self.cfg.trainer.algorithm)
+        if self.kl_controller is not None:
+            batch = self.apply_reward_kl_penalty(batch)
+        with self.phases("compute_advantages_and_returns"):
+            batch = self.compute_advantages_and_returns(batch)
+        self.keep_samples(batch)
+        with self.phases("train_critic_and_policy"):
+            self.train_critic_and_policy(batch)
+        self.healing.keep()
+
+    def publish(self) -> None:
+        """Bring the weights of a step to where they are due: the reference, a checkpoint, an export, the engines."""
+        self.update_reference()
+        due = self._due(self.cfg.trainer.ckpt_interval) or self.is_last_step
+        if due and (self.checkpoints is None or self.checkpoints.saved_step != self.global_step):
+            self.save_checkpoints()
+        if export_due(self.global_step, self.cfg.trainer.hf_save_interval, is_last=self.is_last_step):
+            self.save_models()
+        self.sync_weights()
 
     def complete_step(self) -> None:
         """Count a step whose updates were made, and note where the data goes on behind it."""
         for name, role in self.roles.items():
             self.metrics |= {f"{name}/{key}": value for key, value in role.score_speed().items()}
         self.global_step += 1
-        self.update_reference()
         self.position = self.train_dataloader.state_dict()
 
     def end_step(self) -> None:
@@ -258,7 +283,7 @@ class RayPPOTrainer:
                 self.start_engines()
             for role in self.roles.values():
                 role.finish_building()
-            self._leave_to("policy")
+            self.leave_to("policy")
         built = ", ".join(f"{name} on {len(role.group)}" for name, role in self.roles.items())
         layers = "".join(f", layers: {kind}" for kind in {role.ranks[0].layers for role in self.roles.values()} - {""})
         self.start_up.done(
@@ -282,7 +307,7 @@ class RayPPOTrainer:
     def load_checkpoints(self) -> None:
         """Continue where ``trainer.resume_mode`` says, or start at step 0, and say which."""
         assert self.checkpoints is not None
-        loaded = self.checkpoints.load(self.cfg.trainer.resume_mode, self.cfg.trainer.resume_path)
+        loaded = self.checkpoints.load(*self.resumes)
         if loaded is not None:
             self.global_step = loaded.step
             self.train_dataloader.load_state_dict(loaded.data)
@@ -290,6 +315,7 @@ class RayPPOTrainer:
             self.epochs = self.train_dataloader.finished_epochs
             self.tracker.say(f"resumed from {loaded.folder} (step {loaded.step} of {self.total_steps})")
             self.start_up.done(f"checkpoint: step {self.global_step} loaded")
+        self._prompts = _endless(self.train_dataloader)
         self.position = self.train_dataloader.state_dict()
         resumed_from = self.global_step if loaded else None
         logged = self.tracker.open(total_steps=self.total_steps, resumed_from=resumed_from)
@@ -304,6 +330,11 @@ class RayPPOTrainer:
         engines = self.inference_engine_client
         self.weights = weight_synchronizer(self.cfg, self.policy, engines.pool, dtype=engines.dtype)
         self.loop.run(engines.watch(self.weights.sync_engine))
+
+    def renew_weight_sync(self) -> None:
+        """Let the sync know the policy's ranks as they are now."""
+        if self.weights is not None:
+            self.loop.run(self.weights.replace_ranks(policy_ranks(self.policy)))
 
     def give_first_weights(self) -> None:
         """Bring the weights that the run begins with into the engines, and say so."""
@@ -374,7 +405,7 @@ class RayPPOTrainer:
             batch.ref_logprobs = self.policy.start_logprobs(batch, "reference log-probs", adapters=False)()
         if self._takes_turns("ref"):
             batch.ref_logprobs = self._start_scores("ref", batch)()
-            self._leave_to("policy")
+            self.leave_to("policy")
         if self.teachers.names:
             with self.phases("teacher"):
                 self.teachers.score(batch, self.train_dataset.teachers_of(batch.metadata[PROMPT_UIDS]))
@@ -387,7 +418,7 @@ class RayPPOTrainer:
             batch.old_logprobs = self._score_before_update(batch)
             self.metrics |= logprob_diff_metrics(batch)
         if self._takes_turns("critic"):  # which trains next
-            self._leave_to("critic")
+            self.leave_to("critic")
             batch.values = self._start_scores("critic", batch)()
         for name, scores in apart.items():
             setattr(batch, SCORES[name], scores())
@@ -467,11 +498,11 @@ class RayPPOTrainer:
         """Train the critic, if there is one, and the policy; until ``critic_warmup_steps`` the critic alone."""
         self.finite = True
         if self.critic is not None:
-            self._leave_to("critic")
+            self.leave_to("critic")
             with self.phases("critic_train"):
                 results = self._train(self.critic, batch)
             self.metrics |= optimizer_metrics("critic", results) | value_metrics(batch)
-            self._leave_to("policy")
+            self.leave_to("policy")
         if self._policy_learns:
             with self.phases("policy_train"):
                 results = self._train(self.policy, batch)
@@ -487,7 +518,7 @@ class RayPPOTrainer:
                 if self._takes_turns("ref"):
                     self.policy.offload("gradients", "optimizer")
                 self.ref.copy_weights(self.policy)
-                self._leave_to("policy")
+                self.leave_to("policy")
         self.epochs = finished
 
     def _train(self, role: WorkerGroup, batch: TrainingBatch) -> list[dict[str, float]]:
@@ -514,7 +545,7 @@ class RayPPOTrainer:
             return {}
         return {name.replace("/", "_"): role.device_bytes() for name, role in self.roles.items() if role.ranks}
 
-    def _leave_to(self, name: str) -> None:
+    def leave_to(self, name: str) -> None:
         """Take the other roles off the GPUs that they share with one that is about to work."""
         for other, role in self.roles.items():
             if other != name and (self.cfg.trainer.placement.colocate_all or self._takes_turns(other)):
@@ -559,6 +590,7 @@ class RayPPOTrainer:
         with self.phases("save_checkpoints"):
             folder = self.checkpoints.save(self.global_step, self.position, state, last_step_finite=self.finite)
         if folder is not None:
+            self.resumes = ("latest", None)
             notify(self.callbacks, "on_save", self, folder)
 
     def trainer_state(self) -> dict[str, Any]:
@@ -581,7 +613,7 @@ class RayPPOTrainer:
         with self.phases("save_hf_model"):
             for role in (self.policy, self.critic):
                 if role is not None:
-                    self._leave_to(role.name)
+                    self.leave_to(role.name)
                     role.export_hf(str(prepare_export(self.cfg.trainer.export_path, self.global_step, role.name)))
 
     def save_on_stop(self) -> None:
@@ -604,12 +636,12 @@ class RayPPOTrainer:
             "trainer/tokens_per_second": tokens / seconds,
             "trainer/tokens_per_second_per_gpu": tokens / seconds / ranks,
         }
-        self.metrics |= self.generation_speed(timings)
+        self.metrics |= self.generation_speed(timings) | self.healing.metrics()
         self.tracker.log(self.metrics, self.global_step)
         self.logged_step = self.global_step
         notify(self.callbacks, "on_log", self, self.metrics)
         self.metrics = {}
-        self.watch.end_step(self.global_step, self.roles)
+        self.healing.repeated(lambda: self.watch.end_step(self.global_step, self.roles))
 
     def generation_speed(self, timings: Mapping[str, float]) -> dict[str, float]:
         """Return how fast a rank of the engines sampled. ``timings``: as :meth:`Phases.metrics` gives them; rollouts
@@ -669,6 +701,11 @@ class RayPPOTrainer:
             steps = max(steps - trainer.critic_warmup_steps, 0)
         per_step: int = trainer.train_batch_size // getattr(trainer, f"{name}_mini_batch_size")
         return per_step * trainer.update_epochs_per_batch * steps
+
+    @property
+    def can_rewind(self) -> bool:
+        """Whether the run can go back to an earlier step without a new process."""
+        return True
 
     @property
     def is_last_step(self) -> bool:

@@ -117,8 +117,10 @@ class Tracking:
 
     def open(self, *, total_steps: int, resumed_from: int | None = None) -> bool:
         """Start to take numbers, and return whether those of step ``resumed_from`` were taken before; numbers of later
-        steps are of a run that came to nothing."""
+        steps are of a run that came to nothing. Called again when the run goes back to an earlier step."""
         after = resumed_from
+        for sink in self.sinks[:2]:
+            sink.finish()
         lines = JsonLines(self.folder / METRICS_FILE, after)
         self.sinks = [
             lines,

@@ -10,11 +10,17 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from skyrl_megatron.errors import DistributedError, SkyRLMegatronError
+from skyrl_megatron.errors import DistributedError, RankLostError, SkyRLMegatronError
 
 GRACE_S = 5.0
 """Seconds that the other ranks get to end by themselves once one has failed."""
 POLL_S = 5.0
+ALIVE_S = 10.0
+"""Seconds in which a process that is not stopped says so, whatever it is busy with."""
+LEAVE_S = 60.0
+"""Seconds that a rank gets to leave groups of which another one is gone."""
+WATCH = "watch"
+"""Concurrency group of ranks that may be replaced: its calls are answered while others are under way."""
 
 
 @dataclass(slots=True)
@@ -26,10 +32,7 @@ class PendingCall:
     """How each called actor is named in messages."""
     phase: str
     timeout_s: float
-    end: Callable[[], None]
-    """Ends the actors when some failed and others may wait for them for ever."""
-    look: Callable[[], str] = lambda: ""
-    """Notes what all wait for before the actors are ended; returns where, for the message."""
+    group: ActorGroup
     started: float = field(default_factory=time.monotonic)
 
     def results(self) -> list[Any]:
@@ -54,10 +57,14 @@ class PendingCall:
         return results
 
     def _fail(self, failures: dict[int, Exception]) -> None:
-        """Raise the failure that explains the others: a process that died, else the first error."""
+        """Raise the failure that explains the others: a process that died or was stopped, else the first error."""
         died = [number for number, error in failures.items() if isinstance(error, RayActorError)]
+        if died and self.group.replaceable:
+            raise self._lost(died, f"the process died ({_reason(failures[died[0]])})") from failures[died[0]]
+        if len(failures) < len(self.references) and (lost := self.group.lost()):
+            raise self._lost(lost, "the process does not answer")
         if died or len(failures) < len(self.references):
-            self.end()  # the others wait in a collective for one that will not come
+            self.group.kill()  # the others wait in a collective for one that will not come
         number = died[0] if died else min(failures)
         error = failures[number]
         where = f"{self.names[number]}, phase {self.phase}"
@@ -71,13 +78,18 @@ class PendingCall:
         raise error
 
     def _fail_stuck(self, stuck: list[int]) -> None:
-        noted = self.look()
-        self.end()
+        noted = self.group.look()
+        if self.group.replaceable and (lost := self.group.lost()):
+            raise self._lost(lost, f"no answer within {self.timeout_s:g} s (trainer.phase_timeout_s){noted}")
+        self.group.kill()
         names = ", ".join(self.names[number] for number in stuck)
         raise DistributedError(
             f"phase {self.phase}: no answer within {self.timeout_s:g} s (trainer.phase_timeout_s) from {names}; "
             f"{len(self.references) - len(stuck)} of {len(self.references)} had finished{noted}"
         )
+
+    def _lost(self, lost: Sequence[int], why: str) -> RankLostError:
+        return RankLostError(f"{self.names[lost[0]]}, phase {self.phase}: {why}", self.group.role)
 
 
 class ActorGroup:
@@ -88,6 +100,8 @@ class ActorGroup:
         self.names = [f"{role} rank {rank}" for rank in range(len(self.actors))]
         self.look: Callable[[], str] = lambda: ""
         """Called when ranks outlive their deadline, before they are ended; returns what the message says of it."""
+        self.replaceable = False
+        """Whether those that die are told of with a RankLostError while the others live on."""
 
     def __len__(self) -> int:
         return len(self.actors)
@@ -110,9 +124,7 @@ class ActorGroup:
         references = [
             getattr(actor, method).remote(*args, *own) for actor, own in zip(self.actors, extra, strict=True)
         ]
-        return PendingCall(
-            references, list(self.names), phase or method, timeout_s or self.timeout_s, self.kill, self.look
-        )
+        return PendingCall(references, list(self.names), phase or method, timeout_s or self.timeout_s, self)
 
     def call(self, method: str, *args: Any, **options: Any) -> list[Any]:
         """Return the results of ``method`` on all ranks, by rank; ``options`` as for :meth:`start`.
@@ -123,6 +135,30 @@ class ActorGroup:
         """
         return self.start(method, *args, **options).results()
 
+    def lost(self, *, stopped: bool = True) -> list[int]:
+        """Return the ranks of a replaceable group whose process is gone; with ``stopped`` also those that do not say
+        within :data:`ALIVE_S` that they are there."""
+        if not self.replaceable or not self.actors:
+            return []
+        asked = [actor.alive.options(concurrency_group=WATCH).remote() for actor in self.actors]
+        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ALIVE_S)
+        return [rank for rank, each in enumerate(asked) if (_gone(each) if each in answered else stopped)]
+
+    def replace(self, lost: Sequence[int], make: Callable[[int], Any]) -> list[int]:
+        """Give each ``lost`` rank a new actor, which ``make`` returns for its number, and let all others leave what
+        they were in; one that does not within :data:`LEAVE_S` is replaced too. Returns the ranks that are new."""
+        for rank in lost:
+            ray.kill(self.actors[rank])
+        new = {rank: make(rank) for rank in lost}
+        leaving = {actor.leave.remote(): rank for rank, actor in enumerate(self.actors) if rank not in new}
+        done, _ = ray.wait(list(leaving), num_returns=len(leaving), timeout=LEAVE_S) if leaving else ([], [])
+        for reference, rank in leaving.items():
+            if reference not in done or _failed(reference):
+                ray.kill(self.actors[rank])
+                new[rank] = make(rank)
+        self.actors = [new.get(rank, actor) for rank, actor in enumerate(self.actors)]
+        return sorted(new)
+
     def kill(self) -> None:
         """End all ranks."""
         for actor in self.actors:
@@ -130,9 +166,25 @@ class ActorGroup:
         self.actors = []
 
 
-def _reason(error: RayActorError) -> str:
+def _gone(answer: Any) -> bool:
+    try:
+        ray.get(answer)
+    except RayActorError:
+        return True
+    return False
+
+
+def _failed(answer: Any) -> bool:
+    try:
+        ray.get(answer)
+    except (RayTaskError, RayActorError):
+        return True
+    return False
+
+
+def _reason(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [
         line for line in lines if "exit" in line.lower() or "killed" in line.lower() or "memory" in line.lower()
     ]
-    return (telling or lines or ["unknown reason"])[0]
+    return (telling or lines or ["unknown reason"])[0].partition(". Some common causes")[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import os
 import re
 import socket
@@ -19,6 +20,7 @@ from skyrl_megatron.config.adapters import role_part
 from skyrl_megatron.hub import model_card
 from skyrl_megatron.plugins import load_plugins
 from skyrl_megatron.spans import timed
+from skyrl_megatron.workers.actor_group import WATCH
 from skyrl_megatron.workers.ports import take_port
 
 if TYPE_CHECKING:
@@ -41,9 +43,8 @@ OWN_SECONDS = "own_seconds"
 """Metric of one rank alone: its time in a mini-batch, without what it waited for others."""
 
 
-@ray.remote
-class MegatronWorker:
-    """One rank of a role's model. Every method but :meth:`address` is called on all ranks of the role at once.
+class RankProcess:
+    """One rank of a role's model. Every method but :meth:`address` and :meth:`alive` is called on all ranks at once.
 
     Megatron is imported by the methods, so that a driver that only handles actors does not pay for it.
     """
@@ -103,6 +104,43 @@ class MegatronWorker:
             ray.util.get_node_ip_address(),
             self.engine.model.layer_kind if device.has_cuda() else "",
         )
+
+    # ------------------------------------------------------------------ when another rank is lost
+    def alive(self) -> int:
+        """Return the process's id, at once where the actor is a :data:`ReplaceableWorker`."""
+        return os.getpid()
+
+    @timed
+    def keep_state(self, distance: int) -> int:
+        """Copy this rank's state and give it to the rank ``distance`` behind; returns the bytes of host memory that
+        copies hold (``runtime/state_copy.py``)."""
+        from skyrl_megatron.runtime.state_copy import RankCopies
+
+        if not hasattr(self, "copies"):
+            self.copies = RankCopies()
+        return self.copies.keep(self.engine, distance)
+
+    @timed
+    def roll_back(self, holders: Mapping[int, int]) -> None:
+        """Go back to the copied state; ``holders``: rank that is new → the rank that has its copy."""
+        from skyrl_megatron.runtime.state_copy import RankCopies
+
+        if not hasattr(self, "copies"):
+            self.copies = RankCopies()
+        self.copies.roll_back(self.engine, holders)
+
+    def leave(self) -> None:
+        """Give the model and its groups up, of which a rank is gone; :meth:`build` makes them anew. Copies stay."""
+        from skyrl_megatron import device
+        from skyrl_megatron.runtime.parallel_state import end_groups
+
+        if hasattr(self, "sender"):
+            self.sender.close()
+        for name in ("sender", "source", "_rounds", "_taker", "engine"):
+            self.__dict__.pop(name, None)
+        gc.collect()
+        end_groups(world=True)
+        device.empty_cache()
 
     # ------------------------------------------------------------------ computing
     def flops(self) -> ModelFlops:
@@ -391,6 +429,11 @@ class MegatronWorker:
         engine.onload("weights", "optimizer")
         engine.set_adapter(adapter)
         return RankState(list(engine.chunks), engine.groups, engine.optimizer, engine.lr_schedule, engine.base)
+
+
+MegatronWorker = ray.remote(RankProcess)
+ReplaceableWorker = ray.remote(concurrency_groups={WATCH: 1})(RankProcess)
+"""One that says that it is there whatever it is busy with."""
 
 
 def layer_of(name: str) -> int | None:

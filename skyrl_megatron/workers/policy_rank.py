@@ -31,7 +31,7 @@ def weight_synchronizer(
     """
     return WeightSynchronizer(
         pool,
-        [PolicyRank(actor, policy, rank) for rank, actor in enumerate(policy.group.actors)],
+        policy_ranks(policy),
         hf_config=read_hf_config(cfg) or {},
         dtype=dtype,
         probe_interval=cfg.generator.inference_engine.weight_sync_probe_interval or 0,
@@ -42,6 +42,11 @@ def weight_synchronizer(
         routes=bool(cfg.generator.inference_engine.weight_sync_routes),
         adapters=configured_pairs(cfg),
     )
+
+
+def policy_ranks(policy: WorkerGroup) -> list[PolicyRank]:
+    """Return the ranks of ``policy`` as they are now."""
+    return [PolicyRank(actor, policy, rank) for rank, actor in enumerate(policy.group.actors)]
 
 
 class PolicyRank:

@@ -176,6 +176,11 @@ class WeightSynchronizer:
             if self.shared_gpus:
                 await self.pool.sleep(self.phase_s)
 
+    async def replace_ranks(self, ranks: Sequence[TrainerRank]) -> None:
+        """Go on with ``ranks``, some of which took the places of lost ones: the next sync connects anew."""
+        async with self.pool.changing:
+            self.calls.ranks, self._connected, self.training = list(ranks), [], True
+
     async def sync_engine(self, slot: EngineSlot) -> None:
         """Give an engine that was restarted or joined the published version, while the trainer still has just these
         weights: until :meth:`begin_training`. Called with the pool's lock taken. Raises WeightSyncError."""

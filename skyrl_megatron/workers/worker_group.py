@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -15,7 +16,8 @@ from skyrl_megatron.data.routes import routes_of
 from skyrl_megatron.runtime.offload import PARTS
 from skyrl_megatron.workers.actor_group import ActorGroup
 from skyrl_megatron.workers.dispatch import RankInfo, ShardedBatch, dispatch
-from skyrl_megatron.workers.megatron_worker import OWN_SECONDS, MegatronWorker
+from skyrl_megatron.workers.megatron_worker import OWN_SECONDS, MegatronWorker, ReplaceableWorker
+from skyrl_megatron.workers.neighbours import distance_to_neighbour, holders
 from skyrl_megatron.workers.ray_setup import rank_environment
 from skyrl_megatron.workers.speed import Speed
 
@@ -40,23 +42,29 @@ class WorkerGroup:
 
     def __init__(self, cfg: SkyRLTrainConfig, role: str, allocation: BundleAllocation) -> None:
         self.cfg, self.name = cfg, role
-        world = role_world_size(cfg.trainer.placement, role)
-        actor: Any = MegatronWorker
-        shared = {"runtime_env": {"env_vars": rank_environment(cfg, role) if allocation.on_gpus else {}}}
-        actors = [actor.options(**allocation.options(rank), **shared).remote(rank, world) for rank in range(world)]
-        self.group = ActorGroup(role, actors, cfg.trainer.phase_timeout_s)
+        self._allocation, world = allocation, role_world_size(cfg.trainer.placement, role)
+        self.group = ActorGroup(role, [self._actor(rank, world) for rank in range(world)], cfg.trainer.phase_timeout_s)
+        self.group.replaceable = cfg.trainer.healing.enabled
         self.ranks: list[RankInfo] = []
         self._stepped: set[str] | None = None  # named adapters, since changed_adapters(); None: whichever there are
         self._own_seconds: list[float] = []
         self._building: Any = None
+        self._built_with: tuple[int | None, str | None] = (None, None)
         self._scored = Speed()
+        self._distance = 0
+
+    def _actor(self, rank: int, world: int) -> Any:
+        actor: Any = ReplaceableWorker if self.cfg.trainer.healing.enabled else MegatronWorker
+        variables = rank_environment(self.cfg, self.name) if self._allocation.on_gpus else {}
+        options = self._allocation.options(rank) | {"runtime_env": {"env_vars": variables}}
+        return actor.options(**options).remote(rank, world)
 
     # ------------------------------------------------------------------ start
     def start_building(self, total_steps: int | None = None, log_folder: str | None = None) -> None:
         """Begin to load the model; :meth:`finish_building` waits for it."""
+        self._built_with = (total_steps, log_folder)
         address = ray.get(self.group.actors[0].address.remote(), timeout=ADDRESS_TIMEOUT_S)
-        arguments = (self.cfg, self.name, address, total_steps, log_folder)
-        self._building = self.group.start("build", *arguments, phase="build")
+        self._building = self.group.start("build", self.cfg, self.name, address, *self._built_with, phase="build")
 
     def finish_building(self) -> None:
         """Wait until all ranks hold their part of the model. Raises what they raised."""
@@ -204,6 +212,34 @@ class WorkerGroup:
             given = [reference for references in results for reference in references or ()]
             self.group.call("take_weights", first, given, phase=f"weights for the {self.name}")
             first = False
+
+    # ------------------------------------------------------------------ when ranks are lost
+    def keep_state(self) -> int:
+        """Let each rank copy its state and give it to a neighbour, on another host where there are several; returns
+        the bytes of host memory that the copies of all hold."""
+        self._distance = distance_to_neighbour([info.node for info in self.ranks])
+        return sum(self.group.call("keep_state", self._distance, phase="copy of the state"))
+
+    def replace(self, lost: Sequence[int]) -> list[int]:
+        """Start ``lost`` ranks anew, in the places of the old ones, and let the others leave them; returns the ranks
+        that are new. :meth:`rebuild` comes next."""
+        return self.group.replace(lost, partial(self._actor, world=len(self.group)))
+
+    def rebuild(self) -> None:
+        """Build the model on all ranks, with the weights of its folder. Raises as a start does."""
+        self._stepped, self._own_seconds, self._scored = None, [], Speed()
+        self.start_building(*self._built_with)
+        self.finish_building()
+
+    def kept_by(self, new: Sequence[int]) -> dict[int, int] | None:
+        """Return which rank has the copy of each ``new`` one; None where such a rank is new itself, or there are no
+        neighbours."""
+        return holders(new, self._distance, len(self.group))
+
+    def roll_back(self, kept_by: dict[int, int]) -> None:
+        """Bring all ranks back to the state that was copied last. ``kept_by``: as :meth:`kept_by` returned it."""
+        self.group.call("roll_back", kept_by, phase="back to the copied state")
+        self._stepped = None
 
     # ------------------------------------------------------------------ memory
     def offload(self, *parts: Part) -> None:

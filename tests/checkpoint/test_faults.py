@@ -278,6 +278,41 @@ def test_save_while_busy(children, folder, tmp_path):
     assert sent == (f"{tmp_path}/global_step_4", [4, 3, 2, 1], 4)
 
 
+def loses_a_writer(folder, root, pipe):
+    """The rank that writes a save in the background is lost half way, and another process has its place."""
+    import threading
+
+    from skyrl_megatron.runtime.checkpoint import fault_points
+    from skyrl_megatron.runtime.checkpoint.rank_writer import RankWriter
+
+    join_group()
+    engine, checkpointer = two_saves(folder, root, asynchronous=True)
+    checkpointer.finish()
+    half, never = threading.Event(), threading.Event()
+
+    def reached(point):
+        if point == "between shards" and not half.is_set():
+            half.set()
+            never.wait()
+
+    fault_points.on_reached = reached
+    checkpointer.save(3)
+    half.wait(WAIT_S)
+    checkpointer.roles["policy"].writer = RankWriter()
+    began = time.monotonic()
+    checkpointer.driven.give_up({"policy": [0]})
+    sent = [checkpointer.driven.saved_step, newest(checkpointer.store).step, time.monotonic() - began < WAIT_S / 2]
+    checkpointer.save(3)
+    checkpointer.finish()
+    pipe.send([*sent, newest(checkpointer.store).step])
+    os._exit(0)
+
+
+def test_a_lost_rank_costs_the_save_in_work(children, folder, tmp_path):
+    """It is given up at once, and made again."""
+    assert children.run(loses_a_writer, folder, str(tmp_path)) == (0, [2, 2, True, 3])
+
+
 def full_disk(folder, root, asynchronous, pipe):
     import resource
 

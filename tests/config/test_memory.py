@@ -137,7 +137,8 @@ def test_sizes_that_make_no_sense(check, size, fix):
 
 
 def engine_bytes(folder, overrides):
-    """Bytes of a rank's weights, gradients and optimizer state after a step of the real engine; and predicted ones."""
+    """Bytes of a rank's weights, gradients, optimizer state and the copy of its state after a step of the real engine;
+    and predicted ones."""
     import os
 
     import torch
@@ -145,9 +146,11 @@ def engine_bytes(folder, overrides):
     from skyrl_megatron.config import SkyRLTrainConfig, resolve
     from skyrl_megatron.config.hardware import local_hardware
     from skyrl_megatron.entrypoints.memory.budget import parameter_tables
+    from skyrl_megatron.entrypoints.memory.host import copied_bytes
     from skyrl_megatron.entrypoints.memory.roles import RoleModel
     from skyrl_megatron.runtime.engine import MegatronEngine
     from skyrl_megatron.runtime.model.scaled_weights import scaled_weight
+    from skyrl_megatron.runtime.state_copy import StateCopy
 
     cfg = SkyRLTrainConfig.from_cli_overrides(
         {"trainer.policy.model.path": str(folder), "trainer.bf16": False} | overrides
@@ -174,8 +177,11 @@ def engine_bytes(folder, overrides):
     every = parameters.values()
     weights = sum(scaled.matrix().nbytes if (scaled := scaled_weight(p)) else p.nbytes for p in every)
     measured = (weights, sum(b.grad_data.nbytes for b in buffers), sum(value.nbytes for value in state.values()))
-    size = RoleModel.of(cfg, "policy", parameter_tables(cfg)["policy"], on_cpu=True).state(engine.groups.pp.rank())
-    return measured, (size.weights, size.gradients, size.optimizer)
+    copy, stage = StateCopy(), engine.groups.pp.rank()
+    copy.take(engine)
+    model = RoleModel.of(cfg, "policy", parameter_tables(cfg)["policy"], on_cpu=True)
+    size = model.state(stage)
+    return (*measured, copy.nbytes), (size.weights, size.gradients, size.optimizer, copied_bytes(model, stage))
 
 
 @pytest.mark.parametrize(
@@ -197,7 +203,9 @@ def test_states_are_those_of_the_engine(ranks, tmp_path, settings):
     overrides = {f"{M}{name}": value for name, value in settings.items()}
     overrides["trainer.placement.policy_num_gpus_per_node"] = 2
     for measured, predicted in ranks(2, engine_bytes, folder, overrides, timeout_s=400):
-        for name, real, expected in zip(("weights", "gradients", "optimizer"), measured, predicted, strict=True):
+        for name, real, expected in zip(
+            ("weights", "gradients", "optimizer", "copy"), measured, predicted, strict=True
+        ):
             assert abs(expected - real) <= 0.01 * real, f"{name}: predicted {expected:,}, measured {real:,}"
 
 
@@ -222,8 +230,9 @@ def test_states_of_adapters_are_those_of_the_engine(ranks, tmp_path, settings):
     folder = save_tiny("qwen3_moe", tmp_path, **sizes)
     overrides = {f"{LORA}rank": 16, "trainer.placement.policy_num_gpus_per_node": 2} | settings
     found = ranks(2, engine_bytes, folder, overrides, timeout_s=400)
-    for (weights, gradients, _), predicted in found:
+    for (weights, gradients, _, copied), predicted in found:
         assert weights == predicted[0]
+        assert abs(copied - predicted[3]) <= 0.01 * copied  # buffers are padded
         assert abs(gradients - predicted[1]) <= 0.01 * gradients  # buffers are padded
     measured, predicted = (sum(rank[which][2] for rank in found) for which in (0, 1))
     assert measured == predicted  # Adam's state, shared by the ranks

@@ -23,11 +23,15 @@ ROOM = 100_000
 
 def arm(who: str, what: str, when: str, step: int = 0, *, delay_s: float = 0.05, lasts_s: float = 60.0) -> None:
     """Let ``what`` happen to ``who`` once, ``delay_s`` after the driver came into the phase ``when`` of a step that
-    follows ``step`` whole ones; 0: before the phase begins. ``lasts_s``: how long one that becomes slow stays so."""
+    follows ``step`` whole ones; 0: before the phase begins. ``lasts_s``: how long one that becomes slow stays so.
+
+    The phase ``between updates`` is behind a step's first optimizer step. May be called several times."""
     from skyrl_megatron.trainer.phases import Phases
     from skyrl_megatron.trainer.ppo import RayPPOTrainer
+    from skyrl_megatron.workers.worker_group import WorkerGroup
 
     trainers, enter, made, done = [], Phases.__call__, RayPPOTrainer.__init__, threading.Event()
+    update = WorkerGroup.train_mini_batch
 
     def remember(self, *args, **kwargs):
         made(self, *args, **kwargs)
@@ -47,7 +51,13 @@ def arm(who: str, what: str, when: str, step: int = 0, *, delay_s: float = 0.05,
                 maker.join()
         return enter(self, name)
 
-    RayPPOTrainer.__init__, Phases.__call__ = remember, entered
+    def updated(self, *args, **kwargs):
+        result = update(self, *args, **kwargs)
+        if when == "between updates" and kwargs["more_follow"]:
+            entered(trainers[-1].phases, when)
+        return result
+
+    RayPPOTrainer.__init__, Phases.__call__, WorkerGroup.train_mini_batch = remember, entered, updated
 
 
 def find(trainer, who: str) -> list[psutil.Process]:

@@ -177,9 +177,21 @@ PROMISES = (
 )
 
 
-def entry(cell: Cell) -> Meaningless | Promised | None:
-    """Return what is said of a cell; None where nothing is, which a test refuses."""
-    for row in (*MEANINGLESS, *PROMISES):
+LOST = (*DEATHS, "out of memory")
+A_START = "then a start of a rank"
+HEALING = (
+    Promised(Promise.REPEATED, f"5 s until it is known, {A_START}", NOTHING, ROLES, LOST, ("score", "train")),
+    Promised(Promise.HEALED, f"5 s until it is known, {A_START}", NOTHING, ROLES, LOST, ("save", "sync")),
+    Promised(Promise.HEALED, f"when it is next called, {A_START}", NOTHING, ROLES, LOST, ("sample", "eval")),
+    Promised(Promise.REPEATED, f"{AS_STOPPED}, {A_START}", NOTHING, ROLES, ("SIGSTOP",), STEP),
+)
+"""What is promised instead with ``trainer.healing.enabled=true``."""
+
+
+def entry(cell: Cell, *, healing: bool = False) -> Meaningless | Promised | None:
+    """Return what is said of a cell; None where nothing is, which a test refuses. ``healing``: where lost ranks are
+    replaced."""
+    for row in (*MEANINGLESS, *(HEALING if healing else ()), *PROMISES):
         if among(cell, row.who, row.what, row.when):
             return row
     return None

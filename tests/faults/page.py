@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from tests.faults.matrix import Meaningless, Promised, entry
+from tests.faults.matrix import HEALING, Meaningless, Promised, entry
 from tests.faults.proofs import proofs
 from tests.faults.words import WHAT, WHEN, WHO, cells
 
@@ -23,24 +23,34 @@ Written by `python -m tests.faults.matrix > docs/faults.md`.
 that `tests/faults/proofs.py` names makes the fault in real parts. The others are promised only.
 """
 
+HEALED = """\
+## With trainer.healing.enabled=true
+
+Where one rank of two neighbours lives on ([guide](guides/healing.md)); else the steps behind the last checkpoint are
+taken again.
+"""
+
 
 def page() -> str:
     """Return the page."""
-    return "\n".join([HEAD, _count(), *_promises(), *_meaningless()]) + "\n"
+    return "\n".join([HEAD, _count(), *_promises(), *_promises(healing=True), *_meaningless()]) + "\n"
 
 
 def _count() -> str:
     promised = [cell for cell in cells() if isinstance(entry(cell), Promised)]
     proven = sum(bool(proofs(cell)) for cell in promised)
+    healed = [cell for cell in promised if entry(cell, healing=True) in HEALING]
+    healings = sum(bool(proofs(cell, healing=True)) for cell in healed)
     return (
         f"{len(cells())} cells: {len(cells()) - len(promised)} are meaningless, {len(promised)} have a promise, "
-        f"{proven} of these are proven.\n"
+        f"{proven} of these are proven. With healing {len(healed)} have another one, "
+        f"{healings} of these are proven.\n"
     )
 
 
-def _promises() -> list[str]:
+def _promises(*, healing: bool = False) -> list[str]:
     lines = [
-        "## Promises",
+        HEALED if healing else "## Promises",
         "",
         "| who | what | when | promise | deadline | may be lost |",
         "|---|---|---|---|---|---|",
@@ -49,8 +59,9 @@ def _promises() -> list[str]:
         for what in WHAT:
             of_phases: dict[Promised, list[str]] = {}
             for when in WHEN:
-                if isinstance(row := entry((who, what, when)), Promised):
-                    shown = f"**{when}**" if proofs((who, what, when)) else when
+                cell = (who, what, when)
+                if isinstance(row := entry(cell, healing=healing), Promised) and (not healing or row in HEALING):
+                    shown = f"**{when}**" if proofs(cell, healing=healing) else when
                     of_phases.setdefault(row, []).append(shown)
             lines += [
                 f"| {who} | {what} | {', '.join(phases)} | {row.promise} | {row.deadline} | {row.lost} |"

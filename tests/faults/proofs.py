@@ -18,6 +18,8 @@ class Proof:
     who: Words
     what: Words
     when: Words
+    healing: bool = False
+    """Whether it is of what is promised where lost ranks are replaced."""
 
 
 LOST_ENGINE = "tests/inference/test_engines.py::test_requests_of_a_lost_engine_are_made_again_and_it_comes_back"
@@ -26,7 +28,16 @@ LOST_IN_SYNC = "tests/weight_sync/test_sync.py::test_an_engine_that_is_lost_is_r
 ENDS = "tests/faults/test_matrix.py::test_the_run_ends_with_one_message_and_goes_on"
 REPLACED = "tests/faults/test_matrix.py::test_an_engine_is_replaced_and_the_numbers_are_those_of_no_fault"
 
+REPLACED_RANKS = "tests/faults/test_healing.py::test_lost_ranks_are_replaced_and_the_numbers_are_those_of_no_fault"
+OTHER_ROLES = "tests/faults/test_healing.py::test_ranks_of_other_roles_are_replaced"
+EP = ("policy rank, ep",)
+
 PROOFS = (
+    Proof(REPLACED_RANKS, EP, ("SIGKILL",), ("train", "sync", "save", "sample"), healing=True),
+    Proof(REPLACED_RANKS, EP, ("SIGSEGV",), ("score",), healing=True),
+    Proof("tests/faults/test_healing.py::test_a_stopped_rank_is_replaced", EP, ("SIGSTOP",), ("train",), healing=True),
+    Proof(OTHER_ROLES, ("reference",), ("SIGKILL",), ("score",), healing=True),
+    Proof(OTHER_ROLES, ("critic",), ("SIGKILL",), ("train",), healing=True),
     Proof(ENDS, ("policy rank, ep",), ("SIGKILL", "SIGSTOP"), ("train",)),
     Proof(ENDS, ("policy rank, ep",), ("SIGSEGV",), ("sync",)),
     Proof(ENDS, ("driver",), ("SIGKILL",), ("sync",)),
@@ -113,6 +124,8 @@ PROOFS = (
 )
 
 
-def proofs(cell: Cell) -> list[str]:
-    """Return the tests that prove a cell, by node id."""
-    return [proof.test for proof in PROOFS if among(cell, proof.who, proof.what, proof.when)]
+def proofs(cell: Cell, *, healing: bool = False) -> list[str]:
+    """Return the tests that prove a cell, by node id; ``healing``: of what is promised where ranks are replaced."""
+    return [
+        proof.test for proof in PROOFS if proof.healing == healing and among(cell, proof.who, proof.what, proof.when)
+    ]

@@ -1,8 +1,9 @@
 """A small run under random faults: ``launch/soak.sh MINUTES SEED``.
 
-Each life of the run goes on from the one before and meets a fault that the seed chose. Behind each are checked: one
-message and an exit code where it ended, no process and no shared memory left, the newest checkpoint whole, every
-step logged once, and every version that was served proven by its probe. Exit code 0: all held; 1: not all.
+Each life of the run goes on from the one before and meets a fault that the seed chose; in half of them lost ranks are
+replaced. Behind each are checked: one message and an exit code where it ended, no process and no shared memory left,
+the newest checkpoint whole, every step logged once, every version that was served proven by its probe. Exit code 0:
+all held; 1: not all.
 """
 
 from __future__ import annotations
@@ -55,10 +56,12 @@ def soak(minutes: float, seed: int, folder: Path) -> int:
     while time.monotonic() < end:
         number += 1
         who, what, phase, delay_s = chosen(rng)
+        heals = rng.random() < 0.5
         fault = f"{who!r}, {what!r}, {phase!r}, {lives.saved + rng.choice((0, 1))}, delay_s={delay_s}, lasts_s=20"
-        began, told = time.monotonic(), f"life {number}: {who} · {what} · {phase}"
+        began, told = time.monotonic(), f"life {number}: {who} · {what} · {phase}{' · heals' if heals else ''}"
         try:
-            life = lives.live(fault, trainer__max_training_steps=lives.saved + 3)
+            keys = {"trainer__max_training_steps": lives.saved + 3, "trainer__healing__enabled": str(heals).lower()}
+            life = lives.live(fault, **keys)
             wrong = problems(lives, life, shared)
         except AssertionError as error:
             wrong = [str(error)]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.matrix import MEANINGLESS, PROMISES, Promised, entry
+from tests.faults.matrix import HEALING, MEANINGLESS, PROMISES, Promised, entry
 from tests.faults.page import page
 from tests.faults.proofs import PROOFS, proofs
 from tests.faults.words import WHAT, WHEN, WHO, among, cells
@@ -18,15 +18,15 @@ def test_every_cell_has_an_entry():
     assert not missing, f"{len(missing)}: {missing[:20]}"
 
 
-@pytest.mark.parametrize("row", [*MEANINGLESS, *PROMISES, *PROOFS], ids=str)
+@pytest.mark.parametrize("row", [*MEANINGLESS, *PROMISES, *HEALING, *PROOFS], ids=str)
 def test_words_are_known(row):
     for said, known in ((row.who, WHO), (row.what, WHAT), (row.when, WHEN)):
         assert isinstance(said, tuple) and set(said) <= set(known), set(said) - set(known)
 
 
 def test_every_entry_is_that_of_some_cell():
-    used = {id(entry(cell)) for cell in cells()}
-    assert not [row for row in (*MEANINGLESS, *PROMISES) if id(row) not in used]
+    used = {id(entry(cell, healing=healing)) for cell in cells() for healing in (False, True)}
+    assert not [row for row in (*MEANINGLESS, *PROMISES, *HEALING) if id(row) not in used]
 
 
 @pytest.mark.parametrize("proof", PROOFS, ids=lambda proof: f"{proof.test} {proof.who[0]} {proof.what[0]}")
@@ -34,6 +34,7 @@ def test_a_proof_is_a_test_of_cells_with_a_promise(proof):
     assert proof.who and proof.what and proof.when, "a proof says of what it is one"
     proven = [cell for cell in cells() if among(cell, proof.who, proof.what, proof.when)]
     assert all(isinstance(entry(cell), Promised) for cell in proven), "of a cell that cannot happen"
+    assert not proof.healing or all(entry(cell, healing=True) in HEALING for cell in proven)
     path, name = proof.test.split("::")
     functions = {each.name for each in ast.parse((ROOT / path).read_text()).body if isinstance(each, ast.FunctionDef)}
     assert name.partition("[")[0] in functions, f"no such test: {proof.test}"

@@ -150,6 +150,23 @@ def test_an_engine_that_dies_mid_stream_is_replaced(folder):
     assert all(line["async/failed_groups"] == 0 for line in done.lines)
 
 
+KILLS_A_RANK = """
+from tests.faults import injection
+injection.arm("policy 1", "SIGKILL", "policy_train", 2)
+injection.arm("policy 0", "SIGKILL", "sync_weights", 3)
+"""
+
+
+@pytest.mark.full_matrix
+def test_ranks_that_die_mid_stream_are_replaced(folder):
+    """Sampling goes on meanwhile; each group is trained once, and none is too old."""
+    done = runs.run(folder, NOTES + KILLS_A_RANK, **AHEAD, trainer__healing__enabled="true").check()
+    assert [line["step"] for line in done.lines] == [1, 2, 3, 4, 5]
+    assert sum(line["trainer/healings"] for line in done.lines) == 2
+    assert sorted(number for note in notes(folder) for number in note["numbers"]) == list(range(20))
+    assert max(line["async/staleness_max"] for line in done.lines) <= 1.0
+
+
 COUNTED = """
 from digits import Digits
 

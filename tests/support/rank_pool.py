@@ -99,11 +99,12 @@ def _run_job(
     result = body(*args, **kwargs)
     dist.barrier()
     # Only now: after an error the process is killed, and its groups stay open until its own report is out.
-    mpu = sys.modules.get("megatron.core.parallel_state")
-    if mpu is not None:
-        mpu.destroy_model_parallel()
-    dist.destroy_process_group()
-    _drop_graphs()
+    if "megatron.core.parallel_state" in sys.modules:
+        from skyrl_megatron.runtime.parallel_state import end_groups
+
+        end_groups(world=True)
+    else:
+        dist.destroy_process_group()
     gc.collect()
     return result
 
@@ -113,32 +114,12 @@ def end_layout() -> None:
 
     Megatron only forgets them: each would keep its threads, and hundreds of groups keep the cores busy with waking.
     """
-    import gc
-
     import torch.distributed as dist
-    from megatron.core import parallel_state
+
+    from skyrl_megatron.runtime.parallel_state import end_groups
 
     dist.barrier()
-    parallel_state.destroy_model_parallel()
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
-    _drop_graphs()
-    gc.collect()
-
-
-def _drop_graphs() -> None:
-    """Cut tensors that are still alive off their graphs. Megatron's token dispatchers keep probabilities of the last
-    micro-batch, whose graph leads, out of sight of the garbage collector, to the gradient hooks of the model that the
-    dispatchers belong to. A model that is never freed keeps its process groups, whose threads wake every 10 ms.
-    """
-    import gc
-
-    import torch
-
-    for found in gc.get_objects():
-        if type(found) is torch.Tensor and not found._is_view() and found.grad_fn is not None:
-            found.detach_()
+    end_groups()
 
 
 def _threads(pid: int) -> int:

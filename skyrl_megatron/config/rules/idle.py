@@ -122,6 +122,11 @@ IDLE: tuple[Idle, ...] = (
         ),
         lambda cfg, hardware: not runs_ahead(cfg),
     ),
+    Idle(
+        "trainer.healing.enabled is false",
+        _in_all(f"{_T}healing.", "copies max_times within_steps"),
+        lambda cfg, hardware: not cfg.trainer.healing.enabled,
+    ),
     # ------------------------------------------------------------ roles
     *(
         Idle("the model is a folder", f"{_T}{role}.model.revision", _model_is_a_folder(role))

@@ -46,6 +46,23 @@ class FullyAsyncConfig(BaseConfig):
 
 
 @dataclass
+class HealingConfig(BaseConfig):
+    """Lost ranks that are replaced while the run goes on (docs/guides/healing.md)."""
+
+    enabled: bool = False
+    """Start a rank whose process is gone again, in its place, and repeat what was under way; false: the run ends, and
+    the same command continues from its last checkpoint."""
+    copies: Annotated[str, OneOf("neighbour", "none")] = "neighbour"
+    """Where a lost rank's state comes from: `neighbour`: behind the updates of each step every rank copies its state
+    to host memory, its own and that of the next rank (on another host, where there are several); `none`: from the
+    last checkpoint, which all go back to."""
+    max_times: Count = 3
+    """Healings within `within_steps` steps, above which the run ends."""
+    within_steps: Count = 10
+    """See `max_times`."""
+
+
+@dataclass
 class TrainerConfig(BaseConfig):
     """One run.
 
@@ -177,3 +194,5 @@ class TrainerConfig(BaseConfig):
     opentelemetry_endpoint: str | None = None
     """Collector that gets each step as a trace, with a span for each phase of trainer, ranks and engines: the address
     of OTLP over HTTP, such as `http://127.0.0.1:4318`."""
+    healing: HealingConfig = field(default_factory=HealingConfig)
+    """Ranks that are lost."""

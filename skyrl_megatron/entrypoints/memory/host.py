@@ -41,13 +41,21 @@ def _blocks(size: int) -> int:
     return -(-size // BLOCK_BYTES) * BLOCK_BYTES
 
 
+def copied_bytes(model: RoleModel, stage: int) -> int:
+    """Return the bytes of a rank's state that are lost with it: of adapters without the model below."""
+    state, factors = model.state(stage), model.factors(stage)
+    weights = state.weights + state.buffers if factors is None else factors.parameters * model.kernels.width
+    return weights + state.optimizer + state.host_optimizer * 3 // 4
+
+
 def _of_ranks(cfg: SkyRLTrainConfig, role: str, model: RoleModel, here: int) -> list[Part]:
     """Return what ``here`` neighbouring ranks keep on the host, at most."""
     away = resident(cfg, role, TRAINING, role) - resident(cfg, role, GENERATION) - {"gradients"}
     per_stage = role_world_size(cfg.trainer.placement, role) // model.parallel.pp
     stages = range(-(-here // per_stage))
     most = max(range(model.parallel.pp), key=lambda stage: model.state(stage).device)
-    states = [model.state(most if len(stages) == 1 else stage) for stage in stages]
+    chosen = [most] if len(stages) == 1 else list(stages)
+    states = [model.state(stage) for stage in chosen]
     share = here / len(states)
 
     def total(size: float) -> int:
@@ -64,4 +72,8 @@ def _of_ranks(cfg: SkyRLTrainConfig, role: str, model: RoleModel, here: int) -> 
         copied = sum(state.weights / max(model.parallel.dp_cp, 1) + state.optimizer for state in states) + unscaled
         copied += sum(state.host_optimizer * 3 / 4 for state in states)  # but for the gradients
         parts.append(Part(f"{role} checkpoint while it is written", total(copied)))
+    healing = cfg.trainer.healing
+    if healing.enabled and healing.copies == "neighbour" and model.trained:
+        kept = sum(2 * _blocks(copied_bytes(model, stage)) for stage in chosen)
+        parts.append(Part(f"{role} state kept for a lost rank, two copies", total(kept)))
     return [part for part in parts if part.nbytes]

@@ -6,7 +6,7 @@ ranks write and read their shares when :class:`RoleRanks` calls them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -134,6 +134,18 @@ class Checkpointer:
             self._commit.wait(self._timeout_s)  # it meets the same failure and removes what was written
             raise
         self._commit.wait(self._timeout_s)
+
+    def give_up(self, lost: Mapping[str, Collection[int]]) -> None:
+        """End an asynchronous save that waits for ``lost`` ranks, by role; unless they had written all of theirs it is
+        removed, and :attr:`saved_step` is the one before."""
+        if not self._commit.busy or self.saved_step is None:
+            return
+        for role, ranks in lost.items():
+            self.store.give_up(self.saved_step, role, ranks)
+        try:
+            self.finish()
+        except CheckpointError:
+            self.saved_step = next(iter(self.store.complete_steps()), None)
 
     def close(self) -> None:
         """Finish, and give the folder back to other runs."""

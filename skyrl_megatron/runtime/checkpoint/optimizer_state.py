@@ -57,6 +57,12 @@ def owned_ranges(optimizer: MegatronOptimizer | None) -> Iterator[OwnedRange]:
             yield from _replicated(part)
 
 
+def make_state(optimizer: MegatronOptimizer | None) -> None:
+    """Make moments that do not exist before the first step, as zeros."""
+    for part in parts(optimizer):
+        _make_state(part)
+
+
 def sharded_parameters(optimizer: MegatronOptimizer | None) -> set[int]:
     """Return ``id`` of every parameter whose optimizer state is spread over the data-parallel group."""
     found: set[int] = set()

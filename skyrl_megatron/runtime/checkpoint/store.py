@@ -17,7 +17,7 @@ import json
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,6 +126,13 @@ class CheckpointStore:
         except OSError as error:
             raise CheckpointError(f"{self.root}: {error.strerror}; step {step} itself is complete") from error
         return final
+
+    def give_up(self, step: int, role: str, ranks: Iterable[int]) -> None:
+        """Note that ``ranks``, which are lost, write nothing more of a save that is under way."""
+        folder = self.storage.path(self._name(step, writing=True), role, PARTS)
+        for rank in ranks:
+            if not self.storage.exists(f"{folder}/{rank}.json"):
+                self.storage.write(f"{folder}/{rank}.failed", f"rank {rank} was lost".encode())
 
     def discard(self, step: int) -> None:
         """Remove what was written of an incomplete save."""

@@ -117,6 +117,49 @@ def plan(cfg):
     return notes, trainer.updates
 
 
+def heals(cfg):
+    """What becomes of a policy that loses a rank at steps 1, 2, 4 and 5."""
+    from skyrl_megatron.errors import RankLostError
+
+    notes, lost = [], []
+
+    def replace(ranks):
+        notes.append(("replace", lost.pop()))
+        return ranks
+
+    def work():
+        step = trainer.global_step
+        if ("work", step) not in notes:
+            lost.append(step)
+        notes.append(("work", step))
+        if lost:
+            raise RankLostError("policy rank 0: the process died", "policy")
+
+    trainer = trainer_of(cfg)
+    trainer.renew_weight_sync = lambda: None
+    trainer.roles["policy"] = SimpleNamespace(
+        name="policy",
+        group=SimpleNamespace(role="policy", names=["policy rank 0"], lost=lambda *, stopped: lost and [0]),
+        offload=lambda: None,
+        replace=replace,
+        rebuild=lambda: None,
+        keep_state=lambda: notes.append("keep") or 0,
+        kept_by=lambda new: None if cfg.trainer.healing.copies == "none" else {},
+        roll_back=lambda holders: notes.append("back"),
+    )
+    trainer.healing.begin()
+    type(trainer).can_rewind, whole = property(lambda self: False), type(trainer).can_rewind
+    try:
+        for step in (1, 2, 4, 5):
+            trainer.global_step = step
+            trainer.healing.repeated(work)
+    except RankLostError:
+        notes.append("ended")
+    finally:
+        type(trainer).can_rewind = whole
+    return notes
+
+
 def scores(cfg):
     """What the policy is asked for before the update."""
     notes = []

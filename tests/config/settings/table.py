@@ -113,6 +113,7 @@ OBJECTIVE = {
 }
 
 ASYNC = APART | TIS | {f"{T}fully_async.enabled": True}
+HEALED = {f"{T}healing.enabled": True}
 LOOP = {
     f"{T}fully_async.enabled": Row(True, loop.stream, APART | TIS),
     f"{T}fully_async.max_staleness_steps": Row(2, loop.stream, ASYNC),
@@ -122,6 +123,10 @@ LOOP = {
     f"{T}fully_async.adaptive_concurrency": Row(True, loop.adapts, ASYNC),
     f"{T}fully_async.keep_rollouts": Row(True, loop.keeps, ASYNC),
     f"{T}fully_async.replay_from": Row("/no/such", loop.replays, ASYNC),
+    f"{T}healing.enabled": Row(True, loop.heals),
+    f"{T}healing.copies": Row("none", loop.heals, HEALED),
+    f"{T}healing.max_times": Row(1, loop.heals, HEALED),
+    f"{T}healing.within_steps": Row(1, loop.heals, HEALED),
     f"{T}update_ref_every_epoch": Row(True, loop.plan),
     f"{T}epochs": Row(2, loop.plan),
     f"{T}max_training_steps": Row(1, loop.plan),
