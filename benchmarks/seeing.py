@@ -171,7 +171,7 @@ around(Tracking, "log"); around(RunWatch, "end_step"); around(RunWatch, "note");
 def log_step(self):
     RayPPOTrainer.log_step(self)
     now = time.process_time()
-    with open("costs.jsonl", "a") as file:
+    with open("{costs}", "a") as file:
         print(json.dumps([self.watch.samples.due(self.global_step), seen[0], now - before[0]]), file=file)
     seen[0], before[0] = 0.0, now
 Trainer.log_step = log_step
@@ -181,16 +181,14 @@ Trainer.log_step = log_step
 def whole_run(folder: Path, steps: int = 12) -> list[tuple[bool, float, float]]:
     """Of each step but the first two: whether samples are kept, CPU seconds of seeing, of the driver in all."""
     import importlib
-    import os
 
     runs: Any = importlib.import_module("tests.job.runs")
-    os.chdir(folder)
     runs.prepare(folder)
     keys = {"train_batch_size": 32, "policy_mini_batch_size": 32, "max_training_steps": steps, "epochs": steps}
     keys |= {"samples_per_run": 8 * steps // 2, "max_tokens_per_microbatch": 8192}
     given: dict[str, Any] = {f"trainer__{name}": value for name, value in keys.items()}
     given |= {"generator__n_samples_per_prompt": 64, "generator__inference_engine__max_num_seqs": 512}
-    runs.run(folder, NOTES, **given).check()
+    runs.run(folder, NOTES.replace("{costs}", str(folder / "costs.jsonl")), **given).check()
     lines = [json.loads(line) for line in (folder / "costs.jsonl").read_text().splitlines()]
     return [(bool(due), float(cost), float(whole)) for due, cost, whole in lines[2:]]
 

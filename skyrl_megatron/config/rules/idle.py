@@ -333,10 +333,17 @@ IDLE: tuple[Idle, ...] = (
     ),
     Idle(
         "engines on the trainer's GPUs get weights there: placement.colocate_all=true",
-        _in_all(_E, "weight_sync_backend weight_sync_routes"),
+        _in_all(_E, "weight_sync_backend"),
         lambda cfg, hardware: (
             cfg.trainer.placement.colocate_all
             and cfg.generator.inference_engine.weight_sync_backend in TRANSPORTS.built_in
+        ),
+    ),
+    Idle(
+        "engines on the trainer's GPUs get weights there: placement.colocate_all=true",
+        _in_all(_E, "weight_sync_routes"),
+        lambda cfg, hardware: (
+            cfg.trainer.placement.colocate_all and bool(cfg.generator.inference_engine.weight_sync_routes)
         ),
     ),
     # ------------------------------------------------------------ machines without GPUs
