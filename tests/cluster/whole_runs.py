@@ -23,7 +23,7 @@ SMALL = [
     "trainer.hf_save_interval=0",
     "trainer.run_name=run",
 ]
-NOT_COMPARED = re.compile(r"^(timing|memory)/|trajectory_time|_per_second|peak_memory_bytes")  # of the machine
+NOT_COMPARED = re.compile(r"^(timing|memory)/|trajectory_time|_per_second|peak_memory_bytes|_slowest_rank|_stragglers")
 
 
 def arguments(model, folder, steps, *more):
