@@ -23,7 +23,9 @@ DETERMINISTIC = {
     "trainer__ckpt_interval": 0,
 }
 REGISTRY = {f"{ENGINE}enable_registry": "true", f"{ENGINE}registry_port": 0}
-MACHINE = re.compile(r"^(timing|memory)/|trajectory_time|_per_second|peak_memory_bytes|weight_sync_probe|_slowest_rank|_stragglers")
+MACHINE = re.compile(
+    r"^(timing|memory)/|trajectory_time|_per_second|peak_memory_bytes|weight_sync_probe|_slowest_rank|_stragglers"
+)
 OF_ENGINES = re.compile(r"rollout_train_logprobs")
 
 WAITS_FOR_ENGINES = """
