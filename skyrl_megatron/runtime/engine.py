@@ -55,6 +55,7 @@ from skyrl_megatron.runtime.model.build import build_model
 from skyrl_megatron.runtime.model.lm_head import return_hidden_states
 from skyrl_megatron.runtime.model.router import router_metrics, routers_of
 from skyrl_megatron.runtime.model.routing_replay import forget_routes, replay_routes
+from skyrl_megatron.runtime.model.selected_attention import indexer_metrics
 from skyrl_megatron.runtime.offload import PARTS, Offload, Part
 from skyrl_megatron.runtime.optimizer import StepResult, build_lr_schedule, step_if_finite, together
 from skyrl_megatron.runtime.packed_inputs import pack
@@ -356,6 +357,8 @@ class MegatronEngine:
         per_layer = self.megatron.moe_per_layer_logging
         routing, loads = router_metrics(self.chunks, self.model.config, per_layer=per_layer)
         metrics |= routing
+        if self.model.config.dsa_indexer_loss_coeff:
+            metrics |= indexer_metrics(self.chunks)
         for layer, load in loads.items():
             self._expert_load[layer] = self._expert_load.get(layer, 0) + load
         for name, results in measured.items() if self.adapter_names != ("",) else ():

@@ -132,7 +132,7 @@ def pack(
     else:
         mine = local_positions(padded_lengths, groups.cp.size(), groups.cp.rank())
         tokens, targets, positions, padding = (x[mine] for x in (tokens, targets, positions, padding))
-        shape, params = (1, len(tokens)), _sequence_params(padded_lengths, positions.to(device), device)
+        shape, params = (1, len(tokens)), _sequence_params(padded_lengths, positions, padding, device)
     return PackedInputs(
         tokens=tokens.view(shape).to(device),
         position_ids=positions.view(shape).to(device),
@@ -209,7 +209,9 @@ def _routes(
     return dict(zip(layers, here, strict=True))
 
 
-def _sequence_params(padded_lengths: tuple[int, ...], positions: Tensor, device: torch.device) -> PackedSeqParams:
+def _sequence_params(
+    padded_lengths: tuple[int, ...], positions: Tensor, padding: Tensor, device: torch.device
+) -> PackedSeqParams:
     """Make the boundaries of the global pack; Megatron divides them by cp where it works on local tokens."""
     boundaries = torch.zeros(len(padded_lengths) + 1, dtype=torch.int32)
     boundaries[1:] = torch.tensor(padded_lengths).cumsum(0)
@@ -224,5 +226,6 @@ def _sequence_params(padded_lengths: tuple[int, ...], positions: Tensor, device:
         max_seqlen_kv=max(padded_lengths),
     )
     params.padded_lengths = padded_lengths  # read by PackedAttention: host numbers, no device synchronisation
-    params.positions = positions  # read by PackedRotary: [p], of this rank's tokens
+    params.positions = positions.to(device)  # read by PackedRotary: [p], of this rank's tokens
+    params.padding = padding.to(device)  # read by SelectedAttention: [p] bool
     return params

@@ -82,6 +82,12 @@ TABLE = (
         "Entropy of the policy at its tokens",
         "falls towards 0: collapse; clip-higher, entropy loss, lower rate",
     ),
+    Metric(
+        "policy/indexer_loss",
+        "nats",
+        "Divergence of the indexer's scores from the attention paid to the chosen keys",
+        "grows: the indexer does not follow the policy, raise dsa_indexer_loss_coeff",
+    ),
     Metric("policy/policy_kl", "nats", "KL to the reference", "grows fast: lower the rate, raise kl_loss_coef"),
     Metric(
         "policy/grad_norm",

@@ -6,6 +6,7 @@ with the names and shapes on disk from transformers itself and not from the tabl
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ LOGITS_TOLERANCE = 1e-4
 GRADIENT_TOLERANCE = 1e-4  # relative L2 error of each parameter's gradient
 
 
-def reference(folder: Path, out: Path) -> Path:
-    """Logits and gradients of the model in ``folder`` by transformers' autograd, saved to ``out``."""
+def reference(folder: Path, out: Path, further: Callable[[Any], Callable[[], Any]] | None = None) -> Path:
+    """Logits and gradients of the model in ``folder`` by transformers' autograd, saved to ``out``.
+
+    ``further``: what is called with the model first, and returns what says behind it which loss to add."""
     import torch
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
@@ -23,6 +26,7 @@ def reference(folder: Path, out: Path) -> Path:
 
     batch = data()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    added = further(model) if further else lambda: 0.0
     logits = torch.cat(
         [
             model(batch["sequences"][row : row + 1, -length:], use_cache=False).logits[0]
@@ -30,7 +34,7 @@ def reference(folder: Path, out: Path) -> Path:
         ]
     )
     assert logits.max() > 5 and logits.min() < -5, "the model's logits are too small to show anything"
-    (logits * batch["weights"]).sum().backward()
+    ((logits * batch["weights"]).sum() + added()).backward()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
@@ -41,7 +45,7 @@ def reference(folder: Path, out: Path) -> Path:
 
 
 def compare(
-    folder: Path, reference_file: Path, layout: dict[str, int], padded: bool = False
+    folder: Path, reference_file: Path, layout: dict[str, int], padded: bool = False, **build: Any
 ) -> tuple[float | None, dict[str, Any]]:
     """Body of a multi-process test: (largest logit error or None, HF name → (squared error, squared norm, slices))."""
     import torch
@@ -55,7 +59,7 @@ def compare(
     from tests.runtime.parity import forward_backward
 
     groups = parallel_state.initialize(ParallelConfig(dist.get_world_size(), **layout), timeout_s=120)
-    model = build_model(folder, groups, dtype=torch.float32)
+    model = build_model(folder, groups, dtype=torch.float32, **build)
     load_hf(model, folder, groups)
     expected = torch.load(reference_file)
     logits_error = forward_backward(model, groups, expected["logits"], padded, fault=None)

@@ -78,6 +78,7 @@ def megatron_problems(
         yield from optimizer_problems(options, key, hardware, bf16=cfg.trainer.bf16)
     yield from _attention(cfg, megatron, section, hardware)
     yield from _rotary(megatron.transformer_config_kwargs, section, hardware, hf)
+    yield from _indexer(megatron.transformer_config_kwargs, section, hf)
     world = role_world_size(cfg.trainer.placement, role)
     outside = [rank for rank in megatron.torch_profiler_config.ranks if not 0 <= rank < world]
     if outside:
@@ -121,6 +122,19 @@ def _rotary(kwargs: Mapping[str, Any], section: str, hardware: Hardware, hf: Map
         reason = "the fused kernel leaves out the mscale of the model's YaRN"
     if reason:
         yield Problem(f"{section}transformer_config_kwargs.apply_rope_fusion", True, f"{reason}: leave it out")
+
+
+def _indexer(kwargs: Mapping[str, Any], section: str, hf: Mapping[str, Any]) -> Iterator[Problem]:
+    """Check the loss of an indexer (``runtime/model/selected_attention.py``)."""
+    if not (weight := kwargs.get("dsa_indexer_loss_coeff")):
+        return
+    key, reason = f"{section}transformer_config_kwargs.dsa_indexer_loss_coeff", None
+    if hf and not hf.get("index_topk"):
+        reason = "the model has no indexer: leave it out"
+    elif not kwargs.get("dsa_indexer_use_sparse_loss"):
+        reason = "is a loss over the chosen keys here: set dsa_indexer_use_sparse_loss=true beside it"
+    if reason:
+        yield Problem(key, weight, reason)
 
 
 def _experts(cfg: SkyRLTrainConfig, megatron: MegatronConfig, section: str, hardware: Hardware) -> Iterator[Problem]:

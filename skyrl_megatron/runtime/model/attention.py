@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
@@ -123,8 +123,19 @@ def _group(pieces: list[_Piece], cp: int, window: int | None, device: torch.devi
     )
 
 
-Choice = Callable[[PieceGroup | None], Tensor]
-"""Masks [n, 1, q, k], True = attend, of the n pieces of a group; of padded inputs for None, [b, 1, S, S]."""
+class Chosen(NamedTuple):
+    """Which keys the queries of a group see, and what chose them, where that learns from the attention paid."""
+
+    mask: Tensor
+    """[n, 1, q, k] bool, True = attend, of the n pieces of a group; of padded inputs [b, 1, S, S]."""
+    scores: Tensor | None = None
+    """[n, q, k] of every key, with a gradient; None: nothing learns."""
+    counted: Tensor | None = None
+    """[n, q] 1.0 for queries of real tokens, 0.0 for others; given with ``scores``."""
+
+
+Choice = Callable[[PieceGroup | None], Chosen]
+"""What is chosen for a group; for padded inputs, None."""
 
 
 class PackedAttention(torch.nn.Module):
@@ -213,8 +224,9 @@ class PackedAttention(torch.nn.Module):
         out = out.transpose(1, 2).flatten(2).flatten(0, 1)
         return out if len(group.kept) == n * q else out.index_select(0, group.kept)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Chosen | None) -> Tensor:
         """Attend: [n, heads, q, d] × [n, kv heads, k, d] → [n, heads, q, d]. ``mask`` None: plain causal."""
+        mask = mask.mask if isinstance(mask, Chosen) else mask
         repeats = query.shape[1] // key.shape[1]
         if repeats > 1:
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)

@@ -1,11 +1,12 @@
 """Attention to the keys that an indexer chooses (DeepSeek-V3.2), exact on any device: as a mask over all keys.
 
-Megatron's (``transformer/experimental_attention_variant/dsa.py``) needs kernels for GPUs and trains the indexer with a
-loss of its own. Here it chooses, and learns nothing: a choice has no gradient.
+Megatron's (``transformer/experimental_attention_variant/dsa.py``) needs kernels for GPUs. A choice has no gradient:
+the indexer stays as it is unless ``dsa_indexer_loss_coeff`` teaches it, by a loss of its own, where attention is paid.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from skyrl_megatron.runtime.model.attention import Choice, PackedAttention, PieceGroup
+from skyrl_megatron import device
+from skyrl_megatron.runtime.model.attention import Choice, Chosen, PackedAttention, PieceGroup
 from skyrl_megatron.runtime.model.context_parallel import gather_tokens
 from skyrl_megatron.runtime.model.rotary import PackedRotary, rotate
 
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Indexer(torch.nn.Module):
-    """Projections of the indexer, whole on every rank and frozen.
+    """Projections of the indexer, whole on every rank, and frozen unless they have a loss of their own.
 
     ``config.indexer``: a :class:`bridges.family.IndexerSizes`.
     """
@@ -42,7 +44,7 @@ class Indexer(torch.nn.Module):
         self.wk = linear(config.hidden_size, settings.size)
         self.k_norm = torch.nn.LayerNorm(settings.size, eps=1e-6, dtype=config.params_dtype)
         self.weights_proj = linear(config.hidden_size, settings.heads)
-        self.requires_grad_(False)
+        self.requires_grad_(bool(config.dsa_indexer_loss_coeff))
 
     def forward(
         self, hidden: Tensor, compressed: Tensor, table: tuple[Tensor, Tensor]
@@ -71,46 +73,87 @@ class SelectedAttention(PackedAttention):
     def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any) -> None:
         super().__init__(config, *arguments, **options)
         self.indexer = Indexer(config)
+        self.divergence: Tensor | None = None
+        """[2] float64 since it was asked for: the sum over queries, and how many there were."""
 
-    @torch.no_grad()
+    @property
+    def _learns(self) -> bool:
+        return bool(self.config.dsa_indexer_loss_coeff) and self.training and torch.is_grad_enabled()
+
     def choice(self, packed_seq_params: PackedSeqParams | None, **inputs: Any) -> Choice | None:
         """Score keys by hidden states ``x`` [s, b, H] and compressed queries ``qr`` [s, b, R], both a tp-th of the
         sequence with sequence parallelism. Sequences with no more tokens than a query may see need no choice."""
-        x: Tensor = inputs["x"]
-        hidden, compressed = self._whole(x), self._whole(inputs["qr"].view(*x.shape[:2], -1))
+        learns, top_k = self._learns, self.config.indexer.top_k
+        x: Tensor = inputs["x"].detach()
+        hidden, compressed = self._whole(x), self._whole(inputs["qr"].detach().view(*x.shape[:2], -1))
         length, batch = hidden.shape[:2]
-        top_k = self.config.indexer.top_k
         hidden, compressed = (each.transpose(0, 1).flatten(0, 1) for each in (hidden, compressed))
         if packed_seq_params is None:
-            if length <= top_k:
+            if length <= top_k and not learns:
                 return None
             positions = torch.arange(length, device=x.device).repeat(batch)
-            queries, keys, weights = self.indexer(hidden, compressed, self.rotary.table(positions, length))
-            queries, keys, weights = (each.unflatten(0, (batch, length)) for each in (queries, keys, weights))
+            with torch.set_grad_enabled(learns):
+                queries, keys, weights = self.indexer(hidden, compressed, self.rotary.table(positions, length))
+                queries, keys, weights = (each.unflatten(0, (batch, length)) for each in (queries, keys, weights))
+                scores = _scores(queries, keys, weights)
             causal = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
-            mask = _chosen(queries, keys, weights, causal, top_k)
-            return lambda _: mask
+            mask = _chosen(scores.detach(), causal, top_k)
+            chosen = Chosen(mask, scores, torch.ones(scores.shape[:2], device=x.device)) if learns else Chosen(mask)
+            return lambda _: chosen
         lengths: tuple[int, ...] = packed_seq_params.padded_lengths
-        if max(lengths) <= top_k:
+        if max(lengths) <= top_k and not learns:
             return None
         table = self.rotary.table(packed_seq_params.positions, packed_seq_params.max_seqlen_q)
-        queries, keys, weights = self.indexer(hidden, compressed, table)
-        keys = gather_tokens(keys, lengths, self.groups.cp, shared_loss=False)
+        with torch.set_grad_enabled(learns):
+            queries, keys, weights = self.indexer(hidden, compressed, table)
+            keys = gather_tokens(keys, lengths, self.groups.cp, shared_loss=False)
+        real = (~packed_seq_params.padding).float()
 
-        def choose(group: PieceGroup | None) -> Tensor:
+        def choose(group: PieceGroup | None) -> Chosen:
             assert group is not None
             n, q, k = group.shape
-            mine = (each.index_select(0, group.query_index).unflatten(0, (n, q)) for each in (queries, weights))
-            of_queries, of_heads = mine
-            theirs = keys.index_select(0, group.key_index).unflatten(0, (n, k))
+            with torch.set_grad_enabled(learns):
+                mine = (each.index_select(0, group.query_index).unflatten(0, (n, q)) for each in (queries, weights))
+                of_queries, of_heads = mine
+                theirs = keys.index_select(0, group.key_index).unflatten(0, (n, k))
+                scores = _scores(of_queries, theirs, of_heads)
             if group.mask is not None:
                 visible = group.mask[:, 0]
             else:
                 visible = torch.ones(q, k, dtype=torch.bool, device=x.device).tril()
-            with torch.no_grad():
-                return _chosen(of_queries, theirs, of_heads, visible, top_k)
+            mask = _chosen(scores.detach(), visible, top_k)
+            if not learns:
+                return Chosen(mask)
+            counted = torch.zeros(n * q, device=x.device)
+            counted[group.kept] = real[group.query_index[group.kept]]
+            return Chosen(mask, scores, counted.view(n, q))
 
         return choose
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Chosen | None) -> Tensor:
+        out = super()._attend(query, key, value, mask)
+        if not isinstance(mask, Chosen) or mask.scores is None:
+            return out
+        loss = self.config.dsa_indexer_loss_coeff * self._divergence(query, key, mask)
+        taught: Tensor = _Taught.apply(out, loss * self.config.moe_grad_scale_func())  # type: ignore[no-untyped-call]
+        return taught
+
+    def _divergence(self, query: Tensor, key: Tensor, chosen: Chosen) -> Tensor:
+        """Sum, over real queries, Σ p log(p / q) over the chosen keys: p is the mean of the heads' attention, q the
+        softmax of the indexer's scores (DeepSeek-V3.2, section 2.1, sparse training stage)."""
+        assert chosen.scores is not None and chosen.counted is not None
+        with torch.no_grad():
+            logits = query.float() @ key.float().transpose(-1, -2) * self.scale
+            paid = logits.masked_fill(~chosen.mask, -torch.inf).softmax(-1).sum(1)
+            if self.groups.tp.size() > 1:
+                dist.all_reduce(paid, group=self.groups.tp)
+            paid /= self.config.num_attention_heads
+        seen = chosen.mask[:, 0]
+        logs = chosen.scores.masked_fill(~seen, -torch.inf).log_softmax(-1).masked_fill(~seen, 0.0)
+        divergence = (torch.xlogy(paid, paid) - paid * logs).sum(-1) * chosen.counted
+        found = torch.stack([divergence.detach().sum(), chosen.counted.sum()]).double()
+        self.divergence = found if self.divergence is None else self.divergence + found
+        return divergence.sum()
 
     def _whole(self, x: Tensor) -> Tensor:
         """Gather [s / tp, b, …] → [s, b, …] where tp ranks share the sequence."""
@@ -127,14 +170,43 @@ def _in_halves(x: Tensor, width: int) -> Tensor:
     return torch.cat([x[..., 0:width:2], x[..., 1:width:2], x[..., width:]], -1)
 
 
-def _chosen(queries: Tensor, keys: Tensor, weights: Tensor, visible: Tensor, top_k: int) -> Tensor:
-    """Return masks [n, 1, q, k] of the visible keys with the highest scores: Σ weight · relu(query · key) over heads.
+def _scores(queries: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
+    """Return Σ weight · relu(query · key) over heads, [n, q, k]. ``queries``: [n, q, heads, size]; ``keys``:
+    [n, k, size]; ``weights``: [n, q, heads]."""
+    products = F.relu(torch.einsum("nqhd,nkd->nqhk", queries, keys))
+    return torch.einsum("nqh,nqhk->nqk", weights, products)
 
-    ``queries``: [n, q, heads, size]; ``keys``: [n, k, size]; ``weights``: [n, q, heads]; ``visible``: [n, q, k] or
-    [q, k] bool.
-    """
-    scores = F.relu(torch.einsum("nqhd,nkd->nqhk", queries, keys))
-    total = torch.einsum("nqh,nqhk->nqk", weights, scores).masked_fill(~visible, -torch.inf)
+
+def _chosen(scores: Tensor, visible: Tensor, top_k: int) -> Tensor:
+    """Return masks [n, 1, q, k] of the visible keys with the highest ``scores``, [n, q, k]; ``visible``: [n, q, k] or
+    [q, k] bool."""
+    total = scores.masked_fill(~visible, -torch.inf)
     best = total.topk(min(top_k, total.shape[-1]), dim=-1).indices
     chosen = torch.zeros_like(total, dtype=torch.bool).scatter(-1, best, True)
     return (chosen & visible).unsqueeze(1)
+
+
+class _Taught(torch.autograd.Function):
+    """Lets a loss have its gradient wherever the attention's result has one."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, loss: Tensor) -> Tensor:
+        ctx.loss = loss
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], torch.ones_like(ctx.loss)
+
+
+def indexer_metrics(chunks: Iterable[torch.nn.Module]) -> dict[str, float]:
+    """Return ``indexer_loss``: the mean divergence of a query and layer, in nats, over all ranks since the last call.
+    Collective over all ranks; with tp each has all queries. Nothing where no indexer learns."""
+    found = torch.zeros(2, dtype=torch.float64, device=device.device())
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, SelectedAttention) and module.divergence is not None:
+                found += module.divergence
+                module.divergence = None
+    dist.all_reduce(found)
+    return {"indexer_loss": float(found[0] / found[1])} if found[1] else {}
