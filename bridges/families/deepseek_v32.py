@@ -1,5 +1,5 @@
 """DeepSeek-V3.2: DeepSeek-V3 whose queries see the keys that an indexer chooses. It learns by no gradient of the
-model's loss, so that its weights stay as they are."""
+model's loss: its weights stay as they are, unless it is given a loss of its own."""
 
 from __future__ import annotations
 

@@ -647,6 +647,24 @@ def test_fused_rotary_kernels_that_rotate_otherwise(hf, words):
     assert words is None or (words in found[0].fix and found[0].fix.endswith("leave it out"))
 
 
+@pytest.mark.parametrize(
+    ("args", "hf", "words"),
+    [
+        ([f"{K}dsa_indexer_use_sparse_loss=true"], {"index_topk": 2048}, None),
+        ([], {"index_topk": 2048}, "dsa_indexer_use_sparse_loss=true"),
+        ([f"{K}dsa_indexer_use_sparse_loss=true"], MOE, "the model has no indexer"),
+    ],
+    ids=["sparse", "dense", "no indexer"],
+)
+def test_the_loss_of_an_indexer(args, hf, words):
+    from skyrl_megatron.config.rules.megatron import megatron_problems
+
+    cfg = SkyRLTrainConfig.from_cli_overrides([f"{K}dsa_indexer_loss_coeff=0.1", *args])
+    found = list(megatron_problems(cfg, "policy", M, GPUS, hf))
+    assert [problem.key for problem in found] == [f"{K}dsa_indexer_loss_coeff"] * (words is not None)
+    assert words is None or words in found[0].fix
+
+
 def test_experts_with_biases_cannot_be_cut(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MOE | {"model_type": "gpt_oss"}))
     args = ["trainer.placement.policy_num_gpus_per_node=2", f"{E}num_engines=2", f"{M}expert_tensor_parallel_size=2"]
