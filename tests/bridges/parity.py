@@ -125,7 +125,15 @@ def compare_with_fault(fault: str, *arguments: Any) -> tuple[float | None, dict[
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
     from bridges import conversions
-    from skyrl_megatron.runtime.model import attention, context_parallel, delta_net, latent_attention, norm, router
+    from skyrl_megatron.runtime.model import (
+        attention,
+        context_parallel,
+        delta_net,
+        latent_attention,
+        norm,
+        router,
+        selected_attention,
+    )
 
     def one_sequence(lengths: tuple[int, ...], device: Any) -> Any:
         from skyrl_megatron.runtime.model.delta_rule import chunk_plan
@@ -145,6 +153,11 @@ def compare_with_fault(fault: str, *arguments: Any) -> tuple[float | None, dict[
     def shuffled(x: Any, lengths: Any, group: Any) -> Any:
         return back(x, lengths, group).flip(1)
 
+    def without_bias(self: Any, logits: Any, padding_mask: Any = None) -> Any:
+        self.expert_bias.zero_()
+        return route(self, logits, padding_mask)
+
+    route = router.TokenWeightedRouter.routing
     rightly, back = conversions.InterleaveGatedQkv.to_parts, context_parallel._heads_to_tokens
     planted = {
         "rotary keys keep their own heads' gradient": (
@@ -159,6 +172,13 @@ def compare_with_fault(fault: str, *arguments: Any) -> tuple[float | None, dict[
         "gates behind all queries": (conversions.InterleaveGatedQkv, "to_parts", queries_then_gates),
         "gated norm keeps its own heads' gradient": (delta_net, "RMSNorm", norm_of_own_heads),
         "heads come back in their senders' order": (context_parallel, "_heads_to_tokens", shuffled),
+        "every key is seen": (
+            selected_attention,
+            "_chosen",
+            lambda scores, visible, _: visible.expand_as(scores)[:, None],
+        ),
+        "windows are left out": (attention, "is_layer_window_attention", lambda *_: False),
+        "experts are chosen without their bias": (router.TokenWeightedRouter, "routing", without_bias),
     }
     with mock.patch.object(*planted[fault]):
         return compare(*arguments)

@@ -134,7 +134,7 @@ def test_options_of_a_family(ranks, tmp_path, variant):
 
 
 @pytest.mark.full_matrix
-@pytest.mark.parametrize("model_type", ["mixtral", "olmoe", "deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize("model_type", ["mixtral", "olmoe", "deepseek_v3", "glm4_moe", "gpt_oss", *LIKE_OTHERS])
 def test_padded_equals_packed(ranks, models, model_type):
     from bridges.plan import Plan
 
@@ -162,6 +162,20 @@ def test_experts_with_biases_are_not_split(ranks, models):
         pytest.param("gates behind all queries", "qwen3_next", "single", marks=pytest.mark.full_matrix),
         pytest.param("gated norm keeps its own heads' gradient", "qwen3_next", "tp2", marks=pytest.mark.full_matrix),
         pytest.param("heads come back in their senders' order", "qwen3_next", "cp2", marks=pytest.mark.full_matrix),
+        *(
+            pytest.param(*case, marks=pytest.mark.full_matrix)
+            for case in (
+                ("heads come back in their senders' order", "qwen3_5_moe_text", "cp2"),
+                ("gated norm keeps its own heads' gradient", "qwen3_5_moe_text", "tp2"),
+                ("every key is seen", "deepseek_v32", "cp2"),
+                ("every key is seen", "glm_moe_dsa", "tp2"),
+                ("windows are left out", "mimo_v2_flash", "cp2"),
+                ("norm over the rank's own heads", "minimax_m2", "tp2"),
+                ("rotary keys keep their own heads' gradient", "glm4_moe_lite", "tp2"),
+                ("experts are chosen without their bias", "dots1", "tp2"),
+                ("experts are chosen without their bias", "hy_v3", "cp2"),
+            )
+        ),
     ],
 )
 def test_planted_faults_are_noticed(ranks, models, fault, model_type, layout):
