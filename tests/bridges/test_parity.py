@@ -116,6 +116,15 @@ VARIANTS = {
     ),
     "biases in dense layers": ("llama", dict(attention_bias=True, mlp_bias=True), "tp2"),
     "some layers dense": ("qwen2_moe", dict(mlp_only_layers=[1]), "ep2"),
+    "chosen keys under yarn": (
+        "deepseek_v32",
+        dict(rope_parameters=YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}),
+        "cp2",
+    ),
+    "as GLM-5: one group": ("glm_moe_dsa", dict(n_group=1, topk_group=1), "ep2"),
+    "as the larger ERNIE: untied": ("ernie4_5_moe", dict(tie_word_embeddings=False), "tp2"),
+    "delta nets with some layers dense": ("qwen3_next", dict(mlp_only_layers=[1]), "tp2"),
+    "values as they are": ("mimo_v2_flash", dict(attention_value_scale=None), "cp2"),
 }
 
 
