@@ -209,6 +209,22 @@ def test_states_are_those_of_the_engine(ranks, tmp_path, settings):
             assert abs(expected - real) <= 0.01 * real, f"{name}: predicted {expected:,}, measured {real:,}"
 
 
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("taught", [False, True], ids=["frozen", "taught"])
+def test_states_of_an_indexer_are_those_of_the_engine(ranks, tmp_path, taught):
+    sizes = dict(hidden_size=128, moe_intermediate_size=64, num_hidden_layers=4, vocab_size=1024, q_lora_rank=64)
+    sizes |= dict(kv_lora_rank=64, index_head_dim=64, intermediate_size=128)
+    folder = save_tiny("deepseek_v32", tmp_path, **sizes)
+    kwargs = {"dsa_indexer_loss_coeff": 0.1, "dsa_indexer_use_sparse_loss": True} if taught else {}
+    overrides = {f"{M}transformer_config_kwargs": kwargs, f"{M}expert_model_parallel_size": 2}
+    overrides["trainer.placement.policy_num_gpus_per_node"] = 2
+    for measured, predicted in ranks(2, engine_bytes, folder, overrides, timeout_s=400):
+        for name, real, expected in zip(
+            ("weights", "gradients", "optimizer", "copy"), measured, predicted, strict=True
+        ):
+            assert abs(expected - real) <= 0.01 * real, f"{name}: predicted {expected:,}, measured {real:,}"
+
+
 LORA = "trainer.policy.model.lora."
 
 

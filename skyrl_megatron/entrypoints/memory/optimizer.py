@@ -66,6 +66,7 @@ def rank_bytes(
         return RankBytes(weights, buffers=buffers)
     options = megatron.optimizer_config_kwargs
     frozen = count.router if megatron.freeze_moe_router else 0
+    frozen += 0 if megatron.transformer_config_kwargs.get("dsa_indexer_loss_coeff") else count.indexer
     dense, expert = (count.dense - frozen, count.expert) if adapters is None else (adapters.dense, adapters.expert)
     gradient_width = _FP32 if megatron.ddp_config.grad_reduce_in_fp32 else width
     gradients = (dense + expert) * gradient_width

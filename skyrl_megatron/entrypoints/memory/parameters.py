@@ -41,6 +41,8 @@ class StageParameters:
     """The fp32 scales of those."""
     made: int = 0
     """Most elements of those that a linear map, or all experts of a layer, make of it to compute."""
+    indexer: int = 0
+    """Those of ``dense`` that choose keys, which are frozen unless ``dsa_indexer_loss_coeff`` trains them."""
 
     @property
     def parameters(self) -> int:
@@ -119,7 +121,7 @@ class ParameterTable:
             layer for chunk in range(parallel.vpp) for layer in stage_layers(parallel, self.layers, stage, chunk)
         }
         first, last = stage == 0, stage == parallel.pp - 1
-        dense = expert = buffers = router = rounded = scaled = scales = made = 0
+        dense = expert = buffers = router = rounded = scaled = scales = made = indexer = 0
         for row in self._rows:
             entry = row.entry
             if row.layers:
@@ -139,6 +141,7 @@ class ParameterTable:
                 dense += times * size
                 rounded += times * _power_of_two(size)
                 router += times * size if ".router." in entry.name else 0
+                indexer += times * size if ".indexer." in entry.name else 0
             if frozen and (own := self._scales(entry, parallel.etp if entry.is_expert else parallel.tp)):
                 scaled, scales = scaled + times * size, scales + times * own
                 at_once = self.experts // parallel.ep if entry.is_expert else 1
@@ -149,7 +152,7 @@ class ParameterTable:
         elif last and not first and "untied" not in self.plan.shape.flags:  # the last stage's copy of the embedding
             dense += padded_rows(dims["V"], parallel.tp) // parallel.tp * dims["H"]
         return StageParameters(
-            dense, expert, buffers, router, max(1.0, rounded / (dense + expert)), scaled, scales, made
+            dense, expert, buffers, router, max(1.0, rounded / (dense + expert)), scaled, scales, made, indexer
         )
 
     def _scales(self, entry: Entry, over: int) -> int:
