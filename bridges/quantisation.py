@@ -9,7 +9,7 @@ from typing import Any
 
 from bridges.errors import BridgeError
 
-METHODS = ("fp8", "compressed-tensors", "mxfp4")
+METHODS = ("fp8", "mxfp8", "compressed-tensors", "mxfp4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +30,19 @@ class Quantisation:
         if not found:
             return None
         method = found.get("quant_method")
+        if method == "modelopt" and str(found.get("quant_algo")).upper() == "MXFP8":
+            method = "mxfp8"
         if method not in METHODS:
             raise unfit(where, f"quant_method={method!r}")
         blocks: tuple[tuple[int, int], ...] = ()
         if method == "fp8":
             rows, columns = found.get("weight_block_size") or (128, 128)
             blocks = ((int(rows), int(columns)),)
+        elif method == "mxfp8":
+            blocks = ((1, 32),)
         elif method == "compressed-tensors":
             blocks = tuple(_block(group.get("weights") or {}, where) for group in found["config_groups"].values())
-        return cls(method, blocks, tuple(found.get("modules_to_not_convert") or found.get("ignore") or ()))
+        return cls(method, blocks, _left_out(found))
 
     def block(self, weight: str, shape: tuple[int, ...]) -> tuple[int, int] | None:
         """Return the rows and columns of a block of a matrix, going by ``config.json`` alone; None for one that is not
@@ -48,6 +52,11 @@ class Quantisation:
             return None
         rows, columns = self.blocks[0]
         return rows or shape[0], columns or shape[1]
+
+
+def _left_out(found: Mapping[str, Any]) -> tuple[str, ...]:
+    keys = ("modules_to_not_convert", "ignore", "ignored_layers")
+    return next((tuple(found[key]) for key in keys if found.get(key)), ())
 
 
 def _names(pattern: str, module: str) -> bool:
@@ -75,6 +84,6 @@ def _block(weights: Mapping[str, Any], where: str) -> tuple[int, int]:
 def unfit(where: str, what: str) -> BridgeError:
     """Return the error for a folder whose weights cannot be made of what is on disk."""
     return BridgeError(
-        f"{where}: {what} cannot be dequantised exactly; use the bf16 release of the model, or one in fp8, in 8 bits "
-        "of compressed-tensors (symmetric), or in mxfp4"
+        f"{where}: {what} cannot be dequantised exactly; use the bf16 release of the model, or one in fp8, mxfp8, 8 "
+        "bits of compressed-tensors (symmetric), or in mxfp4"
     )

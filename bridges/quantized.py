@@ -5,6 +5,8 @@
 ==================  ===================================  =====================================================
 fp8                 ``W`` in float8, ``W_scale_inv`` of  DeepSeek-V3, Kimi-K2, Qwen3's FP8 releases (their
                     blocks ``weight_block_size``         ``inference/kernel.py``), transformers
+mxfp8               ``W`` in float8, ``W_scale`` of 32   MiniMax-M2's, ModelOpt (OCP Microscaling Formats 1.0)
+                    columns: uint8, powers of 2
 compressed-tensors  ``W_packed``, four int8 and 128 in   llm-compressor (``compressors/pack_quantized`` of
                     an int32, or ``W`` in int8 or        compressed-tensors: int8 of weights alone; ``naive_
                     float8; ``W_scale``                  quantized``: of activations too)
@@ -72,7 +74,8 @@ class DequantizedFolder:
         self.method, self._blocks = found.method, found.blocks
         self.config = self._plain_config()
         self._scaled: dict[str, _Place] = {}
-        read = {"fp8": self._fp8, "compressed-tensors": self._compressed, "mxfp4": self._mxfp4}
+        self._suffix = FP8_SCALE if self.method == "fp8" else SCALE
+        read = {"fp8": self._fp8, "mxfp8": self._fp8, "compressed-tensors": self._compressed, "mxfp4": self._mxfp4}
         self._shapes: dict[str, Shape] = dict(read[self.method]())
 
     def _plain_config(self) -> dict[str, Any]:
@@ -84,11 +87,11 @@ class DequantizedFolder:
 
     def _fp8(self) -> Iterator[tuple[str, Shape]]:
         for name, info in self.folder.tensors.items():
-            if name.endswith(FP8_SCALE):
-                self._belongs(name, name.removesuffix(FP8_SCALE))
+            if name.endswith(f"weight{self._suffix}"):
+                self._belongs(name, name.removesuffix(self._suffix))
                 continue
             if info.dtype in FP8:
-                self._scaled[name] = self._place(name, name + FP8_SCALE, info.shape, self._blocks)
+                self._scaled[name] = self._place(name, name + self._suffix, info.shape, self._blocks)
             yield name, info.shape
 
     def _compressed(self) -> Iterator[tuple[str, Shape]]:
@@ -170,6 +173,8 @@ class DequantizedFolder:
         if place.packed:
             values = (values.view(torch.uint8)[:, : place.shape[1]] ^ 0x80).view(torch.int8)
         scales = self.folder.read(place.scales)
+        if self.method == "mxfp8":
+            scales = torch.exp2(scales.float() - 127)
         return of_blocks(values, scales.view(1, 1) if scales.dim() < 2 else scales, place.block)
 
     def read(self, name: str, index: int | None = None) -> Tensor:
