@@ -28,6 +28,18 @@ def correction(hf: str = "mlp.gate.e_score_correction_bias") -> Row:
 
 
 CORRECTION = correction()
+DRAFT = (
+    Copy(M + "enorm.weight", L + "enorm.weight", "H"),
+    Copy(M + "hnorm.weight", L + "hnorm.weight", "H"),
+    Copy(M + "eh_proj.weight", L + "eh_proj.weight", "H 2H", split=0),
+    Copy(M + "final_layernorm.weight", L + "shared_head.norm.weight", "H"),
+)
+"""What DeepSeek-V3's layer of multi-token prediction has beside a decoder layer (arXiv:2412.19437, 2.2)."""
+DRAFT_COPIES = {
+    L + "embed_tokens.weight": "model.embed_tokens.weight",
+    L + "shared_head.head.weight": "lm_head.weight",
+}
+"""Tensors that released folders store with that layer once more, although it shares the model's."""
 
 
 def decoder_layer(*attention: Row) -> tuple[Row, ...]:

@@ -90,7 +90,8 @@ class Family:
     than one another (:attr:`ModelShape.mixers`). ``aliases``: other
     ``model_type`` values with the same tensors. ``ignored``: endings of HF names that hold no weights. ``carried``:
     beginnings of HF names that conversion passes on as they are (multi-token prediction), beside those of the layers
-    that ``num_nextn_predict_layers`` or ``num_mtp_modules`` counts."""
+    that ``num_nextn_predict_layers`` or ``num_mtp_modules`` counts. ``draft``: of the one layer behind the last that
+    predicts the token after the next, beside those of a layer with experts; empty where it cannot be trained."""
 
     model_type: str
     architecture: str
@@ -107,6 +108,7 @@ class Family:
     aliases: tuple[str, ...] = ()
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
     carried: tuple[str, ...] = ()
+    draft: tuple[Row, ...] = ()
 
     def config(self, hf_config: Mapping[str, Any]) -> PreTrainedConfig:
         """Return ``config.json`` as transformers reads it, defaults filled in. Raises :class:`BridgeError`."""

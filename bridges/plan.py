@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from bridges.blocks import DRAFT_COPIES
 from bridges.errors import BridgeError
-from bridges.families import get_family
+from bridges.families import get_family, supported
 from bridges.family import Family
 from bridges.rows import ModelShape, Shape
 from bridges.rules import Entry, expand
@@ -21,7 +22,9 @@ class Plan:
     ``by_name``: canonical Megatron name → entry. ``hf``: name on disk → shape on disk. ``stacked``: those among them
     that hold all experts of a layer. ``copies``: names that some
     folders hold although they repeat another tensor (a tied output layer). ``passthrough``: prefixes of layers past
-    the model proper (multi-token prediction), which are passed on as they are.
+    the model proper (multi-token prediction), which are passed on as they are. ``draft_layer``: number of the layer
+    that predicts the token after the next, where its entries are among the others because it is trained; ``repeats``:
+    names on disk that then repeat another tensor.
     """
 
     family: Family
@@ -33,15 +36,24 @@ class Plan:
     stacked: frozenset[str]
     copies: Mapping[str, str]
     passthrough: tuple[str, ...]
+    draft_layer: int | None = None
+    repeats: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, hf_config: Mapping[str, Any]) -> Plan:
-        """Return the plan for ``config.json`` as a dict. Raises :class:`BridgeError` if the model is not supported."""
+    def of(cls, hf_config: Mapping[str, Any], *, draft: bool = False) -> Plan:
+        """Return the plan for ``config.json`` as a dict, with ``draft`` including the layer that predicts the token
+        after the next. Raises :class:`BridgeError` if the model is not supported, or has no such layer that can be
+        trained."""
         family = get_family(str(hf_config.get("model_type")))
         config = family.config(hf_config)
         shape = family.read_shape(config)
-        entries = expand(family, hf_config)
         more = max(getattr(config, name, 0) or 0 for name in PREDICTION_LAYERS)
+        if draft:
+            _require_draft(family, more)
+        layer = len(shape.moe) if draft else None
+        entries = expand(family, hf_config, draft=draft)
+        repeats = {copy.format(layer=layer): name for copy, name in DRAFT_COPIES.items()} if draft else {}
+        copies = {} if "untied" in shape.flags else {"lm_head.weight": "model.embed_tokens.weight"}
         return cls(
             family,
             shape,
@@ -50,8 +62,10 @@ class Plan:
             {entry.name: entry for entry in entries},
             {piece.name: piece.shape for entry in entries for piece in entry.hf},
             frozenset(piece.name for entry in entries for piece in entry.hf if piece.index is not None),
-            {} if "untied" in shape.flags else {"lm_head.weight": "model.embed_tokens.weight"},
-            (*family.carried, *(f"model.layers.{len(shape.moe) + layer}." for layer in range(more))),
+            copies | repeats,
+            () if draft else (*family.carried, *(f"model.layers.{len(shape.moe) + each}." for each in range(more))),
+            layer,
+            {copy: copies.get(name, name) for copy, name in repeats.items()},
         )
 
     def is_passthrough(self, hf_name: str) -> bool:
@@ -88,6 +102,21 @@ class Plan:
 PREDICTION_LAYERS = ("num_nextn_predict_layers", "num_mtp_modules")
 """Names by which configs count the layers behind the last that predict further tokens."""
 MANY = 8  # differences listed of each kind
+
+
+def _require_draft(family: Family, layers: int) -> None:
+    """Raise :class:`BridgeError` unless the model has one layer of multi-token prediction that can be trained."""
+    trained = sorted(name for name in supported() if get_family(name).draft)
+    if not family.draft:
+        raise BridgeError(
+            f"model_type={family.model_type}: multi-token-prediction layers are passed on and not trained; those of "
+            f"{', '.join(trained)} can be"
+        )
+    if layers != 1:
+        raise BridgeError(
+            f"num_nextn_predict_layers={layers}: there is {'no layer' if not layers else 'more than one layer'} of "
+            "multi-token prediction, and exactly one is trained"
+        )
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:

@@ -145,11 +145,12 @@ def _entries(bound: BoundRow, layer: int | None, experts: int) -> Iterator[Entry
         yield Entry(row.megatron.format(layer=layer, expert=expert), hf, layer, expert, bound)
 
 
-def expand(family: Family, hf_config: Mapping[str, Any]) -> tuple[Entry, ...]:
+def expand(family: Family, hf_config: Mapping[str, Any], *, draft: bool = False) -> tuple[Entry, ...]:
     """Return every parameter and buffer of the model that ``hf_config`` (``config.json`` as a dict) describes.
 
-    In model order: embedding, layers from first to last, final norm, output layer. Raises :class:`BridgeError` for a
-    config that the family does not support.
+    In model order: embedding, layers from first to last, final norm, output layer; with ``draft`` then the layer that
+    predicts the token after the next, numbered behind the last. Raises :class:`BridgeError` for a config that the
+    family does not support.
     """
     shape = family.shape(hf_config)
     experts = shape.dims.get("E", 0)
@@ -159,6 +160,10 @@ def expand(family: Family, hf_config: Mapping[str, Any]) -> tuple[Entry, ...]:
     for layer, kind in enumerate(shape.kinds):
         entries += [entry for bound in layers[kind] for entry in _entries(bound, layer, experts)]
     entries += [entry for bound in last for entry in _entries(bound, None, 0)]
+    if draft:
+        _, mixer = shape.kinds[-1]
+        rows = _bind((*family.layer_rows(True, mixer), *family.draft), shape, True, mixer)
+        entries += [entry for bound in rows for entry in _entries(bound, len(shape.kinds), experts)]
     if len({entry.name for entry in entries}) != len(entries):
         raise BridgeError(f"the table of {family.model_type} names a Megatron parameter twice")
     return tuple(entries)

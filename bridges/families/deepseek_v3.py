@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from bridges.blocks import CORRECTION, DENSE, ROUTER, L, M, decoder_layer, experts, shared_expert
+from bridges.blocks import CORRECTION, DENSE, DRAFT, ROUTER, L, M, decoder_layer, experts, shared_expert
 from bridges.family import Family, MegatronModelConfig
 from bridges.hf_config import (
     base_transformer,
@@ -74,4 +74,5 @@ FAMILY = Family(
     ),
     dense=DENSE,
     moe=(ROUTER, CORRECTION, *shared_expert(), *experts()),
+    draft=DRAFT,
 )

@@ -7,6 +7,7 @@ from transformers import PreTrainedConfig
 from bridges.blocks import (
     CORRECTION,
     DENSE,
+    DRAFT,
     OUTPUT,
     QKV,
     ROUTER,
@@ -55,4 +56,5 @@ FAMILY = Family(
     layer=decoder_layer(QKV, qkv_bias(when="qkv_bias"), *qk_norms(when="qk_norm"), OUTPUT),
     dense=DENSE,
     moe=(ROUTER, CORRECTION, *shared_expert(), *experts()),
+    draft=DRAFT,
 )

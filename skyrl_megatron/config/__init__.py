@@ -34,6 +34,7 @@ from skyrl_megatron.config.schema.megatron import (
     MegatronDDPConfig,
     MegatronLoraConfig,
     MegatronTorchProfilerConfig,
+    MTPConfig,
 )
 from skyrl_megatron.config.schema.model import ModelConfig, SkyRLLoraConfig
 from skyrl_megatron.config.schema.optimizer import FSDPConfig, MixedPrecisionConfig, OptimizerConfig
@@ -64,6 +65,7 @@ __all__ = [
     "InferenceEngineConfig",
     "KLCovConfig",
     "KLCtrlConfig",
+    "MTPConfig",
     "MegatronConfig",
     "MegatronDDPConfig",
     "MegatronLoraConfig",

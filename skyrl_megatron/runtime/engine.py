@@ -39,6 +39,7 @@ from skyrl_megatron.runtime import loss_scale, parallel_state
 from skyrl_megatron.runtime.agreement import from_rank_0, group_maximum, raise_on_all_ranks
 from skyrl_megatron.runtime.batch_checks import find_problem, find_route_problem, too_long
 from skyrl_megatron.runtime.cpu import megatron_patches
+from skyrl_megatron.runtime.draft_loss import DraftLoss
 from skyrl_megatron.runtime.engine_settings import ddp_config, hf_model, parameter_dtype, transformer_kwargs
 from skyrl_megatron.runtime.flops import model_flops, peak_flops
 from skyrl_megatron.runtime.forward_step import (
@@ -52,6 +53,7 @@ from skyrl_megatron.runtime.forward_step import (
 from skyrl_megatron.runtime.hf.load import load_hf
 from skyrl_megatron.runtime.lora.base import fingerprint
 from skyrl_megatron.runtime.model.build import build_model
+from skyrl_megatron.runtime.model.draft import draft_of, send_embedding
 from skyrl_megatron.runtime.model.lm_head import return_hidden_states
 from skyrl_megatron.runtime.model.router import router_metrics, routers_of
 from skyrl_megatron.runtime.model.routing_replay import forget_routes, replay_routes
@@ -122,7 +124,7 @@ class MegatronEngine:
         self._trained = self._frozen() if is_frozen(role) else self._prepare(total_steps)
         self._name = self.adapter_names[0]
         self._now = self._trained[self._name]
-        chunks = [chunk for trained in self._trained.values() for chunk in trained.chunks]
+        chunks = [chunk for trained in self._trained.values() for chunk in trained.buffered]
         self._memory = Offload(chunks, [trained.optimizer for trained in self._trained.values()])
         self._expert_load: dict[int, Tensor] = {}
 
@@ -379,7 +381,11 @@ class MegatronEngine:
         if now.accumulated.tokens:
             for chunk in now.chunks:
                 chunk.scale_gradients(1.0 - share)
+            if now.draft is not None:  # its loss is a mean over tokens, whatever the objective is
+                now.draft.scale_gradients(now.accumulated.tokens / combined.tokens)
         self.auxiliary_scale.over(self._count_valid_tokens(batch), share)
+        if self._has_draft:
+            self._refresh_draft()
         step = self._training_step(objective, combined)
         micro_batches = self._micro_batches(batch, self.cfg.trainer.micro_train_batch_size_per_gpu)
         self._set_training(True)
@@ -392,7 +398,27 @@ class MegatronEngine:
     def _training_step(self, objective: Objective, totals: StepTotals) -> TrainingStep:
         assert isinstance(objective, PolicyObjective)
         seed = (self.cfg.trainer.seed, self._now.steps, self.dp_rank)
-        return PolicyStep(self.head(), objective, totals, entropy=objective.config.use_entropy_loss, seed=seed)
+        head, entropy = self.head(), objective.config.use_entropy_loss
+        return PolicyStep(head, objective, totals, entropy=entropy, seed=seed, draft=self._draft_loss(head))
+
+    @property
+    def _has_draft(self) -> bool:
+        """Whether a draft head is trained, on the last stage."""
+        return self.role == "policy" and self.megatron.mtp.train
+
+    def _refresh_draft(self) -> None:
+        if (draft := draft_of(self.model.chunks)) is not None:
+            draft.refresh(self.model.chunks)
+        else:
+            send_embedding(self.model.chunks, self.groups)
+
+    def _draft_loss(self, head: LogprobHead) -> DraftLoss | None:
+        if not self._has_draft or (draft := draft_of(self.model.chunks)) is None:
+            return None
+        last = self.model.chunks[-1]
+        tied = last.share_embeddings_and_output_weights
+        weight = last.shared_embedding_or_output_weight() if tied else last.output_layer.weight
+        return DraftLoss(draft, weight, head.settings, self.megatron.mtp.loss_scale)
 
     def optim_step(self, *, more_follow: bool = False) -> StepResult:
         """Reduce the accumulated gradients over dp, clip, step and clear them.
@@ -419,7 +445,7 @@ class MegatronEngine:
     def _step(self, more_follow: bool) -> StepResult:
         now = self._now
         with self._profile("optim_step"):
-            result = step_if_finite(now.optimizer, now.lr_schedule, now.chunks)
+            result = step_if_finite(now.optimizer, now.lr_schedule, now.chunks, with_draft=self._has_draft)
         self._clear(now)
         if self.overlaps_param_gather and not more_follow:
             for chunk in now.chunks:
@@ -446,6 +472,8 @@ class MegatronEngine:
         for name in self._waiting():
             if not self._trained[name].reduced:
                 self.set_adapter(name)
+                if self._now.draft is not None:
+                    self._now.draft.finish_grad_sync()
                 finalize_model_grads(self.chunks, None, pg_collection=self.groups.collection)
                 if self.adapters is not None:
                     self.adapters.sum_over_etp()
@@ -458,7 +486,7 @@ class MegatronEngine:
 
     def _clear(self, trained: Trained) -> None:
         if not self._memory.away("gradients"):
-            for chunk in trained.chunks:
+            for chunk in trained.buffered:
                 chunk.zero_grad_buffer()
         trained.optimizer.zero_grad()
         trained.accumulated, trained.reduced = StepTotals(), False

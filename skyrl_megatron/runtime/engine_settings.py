@@ -32,7 +32,8 @@ def hf_model(cfg: SkyRLTrainConfig, role: str) -> HfModel:
     if cfg.trainer.rope_scaling or cfg.trainer.rope_theta is not None:
         plain = read_hf_model(folder, changes=changes, trust_remote_code=trust)
         changes |= with_rotary(plain.config, cfg.trainer.rope_scaling, cfg.trainer.rope_theta)
-    return read_hf_model(folder, changes=changes, trust_remote_code=trust)
+    draft = role == "policy" and settings.megatron_config.mtp.train
+    return read_hf_model(folder, changes=changes, trust_remote_code=trust, draft=draft)
 
 
 def parameter_dtype(cfg: SkyRLTrainConfig) -> torch.dtype:

@@ -27,6 +27,7 @@ from skyrl_megatron.runtime.vocab_parallel import SoftmaxSettings, fused_logprob
 from skyrl_megatron.types import OWN_LOGPROBS
 
 if TYPE_CHECKING:
+    from skyrl_megatron.runtime.draft_loss import DraftLoss
     from skyrl_megatron.types import TrainingBatch
 
 Closure = Callable[[Tensor], Any]
@@ -119,7 +120,10 @@ class PolicyStep(TrainingStep):
         *,
         entropy: bool,
         seed: tuple[int, ...],
+        draft: DraftLoss | None = None,
     ) -> None:
+        self.draft = draft
+        """The loss of the draft head, where the last stage trains one."""
         self.head, self.objective, self.totals, self.entropy = head, objective, totals, entropy
         self.seed = seed
         """Random picks of a loss come from this and the micro-batch's number: alike on all tp, cp and pp ranks."""
@@ -152,6 +156,9 @@ class PolicyStep(TrainingStep):
             loss, metrics = logprobs.sum() * 0.0, {}
         if batch.old_logprobs is None and batch.rollout_logprobs is not None:
             metrics = metrics | gap_metrics(logprobs, batch.rollout_logprobs, batch.loss_mask)
+        if self.draft is not None:
+            of_draft, measured = self.draft(micro_batch, logprobs.detach(), self.totals)
+            loss, metrics = loss + of_draft, metrics | measured
         return loss_for_schedule(loss, metrics)
 
     def top_log_probs(self, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor] | None:

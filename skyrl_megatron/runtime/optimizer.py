@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
+from megatron.core.optimizer.optimizer import GRAD_NORM_GROUP_ATTR
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from skyrl_megatron import device
@@ -175,12 +176,17 @@ def current_lr(optimizer: MegatronOptimizer) -> float:
 
 @torch.no_grad()
 def step_if_finite(
-    optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler, chunks: list[DistributedDataParallel]
+    optimizer: MegatronOptimizer,
+    schedule: OptimizerParamScheduler,
+    chunks: list[DistributedDataParallel],
+    *,
+    with_draft: bool = False,
 ) -> StepResult:
     """Clip and step, unless a gradient on any rank is not finite. Gradients must be reduced over dp already.
 
     Does what ``ChainedOptimizer.step`` of megatron/core/optimizer/optimizer.py does, but looks at the norm first:
-    Megatron only looks for infinities under a loss scaler and would write NaN into every weight.
+    Megatron only looks for infinities under a loss scaler and would write NaN into every weight. ``with_draft``: some
+    rank's parameters are a draft head's, which have a norm of their own to be clipped by; not finite, they are 0.
     """
     learning_rate = current_lr(optimizer)
     found_inf = optimizer.prepare_grads()
@@ -189,18 +195,41 @@ def step_if_finite(
     dist.all_reduce(healthy, op=dist.ReduceOp.MIN)
     if not healthy.item():
         return StepResult(grad_norm, learning_rate, True, _first_offender(chunks))
+    norms = {None: grad_norm} | ({_DRAFT: _draft_norm(optimizer)} if with_draft else {})
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         parameters = [] if getattr(part, "is_stub_optimizer", False) else part.get_parameters()
-        if parameters and part.config.clip_grad > 0.0:
-            clip_grad_by_total_norm_fp32(
-                parameters,
-                max_norm=part.config.clip_grad,
-                total_norm=grad_norm,
-                use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
-            )
+        decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+        for group, norm in norms.items():
+            own = [each for each in parameters if getattr(each, GRAD_NORM_GROUP_ATTR, None) == group]
+            if not math.isfinite(norm):
+                _zero(own, decoupled)
+            elif own and part.config.clip_grad > 0.0:
+                clip_grad_by_total_norm_fp32(
+                    own, max_norm=part.config.clip_grad, total_norm=norm, use_decoupled_grad=decoupled
+                )
     optimizer.step_with_ready_grads()
     schedule.step(1)
     return StepResult(grad_norm, learning_rate, False)
+
+
+_DRAFT = "mtp"
+"""Megatron's name of parameters with a gradient norm of their own (``GRAD_NORM_GROUP_ATTR``)."""
+
+
+def _draft_norm(optimizer: MegatronOptimizer) -> float:
+    """Return the norm of a draft head's gradients, on every rank; summed as Megatron sums that of all others."""
+    if hasattr(optimizer, "_get_grad_norm_for_group"):
+        return float(optimizer._get_grad_norm_for_group(_DRAFT))
+    grads = optimizer.get_grads_for_grad_norm(_DRAFT)
+    return float(get_grad_norm_fp32(grads, grad_stats_parallel_group=optimizer.get_grad_stats_parallel_group()))
+
+
+def _zero(parameters: list[torch.nn.Parameter], decoupled: bool) -> None:
+    """Set gradients to 0."""
+    for parameter in parameters:
+        grad = getattr(parameter, "decoupled_grad" if decoupled else "grad", None)
+        if grad is not None:
+            grad.zero_()
 
 
 def _first_offender(chunks: list[DistributedDataParallel]) -> str | None:

@@ -32,6 +32,8 @@ class PackedInputs:
     """[1, p] int64 (padded: [b, S]): position of each token in its sequence."""
     targets: Tensor
     """[p] int64 (padded: [b·S]): the token after each token; 0 after the last of a sequence."""
+    further_targets: Tensor
+    """[p] int64 (padded: [b·S]): the token after the next; 0 where there is none."""
     padding_mask: Tensor
     """[1, p] bool (padded: [b, S]): True on padding, which routers must not count."""
     params: PackedSeqParams | None
@@ -70,6 +72,15 @@ class PackedInputs:
         whole = gather_tokens(per_token, self.padded_lengths, self.groups.cp, shared_loss=True)
         valid = self.response_valid.view(*self.response_valid.shape, *[1] * (whole.dim() - 1))
         return torch.where(valid, whole[self.response_columns], 0.0)
+
+    def further_responses(self, per_token: Tensor) -> tuple[Tensor, Tensor]:
+        """Return :meth:`to_responses` of values at the positions two before each response token, [b, T], and where
+        there is such a position, [b, T] bool: a sequence's second token has none."""
+        whole = gather_tokens(per_token, self.padded_lengths, self.groups.cp, shared_loss=True)
+        lengths = torch.tensor(self.padded_lengths, device=whole.device)
+        begins = (lengths.cumsum(0) - lengths)[:, None]
+        valid = self.response_valid & (self.response_columns > begins)
+        return torch.where(valid, whole[torch.where(valid, self.response_columns - 1, 0)], 0.0), valid
 
     def to_rows(self, seen: Tensor) -> list[Tensor]:
         """Map values of the tokens as this rank's layers see them, [s, b, …] → [n, …] of each row with its padding, on
@@ -123,6 +134,7 @@ def pack(
         padding[taken] = False
     nothing_follows = torch.cat([padding[1:] | (positions[1:] == 0), padding.new_ones(1)])
     targets = tokens.roll(-1).masked_fill(nothing_follows, 0)
+    further = targets.roll(-1).masked_fill(nothing_follows, 0)
 
     columns, valid = _response_index(batch, lengths, starts)
     mine: Tensor | slice = slice(None)
@@ -131,12 +143,15 @@ def pack(
         shape, params = (len(lengths), width), None
     else:
         mine = local_positions(padded_lengths, groups.cp.size(), groups.cp.rank())
-        tokens, targets, positions, padding = (x[mine] for x in (tokens, targets, positions, padding))
+        tokens, targets, further, positions, padding = (
+            each[mine] for each in (tokens, targets, further, positions, padding)
+        )
         shape, params = (1, len(tokens)), _sequence_params(padded_lengths, positions, padding, device)
     return PackedInputs(
         tokens=tokens.view(shape).to(device),
         position_ids=positions.view(shape).to(device),
         targets=targets.to(device),
+        further_targets=further.to(device),
         padding_mask=padding.view(shape).to(device),
         params=params,
         padded_lengths=padded_lengths,

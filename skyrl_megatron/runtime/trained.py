@@ -8,6 +8,7 @@ Megatron's schedule: recomputed blocks and 1F1B's backward passes would run with
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from skyrl_megatron.hub import adapter_folder
 from skyrl_megatron.runtime.checkpoint import rng
 from skyrl_megatron.runtime.engine_settings import attach_adapters, parameter_dtype
 from skyrl_megatron.runtime.lora.folder import load_adapter
+from skyrl_megatron.runtime.model.draft import draft_of
 from skyrl_megatron.runtime.optimizer import build_lr_schedule, build_optimizer
 
 if TYPE_CHECKING:
@@ -39,6 +41,9 @@ class Trained:
     adapters: Adapters | None = None
     optimizer: Any = None
     lr_schedule: OptimizerParamScheduler | None = None
+    draft: Any = None
+    """The draft head of the last chunk, with buffers of its own, so that those of the chunk, and the order in which
+    their gradients are summed, are what they are without it."""
     steps: int = 0
     skipped_steps: int = 0
     accumulated: StepTotals = field(default_factory=StepTotals)
@@ -47,6 +52,11 @@ class Trained:
     """Whether they have been summed over the ranks already."""
     random_states: bytes | None = None
     """Of one of several adapters while another one computes."""
+
+    @property
+    def buffered(self) -> list[Any]:
+        """All that has gradient buffers."""
+        return self.chunks if self.draft is None else [*self.chunks, self.draft]
 
     def begin(self) -> None:
         """Become what the model computes with."""
@@ -86,6 +96,9 @@ def prepare_training(
         for chunk in model.chunks:
             for name, parameter in chunk.named_parameters():
                 parameter.requires_grad_(".router." not in name)
+    last, head = model.chunks[-1], draft_of(model.chunks)
+    if head is not None:
+        del last.draft  # out of sight until buffers and optimizer have asked for the chunk's parameters
     chunks = [
         DistributedDataParallel(
             model.config, buffers, chunk, disable_bucketing=index > 0, pg_collection=groups.collection
@@ -93,8 +106,14 @@ def prepare_training(
         for index, chunk in enumerate(model.chunks)
     ]
     let_overlap(chunks)
+    draft = None
+    if head is not None:
+        own = dataclasses.replace(buffers, overlap_grad_reduce=False, overlap_param_gather=False)
+        draft = DistributedDataParallel(
+            model.config, own, head, disable_bucketing=True, pg_collection=groups.collection
+        )
     optimizer = build_optimizer(
-        chunks,
+        chunks if draft is None else [*chunks, draft],
         settings.optimizer_config,
         settings.megatron_config.optimizer_config_kwargs,
         groups,
@@ -102,7 +121,10 @@ def prepare_training(
         use_distributed_optimizer=buffers.use_distributed_optimizer,
         overlap_param_gather=buffers.overlap_param_gather,
     )
-    return Trained(chunks, adapters, optimizer, build_lr_schedule(optimizer, settings.optimizer_config, total_steps))
+    if head is not None:
+        last.draft = head
+    schedule = build_lr_schedule(optimizer, settings.optimizer_config, total_steps)
+    return Trained(chunks, adapters, optimizer, schedule, draft)
 
 
 def let_overlap(chunks: Sequence[DistributedDataParallel]) -> None:

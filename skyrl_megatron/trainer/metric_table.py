@@ -113,6 +113,18 @@ TABLE = (
         "Difference of log-probs between trainer and engine for the same tokens",
         "grows: stale weights, routes or precision; explain-gap tells which",
     ),
+    Metric(
+        "policy/mtp_loss",
+        "nats",
+        "Cross-entropy of the draft head (multi-token prediction) at the tokens trained on",
+        "grows: the policy moves faster than the head follows; raise mtp.loss_scale or the rate",
+    ),
+    Metric(
+        "policy/mtp_acceptance",
+        "share",
+        "Tokens that speculative sampling would take from the draft head, at the tokens trained on",
+        "falls: engines that draft with the head gain less",
+    ),
     # experts
     Metric(
         "policy/moe_load_imbalance*",

@@ -70,6 +70,17 @@ class MegatronLoraConfig(BaseConfig):
 
 
 @dataclass
+class MTPConfig(BaseConfig):
+    """The layer that predicts the token after the next (multi-token prediction), with which engines draft tokens."""
+
+    train: bool = False
+    """Train it beside the policy, on the tokens that the policy is trained on, with a loss of its own that reaches no
+    other weight. False: it is carried through exports as it is."""
+    loss_scale: NonNegative = 0.1
+    """Weight of its loss, the mean cross-entropy of these tokens."""
+
+
+@dataclass
 class MegatronConfig(BaseConfig):
     """Layout and behaviour of one role's Megatron model.
 
@@ -141,6 +152,8 @@ class MegatronConfig(BaseConfig):
     moe_routing_replay_missing: Annotated[str, OneOf("natural", "error")] = "natural"
     """What becomes of a token that counts in the loss and came without the engine's experts: the model routes it, or
     the step ends with an error."""
+    mtp: MTPConfig = field(default_factory=MTPConfig)
+    """Multi-token prediction."""
     freeze_moe_router: bool = False
     """Leave router weights as they are."""
     moe_per_layer_logging: bool = False

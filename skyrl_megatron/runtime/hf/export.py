@@ -110,7 +110,7 @@ def save_hf(
                 problem = str(error)
         raise_on_all_ranks(_error(problem))
         places = from_rank_0((writer.folder, writer.places) if writer else None)
-        raise_on_all_ranks(_error(write_pieces(stream_hf(model, groups, of=of), *places)))
+        raise_on_all_ranks(_error(write_pieces(_with_repeats(model, stream_hf(model, groups, of=of)), *places)))
         if writer is not None:
             try:
                 for name, source in passthrough.items():
@@ -123,6 +123,16 @@ def save_hf(
             except (BridgeError, OSError) as error:
                 problem = str(error)
         raise_on_all_ranks(_error(problem))
+
+
+def _with_repeats(model: ModelChunks, pieces: Iterator[HfPiece]) -> Iterator[HfPiece]:
+    """Yield the pieces, those that the folder repeats under other names as often as it does."""
+    repeats = model.hf.plan.repeats
+    for piece in pieces:
+        yield piece
+        for name, original in repeats.items():
+            if piece.name == original:
+                yield HfPiece(name, piece.tensor, piece.index)
 
 
 def _error(problem: str | None) -> CheckpointError | None:
@@ -167,6 +177,7 @@ def _declared(
     if model.head == "value":
         tensors.pop("lm_head.weight", None)
         tensors[EXPORTED] = ((1, model.config.hidden_size), dtype)
+    tensors |= {name: tensors[original] for name, original in model.hf.plan.repeats.items()}
     return tensors | {name: (source.shapes()[name], source.dtype(name)) for name, source in passthrough.items()}
 
 

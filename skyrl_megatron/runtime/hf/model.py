@@ -65,10 +65,12 @@ def read_hf_model(
     *,
     changes: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
+    draft: bool = False,
 ) -> HfModel:
     """Read ``config.json`` of a folder (or take it as a dict) and translate it for Megatron.
 
-    ``changes``: keys of the config to replace first (``model_config_kwargs``). No code of the folder is ever run; a
+    ``changes``: keys of the config to replace first (``model_config_kwargs``). ``draft``: the layer of multi-token
+    prediction is part of the model. No code of the folder is ever run; a
     config that names some is refused unless ``trust_remote_code``, because tokenizers and engines would run it.
     Raises ModelLoadError naming file and fix: folder or file missing or broken, an unsupported ``model_type`` (with
     the nearest one), an option that Megatron cannot express.
@@ -83,7 +85,7 @@ def read_hf_model(
                 "trainer.trust_remote_code=true if you trust it, or take auto_map out of the file"
             )
         config |= dict(changes or {})
-        plan = Plan.of(config)
+        plan = Plan.of(config, draft=draft)
         return HfModel(path, config, plan, plan.family.megatron_config(config))
     except BridgeError as error:
         raise ModelLoadError(str(error) if str(error).startswith(where) else f"{where}: {error}") from error

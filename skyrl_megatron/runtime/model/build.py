@@ -22,8 +22,9 @@ from skyrl_megatron import device as devices
 from skyrl_megatron.config.rules.layout import PREFIX, ParallelConfig, layout_problems, stage_layers
 from skyrl_megatron.errors import ConfigError
 from skyrl_megatron.runtime.hf.model import HfModel, read_hf_model
+from skyrl_megatron.runtime.model.draft import DraftHead
 from skyrl_megatron.runtime.model.layer_choice import TRANSFORMER_ENGINE, describe, use_transformer_engine
-from skyrl_megatron.runtime.model.layer_spec import block_spec
+from skyrl_megatron.runtime.model.layer_spec import block_spec, layer_spec
 from skyrl_megatron.runtime.model.rotary import PackedRotary
 from skyrl_megatron.runtime.model.router import router_class
 from skyrl_megatron.runtime.model.scaled_weights import built_without_memory
@@ -158,6 +159,14 @@ def _chunk(
         chunk.rotary_pos_emb = PackedRotary(chunk.rotary_pos_emb)
     if last and head == "value":
         chunk.output_layer = ValueHead(config, groups, seed=seed)
+    if last and head == "lm" and model.plan.draft_layer is not None:
+        layer = (
+            _te_block_spec(config, model, groups, stage).layer_specs[-1]
+            if use_te
+            else layer_spec(config, model.megatron, True, model.plan.shape.kinds[-1][1], groups)
+        )
+        chunk.draft = DraftHead(config, layer, model.plan.draft_layer + 1, groups)
+        chunk.draft.watch(chunk)
     return chunk
 
 

@@ -9,14 +9,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bridges.names import canonical
+from bridges.names import LAYERS, canonical
 from bridges.rules import Entry
 from skyrl_megatron.runtime.model.build import ModelChunks
+from skyrl_megatron.runtime.model.draft import DRAFT
 from skyrl_megatron.runtime.model.scaled_weights import scaled_weight
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
 _STACKED = "mlp.experts.linear_fc"
 _OUTPUT, _EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
+_OF_DRAFT = f"{DRAFT}."
 ADAPTERS = "adapters"
 """The module of a chunk that holds its low-rank adapters, which no family's table knows."""
 
@@ -105,6 +107,11 @@ class _Names:
         """List the weights that a tensor of the chunk is; none for a critic's head, which has no row in any table."""
         if name == _OUTPUT:
             return [] if self.model.head == "value" else [_OUTPUT]
+        if name.startswith(_OF_DRAFT):
+            layer = self.model.hf.plan.draft_layer
+            assert layer is not None
+            tail = name.removeprefix(_OF_DRAFT).removeprefix("layer.")
+            name = f"{LAYERS}{layer - self.layer_offset}.{tail}"
         own = [f"{name}{number}" for number in range(len(tensor))] if self.stacked(name) else [name]
         offsets = {"layer_offset": self.layer_offset, "expert_offset": self.expert_offset}
         return [canonical(each, **offsets) for each in own]

@@ -113,8 +113,9 @@ def router_class(model: MegatronModelConfig) -> type[TokenWeightedRouter]:
 
 
 def routers_of(chunks: Iterable[torch.nn.Module]) -> list[TokenWeightedRouter]:
-    """List the routers of some model chunks, in their order."""
-    return [module for chunk in chunks for module in chunk.modules() if isinstance(module, TokenWeightedRouter)]
+    """List the routers of some model chunks, in their order, without a draft head's."""
+    modules = (module for chunk in chunks for module in chunk.modules())
+    return [module for module in modules if isinstance(module, TokenWeightedRouter) and not module.is_mtp_layer]
 
 
 def router_metrics(
