@@ -94,3 +94,111 @@ def test_foretold_log_probs_and_gradients_are_those_of_the_formula(ranks, drafte
         assert loss == pytest.approx(expected.loss, rel=1e-5)
         assert 0 < acceptance < 1
     assert gradients[worst] <= 1e-4, worst
+
+
+def digests(engine, of=None):
+    """HF name → digest of the tensor, of those that this rank puts together."""
+    import hashlib
+
+    from skyrl_megatron.runtime.hf.export import stream_hf
+
+    pieces = stream_hf(engine.model, engine.groups, **({} if of is None else {"of": of}))
+    return {
+        f"{piece.name} {piece.index}": hashlib.sha256(piece.tensor.contiguous().numpy().tobytes()).hexdigest()
+        for piece in pieces
+    }
+
+
+def two_steps(folder, batch, layout, overrides):
+    """What two steps make: digests of gradients, where they are whole, norms, metrics, digests of weights."""
+    from skyrl_megatron.runtime.engine import MegatronEngine
+
+    engine = MegatronEngine(config(folder, **layout, overrides=overrides))
+    _, part = part_of(engine, batch)
+    gradients, norms, metrics = [], [], []
+    for _ in range(2):
+        metrics.append(engine.forward_backward(part))
+        engine.reduce_gradients()
+        if not engine.optimizer.config.use_distributed_optimizer:
+            gradients.append(digests(engine, lambda parameter: parameter.main_grad))
+        norms.append(engine.optim_step().grad_norm)
+    return gradients, norms, metrics, digests(engine)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        name if name == "single" else pytest.param(name, marks=pytest.mark.full_matrix)
+        for name in ("single", "ep2", "pp2", "cp2", "tp2·pp2")
+    ],
+)
+@pytest.mark.parametrize("distributed", [False, True], ids=["whole optimizer", "distributed optimizer"])
+def test_nothing_else_changes_by_a_bit(ranks, drafted, layout, distributed):
+    """Gradients, their norm, metrics and weights of all else, over two steps that clip."""
+    folder, batch, _ = drafted("deepseek_v3")
+    plain = {} if distributed else NO_DISTRIBUTED
+    with_draft, without = (
+        ranks(LAYOUTS[layout]["world"], two_steps, folder, batch, LAYOUTS[layout], plain | more)
+        for more in (TRAINED, {})
+    )
+    changed = set()
+    for (grads, norms, metrics, weights), (own_grads, own_norms, own_metrics, own_weights) in zip(
+        with_draft, without, strict=True
+    ):
+        assert norms == own_norms and min(norms) > reference.MAX_GRAD_NORM
+        for ours, theirs in zip([*grads, weights], [*own_grads, own_weights], strict=True):
+            assert {name: each for name, each in ours.items() if name in theirs} == theirs
+            assert all(name.startswith(draft_reference.PREFIX) for name in set(ours) - set(theirs))
+        for ours, theirs in zip(metrics, own_metrics, strict=True):
+            lasting = {n for n in theirs if "_per_" not in n and "memory" not in n}
+            assert {name: ours[name] for name in lasting} == {name: theirs[name] for name in lasting}
+        changed |= {name for name in weights if name.startswith(draft_reference.PREFIX)}
+    assert changed, "no rank trained the draft head"
+
+
+def saved(folder, batch, root, layout, exported):
+    """Train, save and export; digests of the weights, and of those after one step more."""
+    from skyrl_megatron.runtime.checkpoint.rank_writer import RankState
+    from skyrl_megatron.runtime.engine import MegatronEngine
+    from skyrl_megatron.runtime.hf.export import save_hf
+    from tests.checkpoint.ranks import RankCheckpointer
+
+    engine = MegatronEngine(config(folder, **layout, overrides=TRAINED))
+    save_hf(engine.model, engine.groups, exported)
+    _, part = part_of(engine, batch)
+    engine.forward_backward(part)
+    engine.optim_step()
+    state = RankState(engine.chunks, engine.groups, engine.optimizer, engine.lr_schedule)
+    checkpointer = RankCheckpointer(root, state)
+    assert checkpointer.save(1)
+    checkpointer.close()
+    return digests(engine)
+
+
+def loaded(folder, root, layout):
+    from skyrl_megatron.runtime.checkpoint.rank_writer import RankState
+    from skyrl_megatron.runtime.engine import MegatronEngine
+    from tests.checkpoint.ranks import RankCheckpointer
+
+    engine = MegatronEngine(config(folder, **layout, overrides=TRAINED))
+    state = RankState(engine.chunks, engine.groups, engine.optimizer, engine.lr_schedule)
+    assert RankCheckpointer(root, state).load().step == 1
+    return digests(engine)
+
+
+@pytest.mark.parametrize(
+    "source, target", [("single", "tp2"), pytest.param("tp2·ep2", "pp2", marks=pytest.mark.full_matrix)]
+)
+def test_it_is_exported_saved_and_loaded_elsewhere(ranks, drafted, tmp_path, source, target):
+    from safetensors.torch import load_file
+
+    folder, batch, _ = drafted("deepseek_v3")
+    root, exported = str(tmp_path / "checkpoints"), tmp_path / "exported"
+    held = ranks(LAYOUTS[source]["world"], saved, folder, batch, root, LAYOUTS[source], exported)
+    found = ranks(LAYOUTS[target]["world"], loaded, folder, root, LAYOUTS[target])
+    before, after = ({k: v for each in results for k, v in each.items()} for results in (held, found))
+    assert before == after and any(name.startswith(draft_reference.PREFIX) for name in before)
+    original = load_file(folder / "model.safetensors")
+    written = {name: t for path in exported.glob("*.safetensors") for name, t in load_file(path).items()}
+    assert written.keys() == original.keys()
+    assert all(written[name].float().equal(original[name].float()) for name in original)

@@ -108,7 +108,8 @@ class DraftHead(MegatronModule):
         out = self.final_layernorm(out[0] if isinstance(out, tuple) else out)
         if self.config.sequence_parallel:
             out = gather_from_sequence_parallel_region(out, group=self.groups.tp)
-        return out.transpose(0, 1).flatten(0, 1)
+        tokens: Tensor = out.transpose(0, 1).flatten(0, 1)
+        return tokens
 
     @torch.no_grad()
     def _embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
