@@ -8,7 +8,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 
 from skyrl_megatron import device
-from skyrl_megatron.config.rules.role_layout import is_frozen
+from skyrl_megatron.config.rules.role_layout import is_frozen, trains_draft
 from skyrl_megatron.errors import ConfigError
 from skyrl_megatron.hub import model_folder
 from skyrl_megatron.runtime.hf.model import HfModel, read_hf_model, with_rotary
@@ -32,8 +32,7 @@ def hf_model(cfg: SkyRLTrainConfig, role: str) -> HfModel:
     if cfg.trainer.rope_scaling or cfg.trainer.rope_theta is not None:
         plain = read_hf_model(folder, changes=changes, trust_remote_code=trust)
         changes |= with_rotary(plain.config, cfg.trainer.rope_scaling, cfg.trainer.rope_theta)
-    draft = role == "policy" and settings.megatron_config.mtp.train
-    return read_hf_model(folder, changes=changes, trust_remote_code=trust, draft=draft)
+    return read_hf_model(folder, changes=changes, trust_remote_code=trust, draft=trains_draft(cfg, role))
 
 
 def parameter_dtype(cfg: SkyRLTrainConfig) -> torch.dtype:

@@ -27,10 +27,11 @@ from skyrl_megatron.runtime.vocab_parallel import SoftmaxSettings, fused_logprob
 from skyrl_megatron.types import OWN_LOGPROBS
 
 if TYPE_CHECKING:
-    from skyrl_megatron.runtime.draft_loss import DraftLoss
     from skyrl_megatron.types import TrainingBatch
 
 Closure = Callable[[Tensor], Any]
+type FurtherLoss = Callable[[MicroBatch, Tensor, StepTotals], tuple[Tensor, ReducibleMetrics]]
+"""(micro-batch, the policy's log-probs [b, T], denominators of the step) → (share of the loss, metrics)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,7 @@ class PolicyStep(TrainingStep):
         *,
         entropy: bool,
         seed: tuple[int, ...],
-        draft: DraftLoss | None = None,
+        draft: FurtherLoss | None = None,
     ) -> None:
         self.draft = draft
         """The loss of the draft head, where the last stage trains one."""

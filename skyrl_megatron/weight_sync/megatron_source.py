@@ -28,7 +28,8 @@ class MegatronWeightSource:
     engines take them so (``metadata.FUSED_EXPERTS``), as rows of one tensor for all experts of the layer.
 
     Of the ranks that hold shards or copies of a tensor, the first of the first replica sends it: every pipeline
-    stage its layers, every expert-parallel rank its experts. A value head is left out, engines have none.
+    stage its layers, every expert-parallel rank its experts. A value head is left out, engines have none, and so is a
+    draft head, which engines keep apart from the model.
     """
 
     def __init__(self, model: ModelChunks, groups: ProcessGroups) -> None:
@@ -55,10 +56,11 @@ class MegatronWeightSource:
         """Yield (weight, group that it is split over, group of its replicas, shard) of all that this rank holds."""
         known: dict[tuple[BoundRow, int, int], tuple[RowRanges, ...]] = {}
         place = 0  # of a HF tensor, the same on all ranks of the groups it is put together in
+        draft = self.model.hf.plan.draft_layer
         for weight in local_weights(self.model, self.groups):
-            if weight.is_copy:
-                continue
             entry, groups = weight.entry, self.groups
+            if weight.is_copy or (draft is not None and entry.layer == draft):
+                continue
             over, replicas = (groups.etp, groups.edp) if entry.is_expert else (groups.tp, groups.dp_cp)
             size = 1 if entry.split.dim is None else over.size()
             local = as_rows(weight.name, weight.tensor)

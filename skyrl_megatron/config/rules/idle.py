@@ -173,6 +173,15 @@ IDLE: tuple[Idle, ...] = (
         + f" {_T}ref.model.lora.",
     ),
     Idle(
+        "the layer of multi-token prediction is trained beside the policy alone",
+        " ".join(f"{_T}{role}.megatron_config.mtp." for role in ("ref", "critic", "teacher")),
+    ),
+    Idle(
+        "mtp.train is false",
+        f"{_M}mtp.loss_scale",
+        lambda cfg, hardware: not cfg.trainer.policy.megatron_config.mtp.train,
+    ),
+    Idle(
         "moe_enable_routing_replay=false",
         f"{_M}moe_routing_replay_missing {_M}moe_routing_replay_source",
         lambda cfg, hardware: not cfg.trainer.policy.megatron_config.moe_enable_routing_replay,

@@ -32,8 +32,8 @@ NOT_DRIVEN = {
         "the process groups of a hierarchy are not made: leave it out and use context_parallel_size alone"
     ),
     "mtp_num_layers": (
-        "multi-token-prediction layers are passed on as they are and not trained: leave it out "
-        "(`python -m bridges inspect` lists them as passthrough)"
+        "multi-token-prediction layers are passed on as they are (`python -m bridges inspect` lists them as "
+        "passthrough): leave it out, and set mtp.train=true to train them"
     ),
     "qk_clip": "needs a step after the optimizer's, which this trainer does not take: leave it out",
     "mla_down_proj_fusion": (
@@ -79,6 +79,8 @@ def megatron_problems(
     yield from _attention(cfg, megatron, section, hardware)
     yield from _rotary(megatron.transformer_config_kwargs, section, hardware, hf)
     yield from _indexer(megatron.transformer_config_kwargs, section, hf)
+    if role == "policy" and megatron.mtp.train:
+        yield from _draft(cfg, section)
     world = role_world_size(cfg.trainer.placement, role)
     outside = [rank for rank in megatron.torch_profiler_config.ranks if not 0 <= rank < world]
     if outside:
@@ -135,6 +137,17 @@ def _indexer(kwargs: Mapping[str, Any], section: str, hf: Mapping[str, Any]) -> 
         reason = "is a loss over the chosen keys here: set dsa_indexer_use_sparse_loss=true beside it"
     if reason:
         yield Problem(key, weight, reason)
+
+
+def _draft(cfg: SkyRLTrainConfig, section: str) -> Iterator[Problem]:
+    """Check that the layer of multi-token prediction can be trained beside the rest (``runtime/model/draft.py``)."""
+    lora, replay, reason = cfg.trainer.policy.model.lora.rank, "moe_enable_routing_replay", None
+    if lora:
+        reason = f"trainer.policy.model.lora.rank={lora} trains adapters alone: leave it out"
+    elif getattr(cfg.trainer.policy.megatron_config, replay):
+        reason = f"engines record no experts of its router: leave it out, or {replay}"
+    if reason:
+        yield Problem(f"{section}mtp.train", True, reason)
 
 
 def _experts(cfg: SkyRLTrainConfig, megatron: MegatronConfig, section: str, hardware: Hardware) -> Iterator[Problem]:

@@ -31,6 +31,11 @@ def parallel_config(megatron: MegatronConfig, world_size: int) -> ParallelConfig
     )
 
 
+def trains_draft(cfg: SkyRLTrainConfig, role: str) -> bool:
+    """Whether the role's model has the layer of multi-token prediction, and trains it."""
+    return role == "policy" and cfg.trainer.policy.megatron_config.mtp.train
+
+
 def active_roles(cfg: SkyRLTrainConfig) -> tuple[str, ...]:
     """Return the roles that a run starts: ``policy``, ``ref`` if a KL term needs one of its own, ``critic`` and
     ``teacher`` if they have a model."""

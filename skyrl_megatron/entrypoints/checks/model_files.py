@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config.adapters import adapter_configs, adapter_problems
 from skyrl_megatron.config.hf_model import EXPERT_COUNTS
-from skyrl_megatron.config.rules.role_layout import active_roles, role_layout
+from skyrl_megatron.config.rules.role_layout import active_roles, role_layout, trains_draft
 from skyrl_megatron.entrypoints.checks.declared_fields import source_of
 from skyrl_megatron.entrypoints.checks.planned_run import NotChecked, PlannedRun
 from skyrl_megatron.errors import ConfigError, ModelLoadError, Problem
@@ -66,8 +66,9 @@ def _read(run: PlannedRun, role: str, folder: Path) -> tuple[HfModel | None, str
 
     settings = getattr(run.cfg.trainer, role)
     changes = {**settings.model_config_kwargs, **settings.megatron_config.model_config_kwargs}
+    trust, draft = run.cfg.trainer.trust_remote_code, trains_draft(run.cfg, role)
     try:
-        return read_hf_model(folder, changes=changes, trust_remote_code=run.cfg.trainer.trust_remote_code), None
+        return read_hf_model(folder, changes=changes, trust_remote_code=trust, draft=draft), None
     except ModelLoadError as error:
         return None, str(error)
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
@@ -70,7 +69,7 @@ class DraftHead(MegatronModule):
         self._seen: tuple[Tensor, dict[str, Any]] | None = None
         self._embedding: Tensor | None = None
 
-    def watch(self, chunk: GPTModel) -> None:
+    def watch(self, chunk: Any) -> None:
         """Keep what the last training pass of the chunk's decoder made and was called with."""
 
         def keep(module: torch.nn.Module, _: Any, arguments: dict[str, Any], hidden: Tensor) -> None:
@@ -80,7 +79,7 @@ class DraftHead(MegatronModule):
 
         chunk.decoder.register_forward_hook(keep, with_kwargs=True)
 
-    def refresh(self, chunks: Sequence[GPTModel]) -> None:
+    def refresh(self, chunks: Sequence[Any]) -> None:
         """Have the embedding as it is now; the first stage calls :func:`send_embedding`. With several stages this rank
         keeps a copy of its rows, without a gradient."""
         if self.groups.pp.size() == 1:
@@ -125,7 +124,7 @@ class DraftHead(MegatronModule):
         return found.chunk(tp.size())[tp.rank()] if self.config.sequence_parallel else found
 
 
-def send_embedding(chunks: Sequence[GPTModel], groups: ProcessGroups) -> None:
+def send_embedding(chunks: Sequence[Any], groups: ProcessGroups) -> None:
     """Send the first stage's rows of the embedding to the last stage (:meth:`DraftHead.refresh`)."""
     if groups.is_first_stage and groups.pp.size() > 1:
         dist.broadcast(chunks[0].embedding.word_embeddings.weight.detach(), group_src=0, group=groups.embd)

@@ -15,11 +15,13 @@ def prepare(folder):
     """Write models, data, databases and a chat template."""
     from skyrl_megatron.data import prepare
     from skyrl_megatron.entrypoints.embedded_model import write_embedded_model
+    from tests.training.draft_reference import save_with_draft
 
     write_embedded_model(folder / "model")
     for name, problems in (("train", [(a, b) for a in range(10, 14) for b in range(10, 13)]), ("more", [(20, 21)])):
         prepare.write(prepare.addition_rows(name, problems), folder / f"{name}.parquet")
     write_embedded_model(folder / "other")
+    save_with_draft("deepseek_v3", folder / "drafted")
     template = "{% for message in messages %}{{ message['content'] }}<|im_end|>{% endfor %}{{ hint }}"
     (folder / "chat.jinja").write_text(template)
     for name in ("databases", "others"):

@@ -148,6 +148,7 @@ PARTS = {
     "said": lambda engine: None,
     "replayed": lambda engine: engine._replayed,
     "routes": _route_problem,
+    "draft": lambda engine: (loss := engine._draft_loss(engine.head())) and loss.scale,
 }
 
 

@@ -44,6 +44,7 @@ SERVED = ELSEWHERE | {f"{E}enable_http_endpoint": True, f"{E}http_endpoint_port"
 JOINED = ELSEWHERE | {f"{E}enable_registry": True, f"{E}registry_port": PORTS[0]}
 FEW = {f"{T}max_training_steps": 2}
 DECAYS = {f"{OPT}scheduler": "linear", f"{OPT}num_warmup_steps": 2}
+DRAFTED = {f"{P}model.path": "drafted"}
 AUX = {f"{M}moe_router_load_balancing_type": "aux_loss"}
 ROUTED = {f"{E}enable_return_routed_experts": True}
 PROFILED = {f"{M}torch_profiler_config.enable": True}
@@ -315,6 +316,8 @@ MODELS = {
     f"{M}moe_z_loss_coeff": Row(0.5, "transformer"),
     f"{M}freeze_moe_router": Row(True, "trainable"),
     f"{M}moe_per_layer_logging": Row(True, "metrics"),
+    f"{M}mtp.train": Row(True, "draft", DRAFTED),
+    f"{M}mtp.loss_scale": Row(0.5, "draft", DRAFTED | {f"{M}mtp.train": True}),
     f"{M}moe_enable_routing_replay": Row(True, "replayed", ROUTED),
     f"{T}ref.megatron_config.moe_enable_routing_replay": Row(True, "replayed", ROUTED),
     f"{M}moe_routing_replay_source": Row("trainer", loop.scores, ROUTED | {f"{M}moe_enable_routing_replay": True}),
