@@ -168,7 +168,8 @@ def engine_bytes(folder, overrides):
                 if parameter.requires_grad:
                     parameter.main_grad.fill_(1e-3)
         engine.optimizer.step()
-        buffers += [b for chunk in engine.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        trained = engine.trained[name].buffered
+        buffers += [b for chunk in trained for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         for optimizer in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
             for entry in (
                 optimizer.optimizer.state.values() if optimizer.optimizer else ()
@@ -217,6 +218,22 @@ def test_states_of_an_indexer_are_those_of_the_engine(ranks, tmp_path, taught):
     folder = save_tiny("deepseek_v32", tmp_path, **sizes)
     kwargs = {"dsa_indexer_loss_coeff": 0.1, "dsa_indexer_use_sparse_loss": True} if taught else {}
     overrides = {f"{M}transformer_config_kwargs": kwargs, f"{M}expert_model_parallel_size": 2}
+    overrides["trainer.placement.policy_num_gpus_per_node"] = 2
+    for measured, predicted in ranks(2, engine_bytes, folder, overrides, timeout_s=400):
+        for name, real, expected in zip(
+            ("weights", "gradients", "optimizer", "copy"), measured, predicted, strict=True
+        ):
+            assert abs(expected - real) <= 0.01 * real, f"{name}: predicted {expected:,}, measured {real:,}"
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("degree", ["expert", "pipeline"])
+def test_states_of_a_draft_head_are_those_of_the_engine(ranks, tmp_path, degree):
+    from tests.training.draft_reference import save_with_draft
+
+    sizes = dict(hidden_size=128, moe_intermediate_size=64, vocab_size=1024, q_lora_rank=64, kv_lora_rank=64)
+    folder = save_with_draft("deepseek_v3", tmp_path, **sizes, intermediate_size=128)
+    overrides = {f"{M}mtp.train": True, f"{M}{degree}_model_parallel_size": 2}
     overrides["trainer.placement.policy_num_gpus_per_node"] = 2
     for measured, predicted in ranks(2, engine_bytes, folder, overrides, timeout_s=400):
         for name, real, expected in zip(

@@ -25,15 +25,16 @@ class Expected:
     """HF name → gradient of SCALE · Σ cross-entropy / trained tokens."""
 
 
-def save_with_draft(model_type: str, folder: Path) -> Path:
-    """Save a tiny model of LAYERS layers with a layer of multi-token prediction, named as in released folders."""
+def save_with_draft(model_type: str, folder: Path, **overrides) -> Path:
+    """Save a tiny model of LAYERS layers with a layer of multi-token prediction, named as in released folders.
+    ``overrides``: arguments of its config."""
     import torch
     from safetensors.torch import load_file, save_file
 
     from tests.bridges.tiny_models import LATENT_FAMILIES, save_tiny
 
     groups = {} if model_type in LATENT_FAMILIES else {"num_key_value_heads": 2}
-    sizes = dict(initializer_range=0.2, **groups)
+    sizes = dict(initializer_range=0.2, **groups) | overrides
     save_tiny(model_type, folder, num_hidden_layers=LAYERS + 1, **sizes)
     tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
     hidden, draw = config["hidden_size"], torch.Generator().manual_seed(3)

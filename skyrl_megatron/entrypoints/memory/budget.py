@@ -9,7 +9,7 @@ from bridges.errors import BridgeError
 from bridges.plan import Plan
 from skyrl_megatron.config.adapters import adapter_configs
 from skyrl_megatron.config.hf_model import read_hf_config
-from skyrl_megatron.config.rules.role_layout import active_roles
+from skyrl_megatron.config.rules.role_layout import active_roles, trains_draft
 from skyrl_megatron.entrypoints.memory.adapters import AdapterTable
 from skyrl_megatron.entrypoints.memory.host import node_phase
 from skyrl_megatron.entrypoints.memory.parameters import ParameterTable
@@ -78,12 +78,12 @@ def parameter_tables(cfg: SkyRLTrainConfig) -> dict[str, ParameterTable]:
         if hf is None:
             continue
         hf = {**hf, **section.model_config_kwargs, **section.megatron_config.model_config_kwargs}
-        name = repr(
-            (path, section.model.revision, section.model_config_kwargs, section.megatron_config.model_config_kwargs)
-        )
+        draft = trains_draft(cfg, role)
+        changes = section.model_config_kwargs, section.megatron_config.model_config_kwargs
+        name = repr((path, section.model.revision, changes, draft))
         try:
             if name not in read:
-                read[name] = ParameterTable(Plan.of(hf))
+                read[name] = ParameterTable(Plan.of(hf, draft=draft))
         except BridgeError as error:
             raise ConfigError([Problem(key, path, str(error))]) from None
         tables[role] = read[name]

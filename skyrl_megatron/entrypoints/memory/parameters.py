@@ -121,6 +121,8 @@ class ParameterTable:
             layer for chunk in range(parallel.vpp) for layer in stage_layers(parallel, self.layers, stage, chunk)
         }
         first, last = stage == 0, stage == parallel.pp - 1
+        if last and self.plan.draft_layer is not None:
+            layers.add(self.plan.draft_layer)
         dense = expert = buffers = router = rounded = scaled = scales = made = indexer = 0
         for row in self._rows:
             entry = row.entry
