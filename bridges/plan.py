@@ -109,13 +109,13 @@ def _require_draft(family: Family, layers: int) -> None:
     trained = sorted(name for name in supported() if get_family(name).draft)
     if not family.draft:
         raise BridgeError(
-            f"model_type={family.model_type}: multi-token-prediction layers are passed on and not trained; those of "
-            f"{', '.join(trained)} can be"
+            f"model_type={family.model_type}: layers of multi-token prediction are passed on, and not trained: leave "
+            f"mtp.train out, which is for {', '.join(trained)}"
         )
     if layers != 1:
         raise BridgeError(
-            f"num_nextn_predict_layers={layers}: there is {'no layer' if not layers else 'more than one layer'} of "
-            "multi-token prediction, and exactly one is trained"
+            f"num_nextn_predict_layers={layers}: mtp.train trains one layer of multi-token prediction, no more and no "
+            "less: leave it out"
         )
 
 

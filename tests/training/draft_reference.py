@@ -45,6 +45,8 @@ def save_with_draft(model_type: str, folder: Path, **overrides) -> Path:
     tensors[f"{PREFIX}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1}
+    if "mlp_layer_types" in config:
+        config["mlp_layer_types"] = config["mlp_layer_types"][:LAYERS]
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -59,6 +61,8 @@ def foretell(folder: Path, batch, out: Path) -> Expected:
     tensors = load_file(folder / "model.safetensors")
     config = AutoConfig.from_pretrained(folder)
     config.num_hidden_layers = LAYERS + 1
+    if hasattr(config, "mlp_layer_types"):
+        config.mlp_layer_types = [*config.mlp_layer_types, "sparse"]
     own = {name: value for name, value in tensors.items() if name.removeprefix(PREFIX).split(".")[0] in _OWN}
     every = {name: value for name, value in tensors.items() if name not in own}
     save_file(every, out / "model.safetensors", metadata={"format": "pt"})

@@ -21,7 +21,7 @@ CASES = [
     pytest.param(family, layout, marks=[] if (family, layout) in PLAIN else pytest.mark.full_matrix)
     for family in ("deepseek_v3", "glm4_moe")
     for layout in LAYOUTS
-]
+] + [pytest.param("glm4_moe_lite", "tp2", marks=pytest.mark.full_matrix)]
 
 
 @pytest.fixture(scope="module")
@@ -202,3 +202,16 @@ def test_it_is_exported_saved_and_loaded_elsewhere(ranks, drafted, tmp_path, sou
     written = {name: t for path in exported.glob("*.safetensors") for name, t in load_file(path).items()}
     assert written.keys() == original.keys()
     assert all(written[name].float().equal(original[name].float()) for name in original)
+
+
+def test_models_without_a_layer_that_is_trained_are_refused():
+    from bridges.errors import BridgeError
+    from bridges.plan import Plan
+    from tests.bridges.tiny_models import tiny_config
+
+    with pytest.raises(BridgeError, match=r"model_type=qwen3_moe: .* leave mtp.train out, which is for deepseek_v3"):
+        Plan.of(tiny_config("qwen3_moe"), draft=True)
+    for layers in (0, 2):
+        config = tiny_config("deepseek_v3") | {"num_nextn_predict_layers": layers}
+        with pytest.raises(BridgeError, match=rf"num_nextn_predict_layers={layers}: .*leave it out"):
+            Plan.of(config, draft=True)
