@@ -357,7 +357,7 @@ RULES = {
         f"{K}hierarchical_context_parallel_sizes",
         "context_parallel_size alone",
     ),
-    "multi-token prediction": ([f"{K}mtp_num_layers=1"], f"{K}mtp_num_layers", "not trained"),
+    "multi-token prediction": ([f"{K}mtp_num_layers=1"], f"{K}mtp_num_layers", "set mtp.train=true"),
     "one down projection": ([f"{K}mla_down_proj_fusion=true"], f"{K}mla_down_proj_fusion", "leave it out"),
     "latents of an inference": ([f"{K}cache_mla_latents=true"], f"{K}cache_mla_latents", "engines are vLLM's"),
     "clipped queries": ([f"{K}qk_clip=true"], f"{K}qk_clip", "leave it out"),
