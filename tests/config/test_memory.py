@@ -185,6 +185,15 @@ def engine_bytes(folder, overrides):
     return (*measured, copy.nbytes), (size.weights, size.gradients, size.optimizer, copied_bytes(model, stage))
 
 
+def as_predicted(found):
+    """Check what each rank measured against what was predicted of it."""
+    for measured, predicted in found:
+        for name, real, expected in zip(
+            ("weights", "gradients", "optimizer", "copy"), measured, predicted, strict=True
+        ):
+            assert abs(expected - real) <= 0.01 * real, f"{name}: predicted {expected:,}, measured {real:,}"
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -203,11 +212,7 @@ def test_states_are_those_of_the_engine(ranks, tmp_path, settings):
     folder = save_tiny("qwen3_moe", tmp_path, **sizes)
     overrides = {f"{M}{name}": value for name, value in settings.items()}
     overrides["trainer.placement.policy_num_gpus_per_node"] = 2
-    for measured, predicted in ranks(2, engine_bytes, folder, overrides, timeout_s=400):
-        for name, real, expected in zip(
-            ("weights", "gradients", "optimizer", "copy"), measured, predicted, strict=True
-        ):
-            assert abs(expected - real) <= 0.01 * real, f"{name}: predicted {expected:,}, measured {real:,}"
+    as_predicted(ranks(2, engine_bytes, folder, overrides, timeout_s=400))
 
 
 @pytest.mark.full_matrix
@@ -219,11 +224,7 @@ def test_states_of_an_indexer_are_those_of_the_engine(ranks, tmp_path, taught):
     kwargs = {"dsa_indexer_loss_coeff": 0.1, "dsa_indexer_use_sparse_loss": True} if taught else {}
     overrides = {f"{M}transformer_config_kwargs": kwargs, f"{M}expert_model_parallel_size": 2}
     overrides["trainer.placement.policy_num_gpus_per_node"] = 2
-    for measured, predicted in ranks(2, engine_bytes, folder, overrides, timeout_s=400):
-        for name, real, expected in zip(
-            ("weights", "gradients", "optimizer", "copy"), measured, predicted, strict=True
-        ):
-            assert abs(expected - real) <= 0.01 * real, f"{name}: predicted {expected:,}, measured {real:,}"
+    as_predicted(ranks(2, engine_bytes, folder, overrides, timeout_s=400))
 
 
 @pytest.mark.full_matrix
@@ -235,11 +236,7 @@ def test_states_of_a_draft_head_are_those_of_the_engine(ranks, tmp_path, degree)
     folder = save_with_draft("deepseek_v3", tmp_path, **sizes, intermediate_size=128)
     overrides = {f"{M}mtp.train": True, f"{M}{degree}_model_parallel_size": 2}
     overrides["trainer.placement.policy_num_gpus_per_node"] = 2
-    for measured, predicted in ranks(2, engine_bytes, folder, overrides, timeout_s=400):
-        for name, real, expected in zip(
-            ("weights", "gradients", "optimizer", "copy"), measured, predicted, strict=True
-        ):
-            assert abs(expected - real) <= 0.01 * real, f"{name}: predicted {expected:,}, measured {real:,}"
+    as_predicted(ranks(2, engine_bytes, folder, overrides, timeout_s=400))
 
 
 LORA = "trainer.policy.model.lora."
