@@ -86,8 +86,9 @@ class DequantizedFolder:
         return config
 
     def _fp8(self) -> Iterator[tuple[str, Shape]]:
+        ending = FP8_SCALE if self.method == "fp8" else f"weight{SCALE}"  # other tensors are scales of a model, too
         for name, info in self.folder.tensors.items():
-            if name.endswith(f"weight{self._suffix}"):
+            if name.endswith(ending):
                 self._belongs(name, name.removesuffix(self._suffix))
                 continue
             if info.dtype in FP8:
@@ -174,7 +175,7 @@ class DequantizedFolder:
             values = (values.view(torch.uint8)[:, : place.shape[1]] ^ 0x80).view(torch.int8)
         scales = self.folder.read(place.scales)
         if self.method == "mxfp8":
-            scales = torch.exp2(scales.float() - 127)
+            scales = torch.exp2(scales.float() - 127).masked_fill(scales == 255, torch.nan)  # E8M0's one NaN
         return of_blocks(values, scales.view(1, 1) if scales.dim() < 2 else scales, place.block)
 
     def read(self, name: str, index: int | None = None) -> Tensor:
