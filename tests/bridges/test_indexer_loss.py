@@ -73,6 +73,20 @@ def models(tmp_path_factory):
     return get
 
 
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("model_type, layout", [("deepseek_v32", "tp2"), ("glm_moe_dsa", "single")])
+def test_recomputed_layers_have_it_once(ranks, models, model_type, layout):
+    from bridges.json_file import read_hf_config
+    from bridges.plan import Plan
+
+    folder, expected = models(model_type)
+    degree = degrees(layout)
+    recomputed = TAUGHT | dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    world = math.prod(degree.values())
+    found = ranks(world, parity.compare, folder, expected, degree, transformer_config_kwargs=recomputed)
+    parity.check(found, expected, Plan.of(read_hf_config(folder)))
+
+
 @pytest.mark.parametrize("model_type, layout", CASES)
 def test_gradients_equal_transformers(ranks, models, model_type, layout):
     """Of the indexer those of its loss; all others have none of it, to the bit."""

@@ -54,6 +54,14 @@ def test_quantised_engines_are_refused(tmp_path):
     assert found(f"trainer.policy.model.path={tmp_path}") == []
 
 
+def test_engines_that_draft_are_told_that_they_keep_their_drafts(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen3_moe")))
+    drafts = f"{E}engine_init_kwargs.speculative_config={{method: mtp, num_speculative_tokens: 1}}"
+    (told,) = found(f"trainer.policy.model.path={tmp_path}", drafts)
+    assert "speculative_config" in str(told) and "syncs do not send" in str(told)
+    assert found(f"trainer.policy.model.path={tmp_path}", drafts, training=False) == []
+
+
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_where_no_weights_are_sent_it_is_fine(fp8_folder, elsewhere):
     args = [f"trainer.policy.model.path={fp8_folder}", f"{E}engine_init_kwargs.quantization=fp8"]

@@ -358,6 +358,16 @@ RULES = {
         "context_parallel_size alone",
     ),
     "multi-token prediction": ([f"{K}mtp_num_layers=1"], f"{K}mtp_num_layers", "set mtp.train=true"),
+    "a draft head and adapters": (
+        [f"{M}mtp.train=true", "trainer.policy.model.lora.rank=8"],
+        f"{M}mtp.train",
+        "trains adapters alone",
+    ),
+    "a draft head and replayed routes": (
+        [f"{M}mtp.train=true", f"{M}moe_enable_routing_replay=true", f"{E}enable_return_routed_experts=true"],
+        f"{M}mtp.train",
+        "no experts of its router",
+    ),
     "one down projection": ([f"{K}mla_down_proj_fusion=true"], f"{K}mla_down_proj_fusion", "leave it out"),
     "latents of an inference": ([f"{K}cache_mla_latents=true"], f"{K}cache_mla_latents", "engines are vLLM's"),
     "clipped queries": ([f"{K}qk_clip=true"], f"{K}qk_clip", "leave it out"),

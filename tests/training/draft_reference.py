@@ -28,14 +28,18 @@ class Expected:
 def save_with_draft(model_type: str, folder: Path, **overrides) -> Path:
     """Save a tiny model of LAYERS layers with a layer of multi-token prediction, named as in released folders.
     ``overrides``: arguments of its config."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
     from tests.bridges.tiny_models import LATENT_FAMILIES, save_tiny
 
     groups = {} if model_type in LATENT_FAMILIES else {"num_key_value_heads": 2}
     sizes = dict(initializer_range=0.2, **groups) | overrides
-    save_tiny(model_type, folder, num_hidden_layers=LAYERS + 1, **sizes)
+    return last_as_draft(save_tiny(model_type, folder, num_hidden_layers=LAYERS + 1, **sizes))
+
+
+def last_as_draft(folder: Path) -> Path:
+    """Make the last of LAYERS + 1 layers in a HF folder the one of multi-token prediction."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
     tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
     hidden, draw = config["hidden_size"], torch.Generator().manual_seed(3)
     for name in ("enorm", "hnorm", "shared_head.norm"):
@@ -102,7 +106,7 @@ def foretell(folder: Path, batch, out: Path) -> Expected:
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
     model.save_pretrained(out)  # transformers' own names and shapes on disk
     grads = {n: g for n, g in load_file(out / "model.safetensors").items() if n.startswith(PREFIX)}
-    return Expected(logprobs, float(total) / count, grads | {PREFIX + name: value.grad for name, value in own.items()})
+    return Expected(logprobs, float(total.detach()) / count, grads | {PREFIX + name: value.grad for name, value in own.items()})
 
 
 _OWN = {"enorm", "hnorm", "eh_proj", "shared_head", "embed_tokens"}

@@ -80,10 +80,20 @@ def foretold(folder, batch, expected, layout, overrides):
     return max(errors), gradients, metrics["mtp_loss"], metrics["mtp_acceptance"]
 
 
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("layout", ["single", "pp2"])
+def test_it_is_the_same_beside_recomputed_layers(ranks, drafted, layout):
+    check_formula(ranks, drafted, "deepseek_v3", layout, {"trainer.gradient_checkpointing": True})
+
+
 @pytest.mark.parametrize("family, layout", CASES)
 def test_foretold_log_probs_and_gradients_are_those_of_the_formula(ranks, drafted, family, layout):
+    check_formula(ranks, drafted, family, layout, {})
+
+
+def check_formula(ranks, drafted, family, layout, overrides):
     folder, batch, expected = drafted(family)
-    found = ranks(LAYOUTS[layout]["world"], foretold, folder, batch, expected, LAYOUTS[layout], {})
+    found = ranks(LAYOUTS[layout]["world"], foretold, folder, batch, expected, LAYOUTS[layout], overrides)
     gradients = {name: error for _, own, _, _ in found for name, error in own.items()}
     wanted = {n for n in expected.grads if "correction_bias" not in n and "embed" not in n and "head.head" not in n}
     assert set(gradients) == wanted

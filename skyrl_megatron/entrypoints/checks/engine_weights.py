@@ -6,20 +6,24 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from skyrl_megatron.config.hf_model import read_hf_config
-from skyrl_megatron.entrypoints.checks.planned_run import PlannedRun
+from skyrl_megatron.entrypoints.checks.planned_run import NotChecked, PlannedRun
 from skyrl_megatron.errors import ConfigError, Problem
 
 KWARGS = "generator.inference_engine.engine_init_kwargs"
 
 
-def engine_weights(run: PlannedRun) -> Iterator[Problem]:
-    """Yield engines that quantise: the trainer sends bfloat16 weights without scales. An evaluation sends none."""
+def engine_weights(run: PlannedRun) -> Iterator[Problem | NotChecked]:
+    """Yield engines that quantise: the trainer sends bfloat16 weights without scales; and those that draft tokens, as
+    syncs leave out what they draft with. An evaluation sends none."""
     engine = run.cfg.generator.inference_engine
     if not run.training or not engine.run_engines_locally:
         return
     if method := engine.engine_init_kwargs.get("quantization"):
         fix = "engines get bfloat16 weights without scales in training: leave it out"
         yield Problem("generator.inference_engine.engine_init_kwargs.quantization", method, fix)
+    if drafting := engine.engine_init_kwargs.get("speculative_config"):
+        why = "syncs do not send what engines draft with: it stays as it was, and fewer drafts are accepted"
+        yield NotChecked(f"{KWARGS}.speculative_config={drafting}", why)
     key, path = "trainer.policy.model.path", run.cfg.trainer.policy.model.path
     try:
         hf = (read_hf_config(run.cfg, "policy") if path else None) or {}
