@@ -106,7 +106,8 @@ def foretell(folder: Path, batch, out: Path) -> Expected:
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
     model.save_pretrained(out)  # transformers' own names and shapes on disk
     grads = {n: g for n, g in load_file(out / "model.safetensors").items() if n.startswith(PREFIX)}
-    return Expected(logprobs, float(total.detach()) / count, grads | {PREFIX + name: value.grad for name, value in own.items()})
+    grads |= {PREFIX + name: value.grad for name, value in own.items()}
+    return Expected(logprobs, float(total.detach()) / count, grads)
 
 
 _OWN = {"enorm", "hnorm", "eh_proj", "shared_head", "embed_tokens"}
