@@ -89,6 +89,7 @@ def worker_model(
     from vllm.config import set_current_vllm_config
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model
+    from vllm.model_executor.models import utils
 
     from skyrl_megatron.weight_sync.routes import Unroutable
     from skyrl_megatron.weight_sync.vllm_backend import name_loaders
@@ -112,6 +113,7 @@ def worker_model(
     parallel.data_parallel_size, parallel.data_parallel_rank = dp, rank // per_engine
     parallel.data_parallel_index, parallel.rank = rank // per_engine, rank % per_engine
     device = torch.device("cpu")
+    utils._model_to_pp_missing_layer_names.clear()  # by id(model), of models that are gone
     with set_current_vllm_config(config), groups(rank, **engine):
         model = get_model(vllm_config=config)
         name_loaders(model)
@@ -189,4 +191,7 @@ def main(job: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    # under its own name, for what is pickled
+    from tests.weight_sync import engine_models
+
+    engine_models.main(sys.argv[1])
