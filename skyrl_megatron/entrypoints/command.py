@@ -45,7 +45,7 @@ def readable_warnings() -> Iterator[None]:
         line: str | None = None,
     ) -> None:
         if issubclass(category, SkyRLMegatronWarning | DeprecationWarning):
-            print(f"warning: {message}", file=file or _terminal or sys.stderr, flush=True)
+            print(f"warning: {message}", file=file or terminal(), flush=True)
         else:
             usual(message, category, filename, lineno, file, line)
 
@@ -59,6 +59,11 @@ def readable_warnings() -> Iterator[None]:
 
 _terminal: TextIO | None = None
 """Where our warnings go while stderr is a file."""
+
+
+def terminal() -> TextIO:
+    """Return stderr as the user sees it, also while libraries write into a file."""
+    return _terminal or sys.stderr
 
 
 @contextmanager

@@ -17,8 +17,9 @@ from skyrl_megatron.config.rules.role_layout import active_roles
 from skyrl_megatron.config.rules.unavailable import require_available
 from skyrl_megatron.config.run_folder import run_folder, save_config
 from skyrl_megatron.data.tokenizer import load_tokenizer
-from skyrl_megatron.entrypoints.command import noise_into
+from skyrl_megatron.entrypoints.command import noise_into, terminal
 from skyrl_megatron.entrypoints.joined_run import run_in_cluster
+from skyrl_megatron.entrypoints.last_words import last_words
 from skyrl_megatron.envs import registry
 from skyrl_megatron.errors import ConfigError
 from skyrl_megatron.plugins import GENERATORS, load_plugins
@@ -212,11 +213,12 @@ def run_experiment(
             told = initialize_ray(cfg, log_to_driver=False)
         start_up.done(f"ray: {told}")
         try:
-            if address:
-                run_in_cluster(cfg, experiment)
-            else:
-                with heartbeat(start_up.say):
-                    experiment(cfg).run()
+            with last_words(run_folder(cfg) / "console.log", terminal().fileno()):
+                if address:
+                    run_in_cluster(cfg, experiment)
+                else:
+                    with heartbeat(start_up.say):
+                        experiment(cfg).run()
         finally:
             ray.shutdown()
 

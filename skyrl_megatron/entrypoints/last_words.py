@@ -1,0 +1,106 @@
+"""A run that is ended without a word, by a signal, a library or the loss of its Ray, still says what became of it.
+
+The process that says so is a program of its own, alive when all else has been killed, and imports nothing of this
+package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+PARTS = {"gcs_server": "Ray's head (gcs_server)", "raylet": "Ray's node (raylet)"}
+"""Processes of a Ray of our own without which a run cannot go on: name of the process → as it is called here. Ray
+itself ends the run's process then, at once or a minute later, without a message."""
+DONE = b"."
+LINE = 300
+"""Characters of the log that are quoted, at most."""
+DEADLINE_S, GRACE_S = 10, 2
+
+
+@contextlib.contextmanager
+def last_words(log: Path, terminal: int) -> Iterator[None]:
+    """Within the block, have the end of this process told on the stream ``terminal`` (a file descriptor), unless the
+    block is left. The end of a part of our Ray ends this process too, with exit code 1, and all that it started.
+
+    ``log``: where libraries write, whose last line is quoted.
+    """
+    import psutil
+
+    children = psutil.Process().children(recursive=True)
+    parts = {os.pidfd_open(child.pid): (PARTS[child.name()], child.pid) for child in children if child.name() in PARTS}
+    own = os.pidfd_open(os.getpid())
+    order = json.dumps({"own": own, "pid": os.getpid(), "parts": parts, "terminal": terminal, "log": str(log)})
+    command = [sys.executable, "-I", "-S", __file__, order]
+    with subprocess.Popen(
+        command,
+        pass_fds=(own, terminal, *parts),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as teller:
+        os.close(own)
+        if parts:
+            threading.Thread(target=_end_with, args=(list(parts), teller), daemon=True, name="ray parts").start()
+        try:
+            yield
+        finally:
+            try:
+                teller.communicate(DONE, timeout=DEADLINE_S)
+            except subprocess.TimeoutExpired:  # stopped, perhaps
+                teller.kill()
+
+
+def _end_with(parts: list[int], teller: subprocess.Popen[bytes]) -> None:
+    """End this process with the first of ``parts``, handles of ``pidfd_open``, unless the end was not told of."""
+    import psutil
+
+    waiting = select.poll()
+    for handle in parts:
+        waiting.register(handle, select.POLLIN)
+    first = waiting.poll()[0][0]
+    if teller.poll() is None:
+        os.write(teller.stdin.fileno(), str(first).encode())  # type: ignore[union-attr]
+        for child in sorted(psutil.Process().children(recursive=True), key=lambda each: each.name() != "raylet"):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                # trackers take away the shared memory of those that are killed, and end then; a raylet would kill them
+                if child.pid != teller.pid and "multiprocessing.resource_tracker" not in " ".join(child.cmdline()):
+                    child.kill()
+        os._exit(1)
+
+
+def _tell(own: int, pid: int, parts: dict[str, tuple[str, int]], terminal: int, log: str) -> None:
+    """Wait until the run says that it is done, or say what ended it."""
+    waiting = select.poll()
+    for handle in (0, own, *map(int, parts)):
+        waiting.register(handle, select.POLLIN | select.POLLHUP)
+    first = waiting.poll()[0][0]
+    part = first not in (0, own)
+    ends, _, _ = select.select([0], [], [], GRACE_S if part else 0)  # a process that is killed takes its Ray along
+    said = os.read(0, 1 << 10) if ends else str(first).encode() if part else b""
+    if said == DONE:
+        return
+    if said:
+        name, number = parts[said.decode()]
+        what = f"{name}, pid {number}, died, and the run with it"
+    else:
+        what = f"the run's process, pid {pid}, was killed, or ended by a library; the last line of {log}: {_last(log)}"
+    os.write(terminal, f"{what}; the same command continues from the last checkpoint\n".encode())
+
+
+def _last(log: str) -> str:
+    with open(log, errors="replace") as file:
+        lines = file.read().split("\n")
+    return next((line.strip()[:LINE] for line in reversed(lines) if line.strip()), "nothing")
+
+
+if __name__ == "__main__":
+    _tell(**json.loads(sys.argv[1]))
