@@ -50,7 +50,7 @@ def problems(lives: Lives, life: Life, shared: set[str]) -> list[str]:
 
 
 def shared_memory() -> set[str]:
-    """Return the names of shared memory, but for semaphores: of an engine whose actor Ray ends, one of 32 bytes may stay,
+    """Return the names of shared memory, but for semaphores: of an engine whose actor Ray ends, 32 bytes may stay,
     as Ray kills the process that would take it away too."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
 
