@@ -9,29 +9,40 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import subprocess
 import threading
 import time
 
 import psutil
 
-SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP, "SIGSEGV": signal.SIGSEGV}
+SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP, "SIGSEGV": signal.SIGSEGV, "SIGTERM": signal.SIGTERM}
 SLOW_SHARE, SLICE_S = 0.9, 0.1
 """A process that is slow ×10 stands still for nine tenths of each slice."""
 ROOM = 100_000
 """Bytes that a file may have for one whose disk is full."""
+PETABYTE = 1 << 50
+EXITED = 3
+UNEXPECTED = "an exception that nobody expects"
+FOUND_S = 90.0
+"""Time in which a process that is being started has to appear."""
 
 
 def arm(who: str, what: str, when: str, step: int = 0, *, delay_s: float = 0.05, lasts_s: float = 60.0) -> None:
     """Let ``what`` happen to ``who`` once, ``delay_s`` after the driver came into the phase ``when`` of a step that
-    follows ``step`` whole ones; 0: before the phase begins. ``lasts_s``: how long one that becomes slow stays so.
+    follows ``step`` whole ones; 0: before the phase begins. ``lasts_s``: how long one that becomes slow stays so, or a
+    driver that is stopped.
 
-    The phase ``between updates`` is behind a step's first optimizer step. May be called several times."""
+    ``build_models``: as soon as the process is there. ``between updates``: behind a step's first optimizer step.
+    ``finish``: when all is done. May be called several times.
+
+    In a rank ``exit``, ``exception`` and ``out of memory`` (of a petabyte, which its allocator refuses) come with its
+    next call, as that is where its own code runs."""
     from skyrl_megatron.trainer.phases import Phases
     from skyrl_megatron.trainer.ppo import RayPPOTrainer
     from skyrl_megatron.workers.worker_group import WorkerGroup
 
     trainers, enter, made, done = [], Phases.__call__, RayPPOTrainer.__init__, threading.Event()
-    update = WorkerGroup.train_mini_batch
+    update, finish = WorkerGroup.train_mini_batch, RayPPOTrainer.finish
 
     def remember(self, *args, **kwargs):
         made(self, *args, **kwargs)
@@ -41,14 +52,27 @@ def arm(who: str, what: str, when: str, step: int = 0, *, delay_s: float = 0.05,
         due = name == when and trainers and trainers[-1].phases is self and trainers[-1].global_step >= step
         if due and not done.is_set():
             done.set()
-            _note(trainers[-1], f"{who} · {what} · {when} at step {trainers[-1].global_step}")
-            if what == "exception":
-                raise RuntimeError(f"an exception in {when}")
-            victims = find(trainers[-1], who)
-            maker = threading.Thread(target=_happen, args=(victims, what, delay_s, lasts_s), daemon=True)
-            maker.start()
-            if not delay_s:
-                maker.join()
+            trainer = trainers[-1]
+            _note(trainer, f"{who} · {what} · {when} at step {trainer.global_step}")
+            if who == "driver" and what in ("exit", "exception", "out of memory"):
+                _in_own_code(what)
+            if who == "environment":
+                _in_environment(what)
+            elif who in ("disk", "network link", "clock"):
+                _around(trainer, who, what, lasts_s)
+            elif what in ("exit", "exception", "out of memory"):
+                if when == "build_models":
+                    threading.Thread(target=_in_rank, args=(trainer, who, what), daemon=True).start()
+                else:
+                    _in_rank(trainer, who, what)
+            else:
+                starts = when == "build_models"
+                victims = [] if starts else _there(trainer, who)
+                arguments = (trainer, who, victims, what, delay_s, lasts_s)
+                maker = threading.Thread(target=_happen, args=arguments, daemon=True)
+                maker.start()
+                if not delay_s:
+                    maker.join()
         return enter(self, name)
 
     def updated(self, *args, **kwargs):
@@ -57,7 +81,12 @@ def arm(who: str, what: str, when: str, step: int = 0, *, delay_s: float = 0.05,
             entered(trainers[-1].phases, when)
         return result
 
+    def finished(self):
+        entered(self.phases, "finish")
+        finish(self)
+
     RayPPOTrainer.__init__, Phases.__call__, WorkerGroup.train_mini_batch = remember, entered, updated
+    RayPPOTrainer.finish = finished
 
 
 def find(trainer, who: str) -> list[psutil.Process]:
@@ -72,9 +101,9 @@ def find(trainer, who: str) -> list[psutil.Process]:
     if who in ("gcs_server", "raylet"):
         found = [each for each in own.children(recursive=True) if each.name() == who]
     elif who.startswith("engine"):
-        place = {"engine actor": 0, "engine core": 1, "engine worker": -1}[who]
         slot = trainer.inference_engine_client.pool.slots[0]
-        found = [psutil.Process(trainer.loop.run(slot.engine.process_ids())[place])]
+        pids = trainer.loop.run(slot.engine.process_ids())
+        found = [psutil.Process(pids[{"engine actor": 0, "engine core": 1, "engine worker": -1}[who]])]
     else:
         role, rank = who.split()
         logs = processes(run_folder(trainer.cfg).resolve())
@@ -84,7 +113,108 @@ def find(trainer, who: str) -> list[psutil.Process]:
     return found
 
 
-def _happen(victims: list[psutil.Process], what: str, delay_s: float, lasts_s: float) -> None:
+def _starting(trainer, who: str) -> list[psutil.Process]:
+    """Return the processes of one that is being started, once they are there."""
+    names = {"engine core": "VLLM::EngineCor", "engine worker": "VLLM::Worker"}
+    end = time.monotonic() + FOUND_S
+    while time.monotonic() < end:
+        if who in names:
+            children = psutil.Process().children(recursive=True)
+            if found := [each for each in children if each.name().startswith(names[who])]:
+                return found[-1:]
+        else:
+            return _there(trainer, who)
+        time.sleep(0.05)
+    return []
+
+
+def _there(trainer, who: str) -> list[psutil.Process]:
+    """Return the processes of one as soon as it is there: what was lost before may still be starting."""
+    end = time.monotonic() + FOUND_S
+    while True:
+        try:
+            return find(trainer, who)
+        except Exception:
+            if time.monotonic() > end:
+                raise
+        time.sleep(0.05)
+
+
+def _in_own_code(what: str) -> None:
+    """What happens in the driver's own thread."""
+    if what == "exit":
+        os._exit(EXITED)
+    if what == "out of memory":
+        bytearray(PETABYTE)
+    raise RuntimeError(UNEXPECTED)
+
+
+def _in_environment(what: str) -> None:
+    """Let the next step of an environment raise, or take ten times what others take."""
+    from digits import Digits
+
+    step, left = Digits.step, [True]
+
+    def strange(self, action):
+        if left:
+            left.clear()
+            if what == "exception":
+                raise RuntimeError("an exception of the environment")
+            time.sleep(1.0)
+        return step(self, action)
+
+    Digits.step = strange
+
+
+def _around(trainer, who: str, what: str, lasts_s: float) -> None:
+    """What happens to a run that has a disk, a network or a clock of its own (``places.py``)."""
+    from pathlib import Path
+
+    from tests.faults import places
+
+    folder = Path(trainer.cfg.trainer.ckpt_path).parent
+    if who == "disk":
+        places.break_disk(folder, what)
+    elif who == "clock":
+        places.turn_clock(folder, what)
+    else:
+        places.break_link(what)
+        if what != "cut link":
+            threading.Timer(lasts_s, places.mend_link).start()
+
+
+def _in_rank(trainer, who: str, what: str) -> None:
+    """Let the next call of a rank end its process, or raise."""
+    role, rank = who.split()
+    end = time.monotonic() + FOUND_S
+    while role not in trainer.roles and time.monotonic() < end:
+        time.sleep(0.05)
+    actor = trainer.roles[role].group.actors[int(rank)]
+    if what == "exit":
+        actor.__ray_call__.remote(lambda self: os._exit(3))
+        return
+
+    def prepare(self):
+        names = [name for name in dir(type(self)) if not name.startswith("_") and callable(getattr(self, name))]
+
+        def raises(*args, **kwargs):
+            for name in names:
+                self.__dict__.pop(name, None)
+            if what == "out of memory":
+                import torch
+
+                torch.empty(1 << 50, dtype=torch.uint8)
+            raise RuntimeError(UNEXPECTED)
+
+        self.__dict__.update({name: raises for name in names if name not in ("alive", "leave", "address")})
+
+    import ray
+
+    ray.get(actor.__ray_call__.remote(prepare), timeout=FOUND_S)
+
+
+def _happen(trainer, who: str, victims: list[psutil.Process], what: str, delay_s: float, lasts_s: float) -> None:
+    victims = victims or _starting(trainer, who)
     time.sleep(delay_s)
     if what == "slow":
         end = time.monotonic() + lasts_s
@@ -96,6 +226,8 @@ def _happen(victims: list[psutil.Process], what: str, delay_s: float, lasts_s: f
                 victim.resume()
             time.sleep(SLICE_S * (1 - SLOW_SHARE))
     for victim in victims:
+        if what == "SIGSTOP" and victim.pid == os.getpid():
+            subprocess.Popen(["sh", "-c", f"sleep {lasts_s}; kill -CONT {victim.pid}"], start_new_session=True)
         if what in SIGNALS:
             victim.send_signal(SIGNALS[what])
         elif what == "full disk":

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.faults.places import place
 from tests.job import runs
 
 GONE_S = 90
@@ -41,9 +42,10 @@ class Life:
 
 
 class Lives:
-    """The run in ``folder``."""
+    """The run in ``folder``. ``kind``: what it has for itself of what others share (``places.py``)."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, kind: str = "") -> None:
+        self.place = place(kind, folder)
         self.folder = runs.prepare(folder)
         self.saved = 0
 
@@ -52,7 +54,9 @@ class Lives:
         end. Whatever happened: no process is left, and the newest checkpoint is whole."""
         began = self.saved
         body = f"from tests.faults import injection\ninjection.arm({fault})\n" if fault else ""
-        process = runs.start(self.folder, body, **KEYS | overrides)
+        process = runs.start(
+            self.folder, body, prefix=self.place.prefix, variables=self.place.variables, **KEYS | overrides
+        )
         children: dict[int, psutil.Process] = {}
         try:
             out, err = self._watched(process, children)
@@ -61,6 +65,7 @@ class Lives:
         _, alive = psutil.wait_procs(list(children.values()), timeout=GONE_S)
         for each in alive:
             each.kill()
+        self.place.repair()
         assert not alive, f"left behind: {alive}"
         self.saved = self.newest()
         ended = runs.Run(process.returncode, out, err, self.folder)

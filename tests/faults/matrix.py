@@ -177,7 +177,8 @@ PROMISES = (
 )
 
 
-LOST = (*DEATHS, "out of memory")
+LOST = DEATHS
+"""A rank whose memory does not suffice would lack it again: that ends the run, but for one that the system killed."""
 A_START = "then a start of a rank"
 HEALING = (
     Promised(Promise.REPEATED, f"5 s until it is known, {A_START}", NOTHING, ROLES, LOST, ("score", "train")),

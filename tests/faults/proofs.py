@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tests.faults.ways import ending, going_on
 from tests.faults.words import BYTES, ENGINES, Cell, among
 
 type Words = tuple[str, ...]
@@ -31,6 +32,10 @@ REPLACED = "tests/faults/test_matrix.py::test_an_engine_is_replaced_and_the_numb
 REPLACED_RANKS = "tests/faults/test_healing.py::test_lost_ranks_are_replaced_and_the_numbers_are_those_of_no_fault"
 OTHER_ROLES = "tests/faults/test_healing.py::test_ranks_of_other_roles_are_replaced"
 EP = ("policy rank, ep",)
+
+CELLS_END = "tests/faults/test_cells.py::test_the_run_ends"
+CELLS_GO_ON = "tests/faults/test_cells.py::test_the_run_goes_on"
+"""Of every cell that a small run can be made to show (``ways.py``)."""
 
 PROOFS = (
     Proof(REPLACED_RANKS, EP, ("SIGKILL",), ("train", "sync", "save", "sample"), healing=True),
@@ -126,6 +131,11 @@ PROOFS = (
 
 def proofs(cell: Cell, *, healing: bool = False) -> list[str]:
     """Return the tests that prove a cell, by node id; ``healing``: of what is promised where ranks are replaced."""
-    return [
+    found = [
         proof.test for proof in PROOFS if proof.healing == healing and among(cell, proof.who, proof.what, proof.when)
     ]
+    if cell in (ending() if not healing else []):
+        found.append(CELLS_END)
+    if cell[2] in going_on(healing=healing).get(cell[:2], []):
+        found.append(CELLS_GO_ON)
+    return found

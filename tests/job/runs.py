@@ -147,12 +147,13 @@ def environment(folder):
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": path}
 
 
-def start(folder, body="", *, variables=None, **overrides):
-    """The process of a small run; ``body``: Python that changes ``Trainer`` or ``Exp`` before it starts."""
+def start(folder, body="", *, variables=None, prefix=(), **overrides):
+    """The process of a small run; ``body``: Python that changes ``Trainer`` or ``Exp`` before it starts; ``prefix``:
+    what its command is an argument of."""
     script = folder / "script.py"
     script.write_text(EXPERIMENT.replace("{body}", body))
     return subprocess.Popen(
-        [sys.executable, str(script), *arguments(folder, **overrides)],
+        [*prefix, sys.executable, str(script), *arguments(folder, **overrides)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

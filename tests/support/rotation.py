@@ -30,6 +30,18 @@ def rounds(share: float) -> int:
     return 1 if share == 1 else math.ceil(2 / share)
 
 
+def left_out[T](items: Sequence[T], count: int, one_in: Callable[[T], int]) -> list[T]:
+    """Return the items that run ``count`` does without: of those that are one in n, all but every n-th."""
+    seen: dict[int, int] = {}
+    found = []
+    for item in items:
+        n = one_in(item)
+        place = seen[n] = seen.get(n, -1) + 1
+        if place % n != start(count, n):
+            found.append(item)
+    return found
+
+
 def arrange[T](items: Sequence[T], count: int, area: Callable[[T], str], module: Callable[[T], str]) -> list[T]:
     """Return all items in the order of run ``count``."""
     areas: dict[str, list[T]] = {}

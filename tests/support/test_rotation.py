@@ -56,3 +56,15 @@ def test_modules_are_set_up_a_few_times(count):
 
 def test_the_order_is_the_commits():
     assert arranged(187) == arranged(187) != arranged(188)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_one_of_many_comes_round_too(count):
+    """In twice as many runs as there are turns, at most; what is not one of many is in each run."""
+    items = [("cell", number) for number in range(50)] + [("test", number) for number in range(5)]
+    taken = set()
+    for run in range(24):
+        left = rotation.left_out(items, count + run, lambda item: 12 if item[0] == "cell" else 1)
+        assert len(left) in (45, 46) and all(name == "cell" for name, _ in left)
+        taken |= set(items) - set(left)
+    assert taken == set(items)

@@ -1,0 +1,106 @@
+"""Where a run lives whose disk, network or clock a test has for itself: all are real, and nobody else's."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")
+OWN_NETWORK = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
+DISK_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a run is started with. ``kind``: ``disk``, ``network link``, ``clock`` or "" for none of its own."""
+
+    folder: Path
+    kind: str = ""
+    prefix: tuple[str, ...] = ()
+    variables: dict[str, str] = field(default_factory=dict)
+
+    def repair(self) -> None:
+        """Take away what is wrong with a disk or a clock; a network was gone with its run."""
+        if self.kind == "disk":
+            while self.folder.is_mount() and os.statvfs(self.folder).f_flag & os.ST_RDONLY:
+                _run("umount", self.folder)
+            (self.folder / "filler").unlink(missing_ok=True)
+        if self.kind == "clock":
+            (self.folder / "clock").write_text("+0\n")
+
+    def close(self) -> None:
+        """Give a disk back."""
+        while self.kind == "disk" and self.folder.is_mount():
+            _run("umount", "--lazy", self.folder)
+
+
+def place(kind: str, folder: Path) -> Place:
+    """Make a place in ``folder``, which exists and is empty."""
+    if kind == "disk":
+        _run("mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", folder)
+        return Place(folder, kind)
+    if kind == "network link":
+        return Place(folder, kind, OWN_NETWORK)
+    if kind == "clock":
+        variables = {
+            "LD_PRELOAD": str(FAKETIME),
+            "FAKETIME_TIMESTAMP_FILE": str(folder / "clock"),
+            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+            "FAKETIME_CACHE_DURATION": "1",
+        }
+        made = Place(folder, kind, (), variables)
+        made.repair()
+        return made
+    return Place(folder)
+
+
+def why_not(kind: str) -> str | None:
+    """Return why such a place cannot be made here, None if it can."""
+    if kind == "clock":
+        return None if FAKETIME.is_file() else "libfaketime is missing: launch/setup.sh ci installs it"
+    if kind in ("disk", "network link") and os.getuid() != 0:
+        return f"a {kind} of its own needs root"
+    if kind == "network link" and not (shutil.which("ip") and shutil.which("tc")):
+        return "iproute2 is missing"
+    return None
+
+
+def break_disk(folder: Path, what: str) -> None:
+    """Let the disk that ``folder`` is be full, or read-only for whoever opens a file there from now on."""
+    assert folder.is_mount(), folder
+    if what == "read-only disk":
+        _run("mount", "--bind", folder, folder)
+        _run("mount", "-o", "remount,bind,ro", folder)
+        return
+    try:
+        with (folder / "filler").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(1 << 16))
+    except OSError:
+        pass
+
+
+def break_link(what: str) -> None:
+    """Cut the loopback interface of this network, or let every packet on it take 10 ms."""
+    if what == "cut link":
+        _run("ip", "link", "set", "lo", "down")
+    else:
+        _run("tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "10ms")
+
+
+def mend_link() -> None:
+    """Let packets be as fast again as they were."""
+    _run("tc", "qdisc", "del", "dev", "lo", "root")
+
+
+def turn_clock(folder: Path, what: str) -> None:
+    """Let the time of day jump: forth by an hour, and from there back by two."""
+    file = folder / "clock"
+    file.write_text("-3600\n" if file.read_text().startswith("+3600") else "+3600\n")
+
+
+def _run(*command: object) -> None:
+    subprocess.run([str(part) for part in command], check=True, timeout=30)

@@ -1,0 +1,118 @@
+"""Every cell of the matrix that a small run on one machine can be made to show (``ways.py``).
+
+A run that ends: each cell is a life of its own, which goes on from where the one before ended. A run that goes on
+meets all phases of a fault in one life, a step each, and its numbers are then those of a run that met none.
+"""
+
+import pytest
+
+from tests.faults.lives import NO_FAULT, Lives
+from tests.faults.places import why_not
+from tests.faults.test_healing import exported, numbers
+from tests.faults.ways import ENGINE_OF_TWO, LAYOUTS, PLACES, TWO_ROLES, ending, going_on, in_order, way
+
+pytestmark = [pytest.mark.vllm, pytest.mark.full_matrix]
+
+
+def named(words):
+    """A test's name, which pytest would escape."""
+    return " - ".join(words).replace("×", "x")
+
+
+HEALS = {"trainer__healing__enabled": "true", "trainer__healing__max_times": 20}
+TWO_UPDATES = {"trainer__policy_mini_batch_size": 2}
+
+
+@pytest.fixture(scope="module")
+def lives(tmp_path_factory):
+    """One run for each set of roles, as a critic's checkpoint is no other run's, and for each place."""
+    known = {}
+
+    def of(who, overrides):
+        kind = who if who in PLACES else "roles" if TWO_ROLES.items() <= overrides.items() else "policy"
+        if kind not in known:
+            known[kind] = Lives(tmp_path_factory.mktemp(kind.replace(" ", "-")), kind if kind in PLACES else "")
+        return known[kind]
+
+    yield of
+    for one in known.values():
+        one.place.close()
+
+
+def for_roles(overrides, one):
+    """Add where a critic begins: every run has the model beside it."""
+    critic = {"trainer__critic__model__path": one.folder / "model"} if TWO_ROLES.items() <= overrides.items() else {}
+    return overrides | critic
+
+
+@pytest.mark.one_in(24)
+@pytest.mark.parametrize("cell", ending(), ids=named)
+def test_the_run_ends(lives, cell):
+    if cell[0] in PLACES and (reason := why_not(cell[0])):
+        pytest.skip(reason)
+    made = way(cell)
+    one = lives(cell[0], made.overrides)
+    before, at_start = len(one.faults), cell[2] == "start"
+    last = {"trainer__max_training_steps": one.saved + (2 if cell[2] == "shutdown" else 4)}
+    life = one.live(made.armed(0 if at_start else one.saved + 1), **for_roles(made.overrides, one) | last)
+    assert len(one.faults) == before + 1, f"the fault was not made: {life.run.out[-2000:]}"
+    assert life.run.returncode == made.code, f"{life.run.out[-2000:]}\n{life.run.err[-4000:]}"
+    assert life.saved >= life.began + (0 if at_start else 1)
+    assert made.says in life.message, life.message
+    if not foreign(cell):
+        assert "Traceback" not in life.message and 1 <= len(life.message.splitlines()) <= 2, life.message
+
+
+def foreign(cell):
+    """Whether what ends the run is an error that is not the run's: of a loss, say. Where it comes from is shown."""
+    return cell[0] == "driver" and cell[1] in ("exception", "out of memory")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """What runs of as many steps come to that meet no fault, by what they are given."""
+    known = {}
+
+    def run(steps, overrides):
+        key = (steps, *sorted((name, str(value)) for name, value in overrides.items()))
+        if key not in known:
+            one = Lives(tmp_path_factory.mktemp("undisturbed"))
+            life = one.live(NO_FAULT, **for_roles(overrides, one))
+            assert life.run.returncode == 0, f"{life.run.out[-2000:]}\n{life.run.err[-4000:]}"
+            known[key] = (numbers(one), exported(one, steps))
+        return known[key]
+
+    return run
+
+
+def cases():
+    return [
+        pytest.param(who, what, phases, healing, id=named((who, what, "healing") if healing else (who, what)))
+        for healing in (False, True)
+        for (who, what), phases in going_on(healing=healing).items()
+    ]
+
+
+@pytest.mark.one_in(24)
+@pytest.mark.parametrize(("who", "what", "phases", "healing"), cases())
+def test_the_run_goes_on(tmp_path, undisturbed, who, what, phases, healing):
+    if who in PLACES and (reason := why_not(who)):
+        pytest.skip(reason)
+    faults = [(way((who, what, phase)), step) for phase, step in in_order(phases)]
+    steps = len(faults) + 1
+    overrides = {key: value for made, _ in faults for key, value in made.overrides.items()}
+    overrides |= {"trainer__max_training_steps": steps, "trainer__hf_save_interval": steps} | TWO_UPDATES
+    overrides |= HEALS if healing else {}
+    one = Lives(tmp_path, who if who in PLACES else "")
+    life = one.live(")\ninjection.arm(".join(made.armed(step) for made, step in faults), **for_roles(overrides, one))
+    assert life.run.returncode == 0, f"{one.faults}\n{life.run.out[-4000:]}\n{life.run.err[-4000:]}"
+    assert len(one.faults) == len(faults), one.faults
+    assert "Traceback" not in life.message
+    if healing:
+        assert sum(line["trainer/healings"] for line in one.lines) == len(faults)
+    assert (numbers(one), exported(one, steps)) == undisturbed(steps, overrides)
+
+
+def test_words_of_ways_are_known():
+    assert set(LAYOUTS) and ENGINE_OF_TWO and len(ending()) > 200 and len(going_on()) > 10
+    assert sum(map(len, going_on(healing=True).values())) > 100

@@ -1,0 +1,173 @@
+"""How a cell of the matrix is made in a small real run: ``way(cell)``. Cells without one need more than a run on one
+machine, or what no process can be made to do from outside; tests of their own may prove them (``proofs.py``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+
+from tests.faults.injection import EXITED, UNEXPECTED
+from tests.faults.matrix import HEALING, Promised, entry
+from tests.faults.words import DEATHS, ENGINES, RANKS, STEP, Cell, Promise, cells
+
+PHASES = {
+    "start": "build_models",
+    "sample": "generate",
+    "score": "fwd_logprobs_values_reward",
+    "train": "policy_train",
+    "save": "save_checkpoints",
+    "sync": "sync_weights",
+    "eval": "eval",
+    "shutdown": "finish",
+}
+"""Phase of the matrix → of a trainer."""
+_SIZE = "trainer__policy__megatron_config__"
+LAYOUTS = {
+    "policy rank, first stage": {_SIZE + "pipeline_model_parallel_size": 2, _SIZE + "expert_model_parallel_size": 1},
+    "policy rank, last stage": {_SIZE + "pipeline_model_parallel_size": 2, _SIZE + "expert_model_parallel_size": 1},
+    "policy rank, tp": {_SIZE + "tensor_model_parallel_size": 2, _SIZE + "expert_model_parallel_size": 1},
+    "policy rank, ep": {},
+    "policy rank, dp": {_SIZE + "expert_model_parallel_size": 1},
+}
+"""Two ranks of a policy, which lie so."""
+TWO_ROLES = {
+    "trainer__algorithm__advantage_estimator": "gae",
+    "trainer__algorithm__use_kl_loss": "true",
+    "trainer__placement__ref_num_gpus_per_node": 1,
+    "trainer__ref__megatron_config__expert_model_parallel_size": 1,
+    "trainer__placement__critic_num_gpus_per_node": 2,
+    "trainer__critic__megatron_config__expert_model_parallel_size": 2,
+    "trainer__critic_mini_batch_size": 2,
+    "trainer__critic__optimizer_config__lr": 1e-3,
+}
+"""A critic on two ranks and a frozen reference on one."""
+ENGINE_OF_TWO = {"generator__inference_engine__tensor_parallel_size": 2}
+PLACES = ("disk", "network link", "clock")
+"""What a run has for itself (``places.py``)."""
+VICTIMS = {
+    "driver": "driver",
+    **dict.fromkeys(RANKS, "policy 1"),
+    "policy rank, first stage": "policy 0",
+    "reference": "ref 0",
+    "critic": "critic 1",
+    **{name: name for name in ENGINES},
+    "Ray head": "gcs_server",
+    "Ray node": "raylet",
+    "environment": "environment",
+    **{name: name for name in PLACES},
+}
+"""Who of the matrix → as ``injection`` calls it."""
+SAID = {
+    "driver": "the run's process",
+    "reference": "ref rank 0",
+    "critic": "critic rank 1",
+    "Ray head": "Ray's head",
+    "Ray node": "Ray's node",
+    "engine core": "engine",
+    "engine worker": "engine",
+    "disk": "checkpoint",
+    "policy rank, first stage": "policy rank 0",
+    **dict.fromkeys(RANKS[1:], "policy rank 1"),
+}
+"""What the one message holds."""
+OWN = ("exit", "exception", "out of memory")
+"""Happen in code of the process itself: of a rank and of the driver."""
+PHASE_TIMEOUT_S = 60
+
+
+@dataclass(frozen=True)
+class Way:
+    """A fault as ``injection.arm`` makes it."""
+
+    who: str
+    what: str
+    phase: str
+    delay_s: float = 0.05
+    lasts_s: float = 10.0
+    overrides: dict[str, object] = field(default_factory=dict)
+    """Of the run that meets it."""
+    code: int | None = 1
+    """What the run ends with; None: anything but 0."""
+    says: str = ""
+
+    def armed(self, step: int) -> str:
+        """Return the arguments for a fault behind ``step`` whole steps."""
+        return f"{self.who!r}, {self.what!r}, {self.phase!r}, {step}, delay_s={self.delay_s}, lasts_s={self.lasts_s}"
+
+
+def way(cell: Cell) -> Way | None:
+    """Return how a cell is made; None where this is no place for it."""
+    who, what, when = cell
+    if not isinstance(entry(cell), Promised) or who not in VICTIMS:
+        return None
+    ranks = who in (*RANKS, "reference", "critic")
+    phase, name, delay_s, code = PHASES[when], what, 0.05, 1
+    if who in PLACES:
+        if who == "disk" and what not in ("full disk", "read-only disk"):
+            return None
+        name, delay_s = what, 0.0
+    elif who == "environment":
+        delay_s = 0.0
+    elif what == "slow ×10":
+        name = "slow"
+    elif what in OWN:
+        delay_s = 0.0
+        if what == "exit" and not ranks and who != "driver":
+            name = "SIGTERM"
+            if when == "start" and who in ENGINES:
+                return None  # it does not listen to a signal yet
+        elif not ranks and who != "driver":
+            return None  # nothing of ours runs there that could be made to raise
+        elif ranks and when == "shutdown":
+            return None  # nothing is called any more
+    if who == "driver":
+        code = {"SIGKILL": -9, "SIGSEGV": -11, "exit": EXITED}.get(what, 1)
+    if who == "critic" and when == "train":
+        phase = "critic_train"
+    overrides: dict[str, object] = {"trainer__phase_timeout_s": PHASE_TIMEOUT_S}
+    overrides |= LAYOUTS.get(who, {})
+    if who in ("reference", "critic"):
+        overrides |= TWO_ROLES
+    if who in ENGINES:
+        overrides |= ENGINE_OF_TWO
+    if when == "eval":
+        overrides |= {"trainer__eval_interval": 1}
+    says = SAID.get(who, "")
+    if who == "driver" and what not in DEATHS:
+        says = {"exception": UNEXPECTED, "out of memory": "MemoryError"}.get(what, "")
+    if what == "SIGSTOP":
+        says = "trainer.phase_timeout_s"
+    return Way(VICTIMS[who], name, phase, delay_s, 10.0, overrides, code, says)
+
+
+@cache
+def ending(*, healing: bool = False) -> list[Cell]:
+    """List the cells with a way whose promise is that the run ends."""
+    return [cell for cell in cells() if _promise(cell, healing) is Promise.ENDED and way(cell)]
+
+
+@cache
+def going_on(*, healing: bool = False) -> dict[tuple[str, str], list[str]]:
+    """List the cells with a way whose promise is that the run goes on: (who, what) → phases. ``healing``: those that
+    have this promise where lost ranks are replaced, and no other."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for cell in cells():
+        own = entry(cell, healing=True) in HEALING
+        if _promise(cell, healing) not in (None, Promise.ENDED) and own == healing and way(cell):
+            found.setdefault(cell[:2], []).append(cell[2])
+    return found
+
+
+def _promise(cell: Cell, healing: bool) -> Promise | None:
+    row = entry(cell, healing=healing)
+    return row.promise if isinstance(row, Promised) else None
+
+
+def in_order(phases: list[str]) -> list[tuple[str, int]]:
+    """Give each phase a step of its own, from 0 on: in the order of a step, those of start first and of shutdown last.
+
+    >>> in_order(["shutdown", "train", "sample"])
+    [('sample', 0), ('train', 1), ('shutdown', 2)]
+    """
+    order = ["start", *STEP, "shutdown"]
+    return [(phase, step) for step, phase in enumerate(sorted(phases, key=order.index))]
