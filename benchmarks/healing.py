@@ -1,12 +1,14 @@
 """A lost rank on the embedded job against the start of a rank, and what copies of the state cost a step.
 
-    python benchmarks/healing.py [healing] [copies] [--tokens 8192] [--layers 8]
+    python benchmarks/healing.py [healing] [copies] [watch] [--tokens 8192] [--layers 8]
 
 ``healing``: the embedded job loses a policy rank in its fourth update. The time from its loss being known to the
 repeated step's begin (``timing/heal``), over that of starting one rank with the same model, process and imports
 included, in the same run. ``copies``: the 425 M-parameter model of ``weight_sync.py``, experts over two ranks. The
 time of a copy with its way to the neighbour, over that of an update (pass and optimizer step) on ``--tokens`` tokens;
 medians of the rounds. Two ranks and their copies take 19 GB; fewer ``--layers`` less, at much the same ratio.
+``watch``: CPU seconds that the driver's threads spend on looking for stragglers, for memory that runs out and for
+engines that are gone, over those of all processes of the run, in steps of the embedded job.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-LOST_AT, STEPS, ROUNDS, LENGTH = 3, 6, 3, 512
+LOST_AT, STEPS, ROUNDS, LENGTH, WATCHED = 3, 6, 3, 512, 12
 
 
 def healing(home: Path) -> dict[str, float]:
@@ -82,6 +84,97 @@ def healing(home: Path) -> dict[str, float]:
     lines = [json.loads(line) for line in (run_folder(cfg) / "metrics.jsonl").read_text().splitlines()]
     assert [line["trainer/healings"] for line in lines] == [float(line["step"] == LOST_AT + 1) for line in lines]
     measured["healing"] = sum(line.get("timing/heal", 0.0) for line in lines)
+    return measured
+
+
+def watch(home: Path) -> dict[str, float]:
+    """Clock what watches a run, and the run."""
+    import psutil
+
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.config.hardware import local_hardware
+    from skyrl_megatron.entrypoints.checks import load_config
+    from skyrl_megatron.entrypoints.embedded import arguments
+    from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
+    from skyrl_megatron.inference.health import HealthMonitor
+    from skyrl_megatron.inference.pool import EngineSlot
+    from skyrl_megatron.trainer.callbacks import TrainerCallback
+    from skyrl_megatron.trainer.memory_ahead import MemoryAhead
+    from skyrl_megatron.trainer.stragglers import Stragglers
+    from skyrl_megatron.workers.worker_group import WorkerGroup
+
+    clocked, used = [0.0], dict[int, float]()
+
+    def clock(of: Any, name: str) -> None:
+        work = getattr(of, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return work(*args, **kwargs)
+            finally:
+                clocked[0] += time.thread_time() - began
+
+        setattr(of, name, timed)
+
+    class Clocked:
+        """A coroutine whose own CPU time is counted, not what others take while it waits."""
+
+        def __init__(self, coroutine: Any) -> None:
+            self.coroutine = coroutine
+
+        def __await__(self) -> Any:
+            steps, sent = self.coroutine.__await__(), None
+            while True:
+                began = time.thread_time()
+                try:
+                    waited = steps.send(sent)
+                except StopIteration as end:
+                    return end.value
+                finally:
+                    clocked[0] += time.thread_time() - began
+                sent = yield waited
+
+    check, probe, looks = HealthMonitor.check, EngineSlot.probe, [0]
+
+    async def checked(self: HealthMonitor) -> None:
+        await Clocked(check(self))
+
+    async def probed(self: EngineSlot, timeout_s: float) -> Any:  # a task of its own
+        looks[0] += 1
+        return await Clocked(probe(self, timeout_s))
+
+    HealthMonitor.check, EngineSlot.probe = checked, probed  # type: ignore[method-assign]
+    for of, name in ((MemoryAhead, "look"), (Stragglers, "look"), (WorkerGroup, "take_own_seconds")):
+        clock(of, name)
+
+    def cpu_seconds() -> dict[int, float]:
+        found = {}
+        for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+            times = process.cpu_times()
+            found[process.pid] = times.user + times.system
+        return found
+
+    class Clock(TrainerCallback):
+        def on_train_start(self, trainer: Any) -> None:
+            clocked[0] = 0.0
+            used.update(cpu_seconds())
+
+        def on_train_end(self, trainer: Any) -> None:
+            measured["watch"], measured["looks"] = clocked[0], looks[0]
+            measured["run"] = sum(seconds - used.get(pid, 0.0) for pid, seconds in cpu_seconds().items())
+
+    class Experiment(BasePPOExp):
+        def get_trainer(self, *args: Any, **kwargs: Any) -> Any:
+            trainer = super().get_trainer(*args, **kwargs)
+            trainer.callbacks.append(Clock())
+            return trainer
+
+    measured: dict[str, float] = {}
+    os.environ["SKYRL_MEGATRON_HOME"] = str(home)
+    keys = ["eval_interval=0", "ckpt_interval=0", "eval_before_train=false", f"max_training_steps={WATCHED}"]
+    cfg, _ = load_config(SkyRLTrainConfig, arguments([f"trainer.{key}" for key in keys], local_hardware()))
+    run_experiment(cfg, Experiment)
     return measured
 
 
@@ -154,7 +247,7 @@ def copies(home: Path, tokens: int, layers: int) -> dict[str, float]:
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=("healing", "copies", []), metavar="PART")
+    parser.add_argument("parts", nargs="*", choices=("healing", "copies", "watch", []), metavar="PART")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--layers", type=int, default=8)
     args = parser.parse_args()
@@ -171,6 +264,12 @@ def main() -> None:
             print(
                 f"healing: {got['healing']:.1f} s, {got['healing'] / got['start']:.2f} of the start of one rank "
                 f"({got['start']:.1f} s)"
+            )
+        if not args.parts or "watch" in args.parts:
+            got = watch(Path(home))
+            print(
+                f"watch: {1e3 * got['watch']:.1f} ms of {got['run']:.1f} s of the CPU in {WATCHED} steps, "
+                f"{got['watch'] / got['run']:.5f} ({got['looks']:.0f} looks at engines)"
             )
 
 

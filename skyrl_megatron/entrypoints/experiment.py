@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from skyrl_megatron.entrypoints.command import noise_into, terminal
 from skyrl_megatron.entrypoints.joined_run import run_in_cluster
 from skyrl_megatron.entrypoints.last_words import last_words
 from skyrl_megatron.envs import registry
-from skyrl_megatron.errors import ConfigError
+from skyrl_megatron.errors import ConfigError, LaunchError
 from skyrl_megatron.plugins import GENERATORS, load_plugins
 from skyrl_megatron.progress import heartbeat, under_way
 from skyrl_megatron.rollout.generator import SkyRLGymGenerator
@@ -39,6 +40,9 @@ from skyrl_megatron.workers.ray_setup import initialize_ray
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.data.prompts import PromptDataset
+
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 class BasePPOExp:
@@ -120,14 +124,24 @@ class BasePPOExp:
 
     # ------------------------------------------------------------------ the run
     def run(self) -> None:
-        """Place, start, train, and give everything back, whatever happens."""
+        """Place, start, train, and give everything back, whatever happens. Raises LaunchError, too, where a disk
+        refuses what the run writes of itself."""
         with heartbeat(self.start_up.say):
             try:
                 with under_way("place the run"):
                     self.trainer = self.start()
                 self.trainer.train()
+            except OSError as error:
+                if error.errno not in DISK_ERRORS:
+                    raise
+                where = error.filename or run_folder(self.cfg)
+                raise LaunchError(
+                    f"the disk of {where}: {os.strerror(error.errno)}; make room or check trainer.log_path and "
+                    "trainer.ckpt_path; the same command continues from the last checkpoint"
+                ) from error
             finally:
-                self.stop()
+                with under_way("end the engines and free their places"):
+                    self.stop()
 
     def start(self) -> RayPPOTrainer:
         """Place the run and make its trainer."""

@@ -11,6 +11,7 @@ wants done differently. Scripts written for SkyRL override these by their names 
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -657,19 +658,28 @@ class RayPPOTrainer:
     def finish(self) -> None:
         """Complete what is being written, end the ranks, draw the report."""
         gc.unfreeze()
+        failed = sys.exception()
         try:
             if self.checkpoints is not None:
                 self.checkpoints.close()
         finally:
             for role in self.roles.values():
                 role.stop()
-            self.tracker.finish()
-            if self.global_step:
-                write_curves(run_folder(self.cfg))
-                self.watch.close()
-                saved = None if self.checkpoints is None else self.checkpoints.saved_step
-                for line in last_lines(self.cfg, saved, self.global_step):
-                    self.tracker.say(line)
+            try:
+                self._leave_report()
+            except OSError:
+                if failed is None:
+                    raise  # else what ended the run is told, not that its disk took no report of it
+
+    def _leave_report(self) -> None:
+        """Draw the report, and say where everything is."""
+        self.tracker.finish()
+        if self.global_step:
+            write_curves(run_folder(self.cfg))
+            self.watch.close()
+            saved = None if self.checkpoints is None else self.checkpoints.saved_step
+            for line in last_lines(self.cfg, saved, self.global_step):
+                self.tracker.say(line)
 
     # ------------------------------------------------------------------ facts
     @property

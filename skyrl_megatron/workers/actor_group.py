@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+import torch
 from ray.exceptions import RayActorError, RayTaskError
 
 from skyrl_megatron.errors import DistributedError, RankLostError, SkyRLMegatronError
@@ -75,6 +76,12 @@ class PendingCall:
             raise cause from error
         if isinstance(cause, ValueError):
             raise DistributedError(f"{where}: {cause}") from error
+        if _out_of_memory(cause):
+            raise DistributedError(
+                f"{where}: out of memory ({str(cause).splitlines()[0]}); make trainer.max_tokens_per_microbatch "
+                "smaller, set trainer.gradient_checkpointing=true, or spread the model over more ranks; --check "
+                "behind the same command shows what a rank needs"
+            ) from error
         raise error
 
     def _fail_stuck(self, stuck: list[int]) -> None:
@@ -90,6 +97,11 @@ class PendingCall:
 
     def _lost(self, lost: Sequence[int], why: str) -> RankLostError:
         return RankLostError(f"{self.names[lost[0]]}, phase {self.phase}: {why}", self.group.role)
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Whether an allocator refused: that of a device, or of the CPU, which has no error of its own for it."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 class ActorGroup:
@@ -130,8 +142,8 @@ class ActorGroup:
         """Return the results of ``method`` on all ranks, by rank; ``options`` as for :meth:`start`.
 
         A rank's error is raised for all: a SkyRLMegatronError as it is, a ValueError as DistributedError naming
-        role, rank, process and phase, anything else with its traceback. When ranks are left waiting for a failed one,
-        or the deadline passes, all actors of the group are killed first.
+        role, rank, process and phase, a lack of memory so too, anything else with its traceback. When ranks are left
+        waiting for a failed one, or the deadline passes, all actors of the group are killed first.
         """
         return self.start(method, *args, **options).results()
 

@@ -18,7 +18,7 @@ STEPS = 60
 KEYS = {
     "trainer__ckpt_interval": 1,
     "trainer__max_ckpts_to_keep": 3,
-    "trainer__phase_timeout_s": 120,
+    "trainer__phase_timeout_s": 240,
     "trainer__max_training_steps": STEPS,
 }
 NO_FAULT = ""
@@ -45,21 +45,23 @@ class Lives:
     """The run in ``folder``. ``kind``: what it has for itself of what others share (``places.py``)."""
 
     def __init__(self, folder: Path, kind: str = "") -> None:
+        folder.mkdir(exist_ok=True)
         self.place = place(kind, folder)
         self.folder = runs.prepare(folder)
         self.saved = 0
 
-    def live(self, fault: str, **overrides: object) -> Life:
+    def live(self, fault: str, *, planted: str = "", timeout_s: float = runs.TIMEOUT_S, **overrides: object) -> Life:
         """Go on, with the arguments of ``injection.arm`` in ``fault``, until the fault ends the run or it comes to its
-        end. Whatever happened: no process is left, and the newest checkpoint is whole."""
+        end. Whatever happened: no process is left, and the newest checkpoint is whole. ``planted``: Python that takes
+        a guard away first."""
         began = self.saved
-        body = f"from tests.faults import injection\ninjection.arm({fault})\n" if fault else ""
+        body = planted + (f"\nfrom tests.faults import injection\ninjection.arm({fault})\n" if fault else "\n")
         process = runs.start(
             self.folder, body, prefix=self.place.prefix, variables=self.place.variables, **KEYS | overrides
         )
         children: dict[int, psutil.Process] = {}
         try:
-            out, err = self._watched(process, children)
+            out, err = self._watched(process, children, timeout_s)
         finally:
             process.kill()
         _, alive = psutil.wait_procs(list(children.values()), timeout=GONE_S)
@@ -84,12 +86,12 @@ class Lives:
         CheckpointStore(self.folder / "ckpts").verify(f"{self.folder}/ckpts/global_step_{step}")
         return step
 
-    def _watched(self, process, children: dict[int, psutil.Process]) -> tuple[str, str]:
+    def _watched(self, process, children: dict[int, psutil.Process], timeout_s: float) -> tuple[str, str]:
         """Read what it says to its end, and note its processes meanwhile."""
         import subprocess
         import time
 
-        end = time.monotonic() + runs.TIMEOUT_S
+        end = time.monotonic() + timeout_s
         while True:
             try:
                 for each in psutil.Process(process.pid).children(recursive=True):

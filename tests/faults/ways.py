@@ -65,14 +65,14 @@ SAID = {
     "Ray node": "Ray's node",
     "engine core": "engine",
     "engine worker": "engine",
-    "disk": "checkpoint",
     "policy rank, first stage": "policy rank 0",
     **dict.fromkeys(RANKS[1:], "policy rank 1"),
 }
 """What the one message holds."""
 OWN = ("exit", "exception", "out of memory")
 """Happen in code of the process itself: of a rank and of the driver."""
-PHASE_TIMEOUT_S = 60
+PHASE_TIMEOUT_S = 90
+REFUSES = {"full disk": "No space left on device", "read-only disk": "Read-only file system"}
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,9 @@ def way(cell: Cell) -> Way | None:
         code = {"SIGKILL": -9, "SIGSEGV": -11, "exit": EXITED}.get(what, 1)
     if who == "critic" and when == "train":
         phase = "critic_train"
-    overrides: dict[str, object] = {"trainer__phase_timeout_s": PHASE_TIMEOUT_S}
+    overrides: dict[str, object] = {}
+    if what in ("SIGSTOP", "cut link"):
+        overrides = {"trainer__phase_timeout_s": PHASE_TIMEOUT_S}
     overrides |= LAYOUTS.get(who, {})
     if who in ("reference", "critic"):
         overrides |= TWO_ROLES
@@ -132,9 +134,11 @@ def way(cell: Cell) -> Way | None:
         overrides |= ENGINE_OF_TWO
     if when == "eval":
         overrides |= {"trainer__eval_interval": 1}
-    says = SAID.get(who, "")
-    if who == "driver" and what not in DEATHS:
-        says = {"exception": UNEXPECTED, "out of memory": "MemoryError"}.get(what, "")
+    says = SAID.get(who, "") or REFUSES.get(what, "")
+    if what == "exception":
+        says = UNEXPECTED
+    elif who == "driver" and what not in DEATHS:
+        says = "MemoryError"
     if what == "SIGSTOP":
         says = "trainer.phase_timeout_s"
     return Way(VICTIMS[who], name, phase, delay_s, 10.0, overrides, code, says)
