@@ -54,7 +54,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if modules[item.path] % parts == number - 1]
     if (count := config.getoption("--rotate")) is not None:
-        left_out = rotation.left_out(items, count, _one_in)
+        unseen = [item for item in items if item.get_closest_marker("unseen")]
+        left_out = unseen + rotation.left_out([item for item in items if item not in unseen], count, _one_in)
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
         items[:] = rotation.arrange(items, count, lambda item: item.path.parent.name, lambda item: item.path.name)

@@ -19,9 +19,10 @@ Written by `python -m tests.faults.matrix > docs/faults.md`.
 - **ended, resumable**: every process ends, with one message that names the fault and an exit code that is not 0, and
   the same command goes on from the newest checkpoint.
 
-*Deadline* is the time until that holds; *may be lost* what has to be done again. Phases in **bold** have a
-test that makes the fault in real parts and checks the promise (`tests/faults/proofs.py` names it). Others are promised
-only. `launch/run_tests.sh --layouts=all tests/faults/test_cells.py` runs all that a small run can be made to show.
+*Deadline* is the time until that holds; *may be lost* what has to be done again. Phases in **bold** were
+seen: a test that `tests/faults/proofs.py` names makes the fault in real parts, and the promise was kept. Others are
+promised only; most of them have a test too, and `launch/run_tests.sh --layouts=all tests/faults/test_cells.py` runs
+all there are.
 """
 
 HEALED = """\
@@ -44,8 +45,8 @@ def _count() -> str:
     healings = sum(bool(proofs(cell, healing=True)) for cell in healed)
     return (
         f"{len(cells())} cells: {len(cells()) - len(promised)} are meaningless, {len(promised)} have a promise, "
-        f"{proven} of these have a test. With healing {len(healed)} have another one, "
-        f"{healings} of these have a test.\n"
+        f"{proven} of these were seen kept. With healing {len(healed)} have another one, "
+        f"{healings} of these were seen kept.\n"
     )
 
 

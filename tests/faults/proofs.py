@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tests.faults.ways import ending, going_on
+from tests.faults.seen import seen
+from tests.faults.ways import ending
 from tests.faults.words import BYTES, ENGINES, Cell, among
 
 type Words = tuple[str, ...]
@@ -35,7 +36,7 @@ EP = ("policy rank, ep",)
 
 CELLS_END = "tests/faults/test_cells.py::test_the_run_ends"
 CELLS_GO_ON = "tests/faults/test_cells.py::test_the_run_goes_on"
-"""Of every cell that a small run can be made to show (``ways.py``)."""
+"""Of every cell that a small run can be made to show (``ways.py``), where they were seen to pass (``seen.py``)."""
 
 PROOFS = (
     Proof(REPLACED_RANKS, EP, ("SIGKILL",), ("train", "sync", "save", "sample"), healing=True),
@@ -134,8 +135,6 @@ def proofs(cell: Cell, *, healing: bool = False) -> list[str]:
     found = [
         proof.test for proof in PROOFS if proof.healing == healing and among(cell, proof.who, proof.what, proof.when)
     ]
-    if cell in (ending() if not healing else []):
-        found.append(CELLS_END)
-    if cell[2] in going_on(healing=healing).get(cell[:2], []):
-        found.append(CELLS_GO_ON)
+    if cell in seen(healing=healing):
+        found.append(CELLS_END if cell in ending() and not healing else CELLS_GO_ON)
     return found

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.faults.lives import NO_FAULT, Lives
-from tests.faults.test_cells import HEALS, TWO_UPDATES, check_end, named
+from tests.faults.test_cells import HEALS, TWO_UPDATES, check_end
 from tests.faults.test_healing import numbers
 from tests.faults.ways import way
 
@@ -74,7 +74,3 @@ def test_survivors_that_do_not_go_back_make_other_numbers(tmp_path):
         assert life.run.returncode == 0, f"{life.run.out[-2000:]}\n{life.run.err[-4000:]}"
         found.append(numbers(lives))
     assert found[0] == found[1] != found[2]
-
-
-def test_names():
-    assert named(("a", "slow ×10")) == "a - slow x10"
