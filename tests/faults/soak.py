@@ -50,9 +50,9 @@ def problems(lives: Lives, life: Life, shared: set[str]) -> list[str]:
 
 
 def shared_memory() -> set[str]:
-    """Return the names of shared memory, but for semaphores: of an engine whose actor Ray ends, 32 bytes may stay,
-    as Ray kills the process that would take it away too."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+    """Return the names of shared memory that takes more than a megabyte. Of engines whose actor Ray ends, semaphores
+    and queues may stay, some kilobytes each: Ray kills the process that would take them away too."""
+    return {each.name for each in os.scandir("/dev/shm") if each.stat().st_blocks * 512 > 1 << 20}
 
 
 def soak(minutes: float, seed: int, folder: Path) -> int:
