@@ -58,7 +58,7 @@ def arm(who: str, what: str, when: str, step: int = 0, *, delay_s: float = 0.05,
                 _in_own_code(what)
             if who == "environment":
                 _in_environment(what)
-            elif who in ("disk", "network link", "clock"):
+            elif who in ("disk", "network link"):
                 _around(trainer, who, what, lasts_s)
             elif what in ("exit", "exception", "out of memory"):
                 if when == "build_models":
@@ -167,7 +167,7 @@ def _in_environment(what: str) -> None:
 
 
 def _around(trainer, who: str, what: str, lasts_s: float) -> None:
-    """What happens to a run that has a disk, a network or a clock of its own (``places.py``)."""
+    """What happens to a run that has a disk or a network of its own (``places.py``)."""
     from pathlib import Path
 
     from tests.faults import places
@@ -175,8 +175,6 @@ def _around(trainer, who: str, what: str, lasts_s: float) -> None:
     folder = Path(trainer.cfg.trainer.ckpt_path).parent
     if who == "disk":
         places.break_disk(folder, what)
-    elif who == "clock":
-        places.turn_clock(folder, what)
     else:
         places.break_link(what)
         if what != "cut link":

@@ -56,9 +56,7 @@ class Lives:
         a guard away first."""
         began = self.saved
         body = planted + (f"\nfrom tests.faults import injection\ninjection.arm({fault})\n" if fault else "\n")
-        process = runs.start(
-            self.folder, body, prefix=self.place.prefix, variables=self.place.variables, **KEYS | overrides
-        )
+        process = runs.start(self.folder, body, prefix=self.place.prefix, **KEYS | overrides)
         children: dict[int, psutil.Process] = {}
         try:
             out, err = self._watched(process, children, timeout_s)

@@ -1,35 +1,31 @@
-"""Where a run lives whose disk, network or clock a test has for itself: all are real, and nobody else's."""
+"""Where a run lives whose disk or network a test has for itself: both are real, and nobody else's."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import subprocess
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketimeMT.so.1")
 OWN_NETWORK = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
 DISK_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
 class Place:
-    """What a run is started with. ``kind``: ``disk``, ``network link``, ``clock`` or "" for none of its own."""
+    """What a run is started with. ``kind``: ``disk``, ``network link`` or "" for none of its own."""
 
     folder: Path
     kind: str = ""
     prefix: tuple[str, ...] = ()
-    variables: dict[str, str] = field(default_factory=dict)
 
     def repair(self) -> None:
-        """Take away what is wrong with a disk or a clock; a network was gone with its run."""
+        """Take away what is wrong with a disk; a network was gone with its run."""
         if self.kind == "disk":
             while self.folder.is_mount() and os.statvfs(self.folder).f_flag & os.ST_RDONLY:
                 _run("umount", self.folder)
             (self.folder / "filler").unlink(missing_ok=True)
-        if self.kind == "clock":
-            (self.folder / "clock").write_text("+0\n")
 
     def close(self) -> None:
         """Give a disk back."""
@@ -44,23 +40,11 @@ def place(kind: str, folder: Path) -> Place:
         return Place(folder, kind)
     if kind == "network link":
         return Place(folder, kind, OWN_NETWORK)
-    if kind == "clock":
-        variables = {
-            "LD_PRELOAD": str(FAKETIME),
-            "FAKETIME_TIMESTAMP_FILE": str(folder / "clock"),
-            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-            "FAKETIME_CACHE_DURATION": "1",
-        }
-        made = Place(folder, kind, (), variables)
-        made.repair()
-        return made
     return Place(folder)
 
 
 def why_not(kind: str) -> str | None:
     """Return why such a place cannot be made here, None if it can."""
-    if kind == "clock":
-        return None if FAKETIME.is_file() else "libfaketime is missing: launch/setup.sh ci installs it"
     if kind in ("disk", "network link") and os.getuid() != 0:
         return f"a {kind} of its own needs root"
     if kind == "network link" and not (shutil.which("ip") and shutil.which("tc")):
@@ -94,12 +78,6 @@ def break_link(what: str) -> None:
 def mend_link() -> None:
     """Let packets be as fast again as they were."""
     _run("tc", "qdisc", "del", "dev", "lo", "root")
-
-
-def turn_clock(folder: Path, what: str) -> None:
-    """Let the time of day jump: forth by an hour, and from there back by two."""
-    file = folder / "clock"
-    file.write_text("-3600\n" if file.read_text().startswith("+3600") else "+3600\n")
 
 
 def _run(*command: object) -> None:

@@ -42,7 +42,7 @@ TWO_ROLES = {
 }
 """A critic on two ranks and a frozen reference on one."""
 ENGINE_OF_TWO = {"generator__inference_engine__tensor_parallel_size": 2}
-PLACES = ("disk", "network link", "clock")
+PLACES = ("disk", "network link")
 """What a run has for itself (``places.py``)."""
 VICTIMS = {
     "driver": "driver",
