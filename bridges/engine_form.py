@@ -1,4 +1,5 @@
-"""How matrices are kept in 8 bits: what ``quantization_config`` of a ``config.json`` says.
+"""How engines keep matrices in 8 bits, of the forms that weights can be brought into: what ``quantization_config`` of a
+``config.json`` says. Which matrices, the folder itself says (``DequantizedFolder.in_8_bits``).
 
 ======== ============================================== ===========================================================
 method   ``quantization_config``                        on disk
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bridges.errors import BridgeError
+from bridges.quantisation import method_of
 
 FP8, MXFP8 = "fp8", "mxfp8"
 MX_COLUMNS = 32
@@ -38,6 +40,11 @@ class EngineForm:
         """What the name of a weight's scales adds to that of the weight."""
         return "_scale_inv" if self.method == FP8 else "_scale"
 
+    @property
+    def scale_dtype(self) -> str:
+        """Of scales as engines take them."""
+        return "float32" if self.method == FP8 else "uint8"
+
     def grid(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Return the shape of the scales of a matrix ``[rows, columns]``."""
         rows, columns = shape
@@ -50,8 +57,8 @@ class EngineForm:
         found = config.get("quantization_config")
         if not found:
             return None
-        method = found.get("quant_method")
-        if method == MXFP8 or (method == "modelopt" and str(found.get("quant_algo")).upper() == "MXFP8"):
+        method = method_of(found)
+        if method == MXFP8:
             return cls(MXFP8, (1, MX_COLUMNS), True)
         if method != FP8:
             raise _unfit(where, f"quant_method={method!r}")

@@ -29,9 +29,7 @@ class Quantisation:
         found = config.get("quantization_config")
         if not found:
             return None
-        method = found.get("quant_method")
-        if method == "modelopt" and str(found.get("quant_algo")).upper() == "MXFP8":
-            method = "mxfp8"
+        method = method_of(found)
         if method not in METHODS:
             raise unfit(where, f"quant_method={method!r}")
         blocks: tuple[tuple[int, int], ...] = ()
@@ -52,6 +50,12 @@ class Quantisation:
             return None
         rows, columns = self.blocks[0]
         return rows or shape[0], columns or shape[1]
+
+
+def method_of(found: Mapping[str, Any]) -> Any:
+    """Return ``quant_method`` of a ``quantization_config``; MXFP8 has the same name whoever wrote it."""
+    method = found.get("quant_method")
+    return "mxfp8" if method == "modelopt" and str(found.get("quant_algo")).upper() == "MXFP8" else method
 
 
 def _left_out(found: Mapping[str, Any]) -> tuple[str, ...]:

@@ -9,10 +9,13 @@ NaNs, MXFP8 what 2^127 leaves of its numbers, and NaN for the infinity. That is 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from bridges.engine_form import FP8, EngineForm
+from bridges.scaled import BAND
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
@@ -36,12 +39,13 @@ def add_largest(form: EngineForm, largest: Tensor, rows: Tensor, numbers: Tensor
     stands above infinity.
     """
     height, width = form.block
-    bits = rows.float().abs().view(torch.int32)
-    bits = torch.nn.functional.pad(bits, (column % width, -(column + rows.shape[1]) % width))
-    blocks = bits.view(len(rows), -1, width).amax(-1)
     first = column // width
-    places = (numbers // height).unsqueeze(1).expand_as(blocks)
-    largest[:, first : first + blocks.shape[1]].scatter_reduce_(0, places, blocks, "amax")
+    for part, of_part in _bands(rows, numbers):
+        bits = part.float().abs().view(torch.int32)
+        bits = torch.nn.functional.pad(bits, (column % width, -(column + rows.shape[1]) % width))
+        blocks = bits.view(len(part), -1, width).amax(-1)
+        places = (of_part // height).unsqueeze(1).expand_as(blocks)
+        largest[:, first : first + blocks.shape[1]].scatter_reduce_(0, places, blocks, "amax")
 
 
 def scales_of(form: EngineForm, largest: Tensor) -> Tensor:
@@ -62,16 +66,27 @@ def as_sent(form: EngineForm, scales: Tensor) -> Tensor:
 def quantised_rows(form: EngineForm, rows: Tensor, scales: Tensor, numbers: Tensor, column: int = 0) -> Tensor:
     """Return ``[n, columns]`` float8 E4M3 of ``rows``; the arguments are those of :func:`add_largest`."""
     height, width = form.block
-    last = column + rows.shape[1]
-    blocks = scales[numbers // height, column // width : -(-last // width)]
-    if form.method == FP8:
-        factors = 1.0 / blocks
-    else:
-        factors = torch.exp2(blocks.float() - 127.0).masked_fill(blocks == NAN, float("nan"))
-    start = column % width
-    each = factors.repeat_interleave(width, -1)[:, start : start + rows.shape[1]]
-    values = rows.float()
-    return (values * each if form.method == FP8 else values / each).to(E4M3)
+    last, start = column + rows.shape[1], column % width
+    out = torch.empty(rows.shape, dtype=E4M3, device=rows.device)
+    written = 0
+    for part, of_part in _bands(rows, numbers):
+        blocks = scales[of_part // height, column // width : -(-last // width)]
+        if form.method == FP8:
+            factors = 1.0 / blocks
+        else:
+            factors = torch.exp2(blocks.float() - 127.0).masked_fill(blocks == NAN, float("nan"))
+        each = factors.repeat_interleave(width, -1)[:, start : start + rows.shape[1]]
+        values = part.float()
+        made = values * each if form.method == FP8 else values / each
+        out[written : written + len(part)] = made.to(E4M3)
+        written += len(part)
+    return out
+
+
+def _bands(rows: Tensor, numbers: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Cut rows and their numbers into bands, so that their fp32 values take little memory."""
+    step = max(1, BAND // max(1, rows.shape[1]))
+    yield from zip(rows.split(step), numbers.split(step), strict=True)
 
 
 def quantise(form: EngineForm, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -167,6 +167,11 @@ class DequantizedFolder:
         place = self._scaled.get(name)
         return None if place is None else place.block
 
+    @property
+    def in_8_bits(self) -> frozenset[str]:
+        """The weights that have a :meth:`block`."""
+        return frozenset(self._scaled)
+
     def read_scaled(self, name: str) -> ScaledMatrix:
         """Return a weight that has a :meth:`block` as it is quantised."""
         place = self._scaled[name]

@@ -32,6 +32,9 @@ class MegatronWeightSource:
     draft head, which engines keep apart from the model.
     """
 
+    experts_fused = True
+    """Whether experts travel fused where engines take them so."""
+
     def __init__(self, model: ModelChunks, groups: ProcessGroups) -> None:
         self.model, self.groups = model, groups
 
@@ -41,8 +44,7 @@ class MegatronWeightSource:
     def shards(self) -> Sequence[TensorShard]:
         return [
             shard if shard.rank else replace(shard, finish=self._finish(weight.entry, shard))
-            for weight, over, replicas, shard in self._all()
-            if replicas.rank() == 0 and (weight.entry.split.dim is not None or over.rank() == 0)
+            for weight, _, shard in self._to_send()
         ]
 
     def held(self) -> tuple[Sequence[TensorShard], Sequence[int]]:
@@ -51,6 +53,12 @@ class MegatronWeightSource:
             raise Unroutable(f"{turned.hf[0].name} travels in another form than on disk")
         found = [(shard, over.rank()) for weight, over, _, shard in self._all()]
         return [shard for shard, _ in found], [0 if shard.group is None else rank for shard, rank in found]
+
+    def _to_send(self) -> Iterator[tuple[LocalWeight, Any, TensorShard]]:
+        """Yield (weight, group that it is split over, shard) of what this rank sends, or has a shard of for others."""
+        for weight, over, replicas, shard in self._all():
+            if replicas.rank() == 0 and (weight.entry.split.dim is not None or over.rank() == 0):
+                yield weight, over, shard
 
     def _all(self) -> Iterator[tuple[LocalWeight, Any, Any, TensorShard]]:
         """Yield (weight, group that it is split over, group of its replicas, shard) of all that this rank holds."""
@@ -81,7 +89,8 @@ class MegatronWeightSource:
         self, entry: Entry, pieces: tuple[RowRanges, ...]
     ) -> Iterator[tuple[str, tuple[int, ...], tuple[int, int] | None, RowRanges]]:
         """Yield (name, shape, rows, ranges) of what engines get of an entry; ``pieces``: ranges of its HF tensors."""
-        if entry.expert is None or self.model.hf.config["model_type"] not in FUSED_EXPERTS:
+        fused = self.experts_fused and self.model.hf.config["model_type"] in FUSED_EXPERTS
+        if entry.expert is None or not fused:
             for (name, shape), ranges in zip(travelling(entry), pieces, strict=True):
                 yield name, shape, None, ranges
             return

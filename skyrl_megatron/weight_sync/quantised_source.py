@@ -1,0 +1,181 @@
+"""A Megatron model as the source of matrices in 8 bits: what an engine of a quantised folder takes.
+
+Each matrix that the folder has in 8 bits travels as two tensors, under the names on disk: its values, float8 E4M3, and
+a scale for each block, both made of the trainer's weights as vLLM's own quantiser makes them (``bridges/quantiser.py``).
+The rows of a bucket are quantised when they are copied into it, so that nothing is held but scales. The edges of shards
+go through blocks, so the ranks of a matrix compare the largest |w| of each block first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bridges.engine_form import EngineForm
+from bridges.quantiser import add_largest, as_sent, no_largest, quantised_rows, scales_of
+from skyrl_megatron.errors import WeightSyncError
+from skyrl_megatron.runtime.model.build import ModelChunks
+from skyrl_megatron.runtime.parallel_state import ProcessGroups
+from skyrl_megatron.weight_sync.bucket import TensorMeta
+from skyrl_megatron.weight_sync.megatron_source import MegatronWeightSource
+from skyrl_megatron.weight_sync.routes import Unroutable
+from skyrl_megatron.weight_sync.source import RowRange, TensorShard
+
+VALUES = "float8_e4m3fn"
+AT_ONCE = 2**22
+"""Blocks whose largest |w| ranks compare in one message."""
+
+
+@dataclass(slots=True)
+class Matrix:
+    """A matrix of the folder of which this rank holds a shard."""
+
+    form: EngineForm
+    shape: tuple[int, int]
+    """Of the whole."""
+    local: Tensor
+    """[rows, columns] of the shard, which may hold rows of other matrices too."""
+    own: Sequence[RowRange]
+    """Where rows of the shard are in the matrix."""
+    group: Any
+    """Of the ranks that hold the others; None: this rank has all of it."""
+    numbers: Tensor
+    """[rows] int64: the row of the matrix that each row of the shard is (:func:`numbers_of`)."""
+    scales: Tensor | None = None
+    """[grid] of the whole (``quantiser.scales_of``), as of the last refresh."""
+
+    @property
+    def column(self) -> int:
+        """The first column of the matrix that the shard holds."""
+        return self.own[0].column if self.own else 0
+
+    def add_largest(self, largest: Tensor) -> None:
+        """Let ``largest`` [grid] int32 know the shard."""
+        for span in self.own:
+            rows = _rows(span)
+            add_largest(self.form, largest, self.local[rows], self.numbers[rows], self.column)
+
+    def values(self, rows: slice) -> Tensor:
+        """Quantise rows of the shard: [rows, columns], a byte each."""
+        assert self.scales is not None, "refresh() comes first"
+        made = quantised_rows(self.form, self.local[rows], self.scales, self.numbers[rows], self.column)
+        return made.view(torch.uint8)
+
+    def sent_scales(self, rows: slice) -> Tensor:
+        """Return rows of the scales as engines take them."""
+        assert self.scales is not None, "refresh() comes first"
+        return as_sent(self.form, self.scales[rows])
+
+
+class QuantisedWeightSource(MegatronWeightSource):
+    """What :class:`MegatronWeightSource` lists, experts one by one, with the matrices ``names`` in ``form``.
+
+    ``names``: HF names of weights. Raises WeightSyncError for one that is no matrix made of rows on disk.
+    """
+
+    experts_fused = False
+
+    def __init__(self, model: ModelChunks, groups: ProcessGroups, form: EngineForm, names: Collection[str]) -> None:
+        super().__init__(model, groups)
+        self.form, self.names = form, names
+        self._shards: list[TensorShard] = []
+        self._matrices: list[Matrix] = []
+        self._addresses: list[int] | None = None
+        self._numbers: dict[tuple[Sequence[RowRange], int], Tensor] = {}  # experts have the same
+
+    def shards(self) -> Sequence[TensorShard]:
+        self._look()
+        return self._shards
+
+    def held(self) -> tuple[Sequence[TensorShard], Sequence[int]]:
+        raise Unroutable("weights are brought into 8 bits while they are sent")
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Compute the scales of the weights as they are now. Collective over tp and etp."""
+        self._look()
+        for matrices in _batches(self._matrices):
+            group = matrices[0].group
+            sizes = [torch.Size(matrix.form.grid(matrix.shape)).numel() for matrix in matrices]
+            together = no_largest(self.form, (sum(sizes), 1), matrices[0].local.device)
+            each = [
+                part.view(matrix.form.grid(matrix.shape))
+                for matrix, part in zip(matrices, together.flatten().split(sizes), strict=True)
+            ]
+            for matrix, largest in zip(matrices, each, strict=True):
+                matrix.add_largest(largest)
+            if group is not None:
+                dist.all_reduce(together, dist.ReduceOp.MAX, group)
+            for matrix, largest in zip(matrices, each, strict=True):
+                matrix.scales = scales_of(self.form, largest)
+
+    def _look(self) -> None:
+        """List shards and matrices, anew where the weights have moved."""
+        addresses = self.addresses()
+        if self._addresses == addresses:
+            return
+        self._shards, self._matrices, self._addresses = [], [], addresses
+        for weight, over, shard in self._to_send():
+            # two places for each tensor, so that the scales of one come before the values of the next
+            meta = replace(shard.meta, position=2 * shard.meta.position)
+            shard = replace(shard, meta=meta)
+            if meta.name not in self.names:
+                self._shards.append(shard)
+                continue
+            if not weight.entry.has_rows_of_hf or len(meta.shape) != 2:
+                raise WeightSyncError(
+                    f"{meta.name} {list(meta.shape)} has 8 bits in the engines' folder and is no matrix made of rows "
+                    "there, so that it cannot be quantised as it is sent: give engines a folder without quantised weights"
+                )
+            assert shard.make is None, "a frozen base that is kept in 8 bits is not sent"
+            self._add(shard, over.rank())
+
+    def _add(self, shard: TensorShard, rank: int) -> None:
+        rows, columns = shard.meta.shape
+        own = [span for span in shard.ranges if span.owner == (0 if shard.group is None else rank)]
+        numbers = self._numbers.setdefault((tuple(own), len(shard.local)), numbers_of(own, shard.local))
+        matrix = Matrix(self.form, (rows, columns), shard.local, own, shard.group, numbers)
+        self._matrices.append(matrix)
+        meta = replace(shard.meta, dtype=VALUES)
+        like = torch.empty(shard.local.shape, dtype=torch.uint8, device="meta")
+        self._shards.append(replace(shard, meta=meta, local=like, make=matrix.values))
+        if shard.rank == 0:
+            grid = self.form.grid(matrix.shape)
+            dtype = self.form.scale_dtype
+            scales = TensorMeta(meta.name + self.form.suffix, dtype, grid, position=meta.position + 1)
+            like = torch.empty(grid, dtype=scales.torch_dtype, device="meta")
+            whole = [RowRange(0, 0, grid[0], 0)]
+            self._shards.append(TensorShard(scales, like, whole, make=matrix.sent_scales))
+
+
+def numbers_of(own: Sequence[RowRange], local: Tensor) -> Tensor:
+    """Return [rows of ``local``] int64: the row of the tensor that each is, going by the ranges of a shard; −1 where it
+    is a row of another."""
+    numbers = torch.full((len(local),), -1)
+    for span in own:
+        numbers[_rows(span)] = torch.arange(span.start, span.start + span.count)
+    return numbers.to(local.device)
+
+
+def _rows(span: RowRange) -> slice:
+    return slice(span.first, span.first + span.step * (span.count - 1) + 1, span.step)
+
+
+def _batches(matrices: Sequence[Matrix]) -> Iterator[list[Matrix]]:
+    """Join neighbours that the same ranks hold, :data:`AT_ONCE` blocks at most; alike on all these ranks."""
+    batch: list[Matrix] = []
+    size = 0
+    for matrix in matrices:
+        blocks = torch.Size(matrix.form.grid(matrix.shape)).numel()
+        if batch and (matrix.group is not batch[0].group or size + blocks > AT_ONCE):
+            yield batch
+            batch, size = [], 0
+        batch.append(matrix)
+        size += blocks
+    if batch:
+        yield batch
