@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Names by which configs count a layer's experts."""
+ENGINE_KWARGS = "generator.inference_engine.engine_init_kwargs"
 _SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -40,6 +41,16 @@ def read_hf_config(cfg: SkyRLTrainConfig, role: str = "policy") -> dict[str, Any
         return json_file.read_hf_config(folder)
     except BridgeError as error:
         raise ConfigError([Problem(f"trainer.{role}.model.path", path, str(error))]) from None
+
+
+def engines_quantise(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> bool:
+    """Return whether engines hold weights as the policy's folder has them quantised. ``hf``: its ``config.json``.
+
+    They do not where ``hf_overrides`` takes ``quantization_config`` out of it.
+    """
+    overrides = cfg.generator.inference_engine.engine_init_kwargs.get("hf_overrides")
+    changed = overrides if isinstance(overrides, Mapping) else {}
+    return bool({**hf, **changed}.get("quantization_config"))
 
 
 def model_dimensions(hf: Mapping[str, Any]) -> ModelDimensions | None:

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
+from skyrl_megatron.config.hf_model import ENGINE_KWARGS
+from skyrl_megatron.errors import WeightSyncError
 from skyrl_megatron.runtime.lora.adapter import Adapter, Factor
 from skyrl_megatron.runtime.lora.attach import Adapters, adapter_modules
 from skyrl_megatron.runtime.lora.names import entry_of
@@ -21,6 +23,7 @@ from skyrl_megatron.weight_sync.adapter_tensors import FactorName, stacked
 from skyrl_megatron.weight_sync.bucket import TensorMeta
 from skyrl_megatron.weight_sync.megatron_source import MegatronWeightSource, ranges_in_shards
 from skyrl_megatron.weight_sync.merged_source import MergedWeightSource
+from skyrl_megatron.weight_sync.quantised_source import QuantisedWeightSource
 from skyrl_megatron.weight_sync.routes import Unroutable
 from skyrl_megatron.weight_sync.source import RowRange, TensorShard, WeightSource, as_rows, dtype_name, place_of
 
@@ -136,13 +139,26 @@ def _multiply(scale: float) -> Callable[[Tensor, range], None]:
 
 
 def weight_source(
-    model: ModelChunks, adapters: Mapping[str, Adapters], groups: ProcessGroups, *, adapters_alone: bool
+    model: ModelChunks,
+    adapters: Mapping[str, Adapters],
+    groups: ProcessGroups,
+    *,
+    adapters_alone: bool,
+    quantised: bool = False,
 ) -> WeightSource:
     """Return what a rank sends to engines: the weights, with the adapter added where it trains one, or ``adapters``
-    (by name) alone."""
+    (by name) alone. ``quantised``: engines hold the weights in the 8 bits of the model's folder.
+
+    Raises WeightSyncError for an adapter in weights of 8 bits.
+    """
     if not adapters:
-        return MegatronWeightSource(model, groups)
+        return QuantisedWeightSource.of_folder(model, groups) if quantised else MegatronWeightSource(model, groups)
     if adapters_alone:
         return AdapterSource(adapters, groups)
+    if quantised:
+        raise WeightSyncError(
+            "trainer.policy.model.lora.sync_mode=merged: an adapter is not added to weights of 8 bits; set "
+            f"{ENGINE_KWARGS}.load_format=dummy and {ENGINE_KWARGS}.hf_overrides.quantization_config=null"
+        )
     (adapter,) = adapters.values()
     return MergedWeightSource(adapter, groups)

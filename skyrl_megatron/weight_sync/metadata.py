@@ -12,12 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, is_dataclass
 from typing import Any
 
+from bridges.engine_form import EngineForm
+from bridges.errors import BridgeError
 from bridges.plan import Plan
 from skyrl_megatron.errors import WeightSyncError
 from skyrl_megatron.weight_sync.bucket import TensorMeta
 from skyrl_megatron.weight_sync.turned import travelling
 
 NAMED_IN_MESSAGES = 5
+VALUES = "float8_e4m3fn"
+"""The dtype of values that travel in 8 bits."""
 FUSED_EXPERTS = frozenset({"qwen3_moe"})
 """Families whose experts travel as one tensor a layer: vLLM loads them three times as fast as one by one
 (``benchmarks/weight_sync.py``). Those of which a test with a real engine says so."""
@@ -48,10 +52,10 @@ def check_metadata(metadata: Sequence[Sequence[TensorMeta]], hf_config: Mapping[
 
     Experts may travel one by one, as on disk, or fused over a layer: ``experts.gate_up_proj`` [E, 2·ffn, H] and
     ``experts.down_proj`` [E, H, ffn]. What is on disk in another form travels as :mod:`weight_sync.turned` says. A
-    tied output layer may be sent or not.
+    tied output layer may be sent or not. Values of 8 bits come with their scales (``quantised_source.py``).
     """
     problems: list[str] = []
-    found = wholes(metadata, problems)
+    found = _without_scales(wholes(metadata, problems), metadata, hf_config, problems)
     plan = Plan.of(hf_config)
     expected: dict[str, Shape] = dict(pair for entry in plan.entries for pair in travelling(entry))
     for copy in plan.copies:
@@ -96,6 +100,35 @@ def wholes(metadata: Sequence[Sequence[TensorMeta]], problems: list[str]) -> dic
         if pieces[0].shape and end != pieces[0].shape[0]:
             problems.append(f"rows {end} to {pieces[0].shape[0]} of {name} are missing")
     return {name: pieces[0].shape for name, pieces in shards.items()}
+
+
+def _without_scales(
+    found: dict[str, Shape],
+    metadata: Sequence[Sequence[TensorMeta]],
+    hf_config: Mapping[str, Any],
+    problems: list[str],
+) -> dict[str, Shape]:
+    """Return ``found`` without the scales of values in 8 bits, each of which must have its own."""
+    dtypes = {meta.name: meta.dtype for sender in metadata for meta in sender}
+    values = [name for name, dtype in dtypes.items() if dtype == VALUES]
+    if not values:
+        return found
+    try:
+        form = EngineForm.of(hf_config, "config.json")
+    except BridgeError as error:
+        problems.append(str(error))
+        return found
+    if form is None:
+        problems.append(f"{named_some(values)} come in 8 bits, and config.json has no quantization_config")
+        return found
+    for name in values:
+        scales, shape = name + form.suffix, found[name]
+        grid = form.grid((shape[0], shape[1])) if len(shape) == 2 else None
+        told = f"{list(found[scales])} {dtypes[scales]}" if scales in found else "missing"
+        if grid is None or found.get(scales) != grid or dtypes[scales] != form.scale_dtype:
+            problems.append(f"{scales} is {told}, the model has {list(grid or ())} {form.scale_dtype}")
+    own = {name + form.suffix for name in values}
+    return {name: shape for name, shape in found.items() if name not in own}
 
 
 def _unfused(fused: re.Match[str], shape: Shape) -> dict[str, Shape]:

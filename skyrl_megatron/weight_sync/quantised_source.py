@@ -17,16 +17,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bridges.engine_form import EngineForm
+from bridges.errors import BridgeError
 from bridges.quantiser import add_largest, as_sent, no_largest, quantised_rows, scales_of
+from bridges.quantized import DequantizedFolder
+from bridges.source import open_hf
 from skyrl_megatron.errors import WeightSyncError
 from skyrl_megatron.runtime.model.build import ModelChunks
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
 from skyrl_megatron.weight_sync.bucket import TensorMeta
 from skyrl_megatron.weight_sync.megatron_source import MegatronWeightSource
+from skyrl_megatron.weight_sync.metadata import VALUES
 from skyrl_megatron.weight_sync.routes import Unroutable
 from skyrl_megatron.weight_sync.source import RowRange, TensorShard
 
-VALUES = "float8_e4m3fn"
 AT_ONCE = 2**22
 """Blocks whose largest |w| ranks compare in one message."""
 
@@ -87,6 +90,19 @@ class QuantisedWeightSource(MegatronWeightSource):
         self._matrices: list[Matrix] = []
         self._addresses: list[int] | None = None
         self._numbers: dict[tuple[Sequence[RowRange], int], Tensor] = {}  # experts have the same
+
+    @classmethod
+    def of_folder(cls, model: ModelChunks, groups: ProcessGroups) -> QuantisedWeightSource:
+        """Return the source of what the folder that ``model`` was built of has in 8 bits. Raises WeightSyncError for a
+        form that weights cannot be brought into."""
+        path = model.hf.path
+        assert path is not None, "a model of no folder"
+        try:
+            folder, form = open_hf(path), EngineForm.of(model.hf.config, f"{path}/config.json")
+        except BridgeError as error:
+            raise WeightSyncError(str(error)) from error
+        assert isinstance(folder, DequantizedFolder) and form is not None, path
+        return cls(model, groups, form, folder.in_8_bits)
 
     def shards(self) -> Sequence[TensorShard]:
         self._look()

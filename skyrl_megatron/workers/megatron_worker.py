@@ -269,13 +269,16 @@ class RankProcess:
     # ------------------------------------------------------------------ weights for the engines
     def weight_metadata(self) -> list[TensorMeta]:
         """List what this rank sends to the engines, in order."""
+        from skyrl_megatron.config.hf_model import engines_quantise
         from skyrl_megatron.config.rules.role_layout import weight_transport
         from skyrl_megatron.weight_sync.adapter_source import weight_source
         from skyrl_megatron.weight_sync.sender import WeightSender
 
         alone = self.cfg.trainer.policy.model.lora.sync_mode == "memory"
         engine = self.engine
-        self.source = weight_source(engine.model, engine.every_adapter(), engine.groups, adapters_alone=alone)
+        quantised = engines_quantise(self.cfg, engine.model.hf.config)
+        adapters = engine.every_adapter()
+        self.source = weight_source(engine.model, adapters, engine.groups, adapters_alone=alone, quantised=quantised)
         self.sender = WeightSender(self.source, transport=weight_transport(self.cfg))
         return list(self.sender.metadata())
 
