@@ -117,16 +117,14 @@ class QuantisedWeightSource(MegatronWeightSource):
         self._look()
         for matrices in _batches(self._matrices):
             group = matrices[0].group
-            sizes = [torch.Size(matrix.form.grid(matrix.shape)).numel() for matrix in matrices]
-            together = no_largest(self.form, (sum(sizes), 1), matrices[0].local.device)
-            each = [
-                part.view(matrix.form.grid(matrix.shape))
-                for matrix, part in zip(matrices, together.flatten().split(sizes), strict=True)
-            ]
+            each = [no_largest(self.form, matrix.shape, matrix.local.device) for matrix in matrices]
             for matrix, largest in zip(matrices, each, strict=True):
                 matrix.add_largest(largest)
             if group is not None:
+                together = torch.cat([largest.flatten() for largest in each])
                 dist.all_reduce(together, dist.ReduceOp.MAX, group)
+                parts = together.split([largest.numel() for largest in each])
+                each = [part.view(largest.shape) for part, largest in zip(parts, each, strict=True)]
             for matrix, largest in zip(matrices, each, strict=True):
                 matrix.scales = scales_of(self.form, largest)
 

@@ -101,9 +101,13 @@ def _bytes(tensor):
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def engines_of(job, *question):
-    """{engine: what is wrong in each of its workers}."""
-    job.write_bytes(pickle.dumps(question))
+def engines_of(folder, start, tensors, quantised, engines):
+    """{engine: what is wrong in each of its workers}, of engines that start on ``start`` and are sent ``tensors``."""
+    from safetensors.torch import save_file
+
+    save_file(dict(tensors), folder / "sent.safetensors")
+    job = folder / "job"
+    job.write_bytes(pickle.dumps((start, folder / "sent.safetensors", [name for name, _ in tensors], quantised, engines)))
     command = [sys.executable, "-m", "tests.weight_sync.quantised_engines", str(job)]
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
@@ -135,5 +139,5 @@ def test_engines_get_what_vllm_makes(ranks, tmp_path, family, form):
     for layout in LAYOUTS:
         tensors, _ = sent_of(ranks, start, plain, layout)
         assert unlike(tensors, quantised) == [], layout
-    found = engines_of(tmp_path / "job", start, tensors, quantised, ["tp1", "tp2", "ep2", "pp2"])
+    found = engines_of(tmp_path, start, tensors, quantised, ["tp1", "tp2", "ep2", "pp2"])
     assert found == {engine: [[]] * len(workers) for engine, workers in found.items()}
