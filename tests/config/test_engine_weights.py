@@ -1,6 +1,8 @@
 """Engines that hold other weights than the trainer sends, and the slow way that weights may take: told in time."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -8,46 +10,87 @@ from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron.config.validate import find_problems
 from skyrl_megatron.entrypoints.checks.engine_weights import engine_weights
-from skyrl_megatron.entrypoints.checks.planned_run import PlannedRun
+from skyrl_megatron.entrypoints.checks.planned_run import NotChecked, PlannedRun
 from skyrl_megatron.errors import SkyRLMegatronWarning
 from tests.bridges.tiny_models import tiny_config
 
 E = "generator.inference_engine."
 
 
+PLAIN = [
+    f"{E}engine_init_kwargs.load_format=dummy",
+    f"{E}engine_init_kwargs.hf_overrides.quantization_config=null",
+]
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+
+
+def folder_of(folder, quantised):
+    (folder / "config.json").write_text(json.dumps(tiny_config("qwen3_moe") | {"quantization_config": quantised}))
+    return folder
+
+
 @pytest.fixture
 def fp8_folder(tmp_path):
-    config = tiny_config("qwen3_moe") | {"quantization_config": {"quant_method": "fp8"}}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    return tmp_path
+    return folder_of(tmp_path, BLOCKS)
 
 
-def found(*args, training=True):
+def found(*args, training=True, gpus=8):
     cfg = SkyRLTrainConfig.from_cli_overrides(["trainer.logger=console", *args])
-    return list(engine_weights(PlannedRun(cfg, Hardware(8, 1), training)))
+    return list(engine_weights(PlannedRun(cfg, Hardware(gpus, 1), training)))
 
 
-def test_an_fp8_checkpoint_is_refused_with_the_way_to_bfloat16(fp8_folder):
-    (problem,) = found(f"trainer.policy.model.path={fp8_folder}")
-    assert problem.key == "trainer.policy.model.path" and "fp8 layers" in problem.fix
-    assert f"python -m bridges import --hf {fp8_folder} --dtype bf16" in problem.fix
+@pytest.mark.parametrize("quantised", [BLOCKS, {"quant_method": "mxfp8"}])
+def test_engines_of_a_folder_in_a_form_that_can_be_sent_are_allowed(tmp_path, quantised):
+    (told,) = found(f"trainer.policy.model.path={folder_of(tmp_path, quantised)}")
+    assert isinstance(told, NotChecked) and quantised["quant_method"] in told.what and "first sync" in told.why
+
+
+@pytest.mark.parametrize(
+    ("quantised", "why"),
+    [
+        ({"quant_method": "fp8"}, "weight_block_size=None"),
+        (BLOCKS | {"activation_scheme": "static"}, "activation_scheme='static'"),
+        ({"quant_method": "mxfp4"}, "quant_method='mxfp4'"),
+        ({"quant_method": "compressed-tensors"}, "quant_method='compressed-tensors'"),
+    ],
+)
+def test_other_forms_are_refused_with_the_ways_to_bfloat16(tmp_path, quantised, why):
+    folder = folder_of(tmp_path, quantised)
+    (problem,) = found(f"trainer.policy.model.path={folder}")
+    assert problem.key == "trainer.policy.model.path" and why in problem.fix
+    assert f"python -m bridges import --hf {folder} --dtype bf16" in problem.fix
+    assert all(each in problem.fix for each in PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("quantised", "why"),
+    [
+        (BLOCKS, "need AMX .* which this processor lacks"),
+        (BLOCKS | {"weight_block_size": [128, 64]}, r"blocks of 128 columns, not weight_block_size=\[128, 64\]"),
+        ({"quant_method": "mxfp8"}, "no kernels for mxfp8 on CPUs"),
+    ],
+)
+def test_engines_on_cpu_say_what_vllm_lacks(tmp_path, quantised, why):
+    if "AMX" in why and "amx_tile" in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this processor has AMX")
+    model = f"trainer.policy.model.path={folder_of(tmp_path, quantised)}"
+    (problem,) = found(model, gpus=0)
+    assert re.search(why, problem.fix) and all(each in problem.fix for each in PLAIN)
+    assert found(model, *PLAIN, gpus=0) == []
+    assert found(model, PLAIN[1], gpus=0)[0].fix.startswith("engines that hold it in bfloat16 cannot load it")
 
 
 def test_a_frozen_base_may_stay_quantised_where_engines_get_it_merged(fp8_folder):
-    kwargs = [
-        f"{E}engine_init_kwargs.load_format=dummy",
-        f"{E}engine_init_kwargs.hf_overrides.quantization_config=null",
-    ]
     lora = [f"trainer.policy.model.path={fp8_folder}", "trainer.policy.model.lora.rank=4"]
     (problem,) = found(*lora)
-    assert all(each in problem.fix for each in kwargs)
-    assert found(*lora, *kwargs) == []
-    for missing in (lora, kwargs[1:]), (lora, kwargs[:1]), (lora[:1], kwargs):
+    assert all(each in problem.fix for each in PLAIN)
+    assert found(*lora, *PLAIN) == []
+    for missing in (lora, PLAIN[1:]), (lora, PLAIN[:1]):
         assert len(found(*(each for part in missing for each in part))) == 1, missing
-    assert len(found(*lora, *kwargs, "trainer.policy.model.lora.sync_mode=memory")) == 1
+    assert len(found(*lora, *PLAIN, "trainer.policy.model.lora.sync_mode=memory")) == 1
 
 
-def test_quantised_engines_are_refused(tmp_path):
+def test_engines_that_quantise_for_themselves_are_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen3_moe")))
     (problem,) = found(f"trainer.policy.model.path={tmp_path}", f"{E}engine_init_kwargs.quantization=fp8")
     assert problem.key == f"{E}engine_init_kwargs.quantization" and "leave it out" in problem.fix

@@ -3,54 +3,95 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from skyrl_megatron.config.hf_model import read_hf_config
+from bridges.engine_form import FP8, EngineForm
+from bridges.errors import BridgeError
+from skyrl_megatron.config.hf_model import ENGINE_KWARGS, engines_quantise, read_hf_config
 from skyrl_megatron.entrypoints.checks.planned_run import NotChecked, PlannedRun
 from skyrl_megatron.errors import ConfigError, Problem
 
-KWARGS = "generator.inference_engine.engine_init_kwargs"
+PLAIN = f"{ENGINE_KWARGS}.load_format=dummy {ENGINE_KWARGS}.hf_overrides.quantization_config=null"
+"""Engines of a quantised folder that hold bfloat16 weights: they start without any."""
 
 
 def engine_weights(run: PlannedRun) -> Iterator[Problem | NotChecked]:
-    """Yield engines that quantise: the trainer sends bfloat16 weights without scales; and those that draft tokens, as
-    syncs leave out what they draft with. An evaluation sends none."""
+    """Yield engines that quantise weights themselves, or in a form that the trainer's cannot be brought into; those
+    that no kernel here computes; and those that draft tokens, as syncs leave out what they draft with. An evaluation
+    sends none."""
     engine = run.cfg.generator.inference_engine
     if not run.training or not engine.run_engines_locally:
         return
     if method := engine.engine_init_kwargs.get("quantization"):
-        fix = "engines get bfloat16 weights without scales in training: leave it out"
-        yield Problem("generator.inference_engine.engine_init_kwargs.quantization", method, fix)
+        fix = (
+            "engines that quantise for themselves would get weights without scales: leave it out; engines of a folder "
+            "in FP8 blocks or MXFP8 (trainer.policy.model.path) get theirs in its form"
+        )
+        yield Problem(f"{ENGINE_KWARGS}.quantization", method, fix)
     if drafting := engine.engine_init_kwargs.get("speculative_config"):
         why = "syncs do not send what engines draft with: it stays as it was, and fewer drafts are accepted"
-        yield NotChecked(f"{KWARGS}.speculative_config={drafting}", why)
-    key, path = "trainer.policy.model.path", run.cfg.trainer.policy.model.path
+        yield NotChecked(f"{ENGINE_KWARGS}.speculative_config={drafting}", why)
+    path = run.cfg.trainer.policy.model.path
     try:
         hf = (read_hf_config(run.cfg, "policy") if path else None) or {}
     except ConfigError:
         return  # the rules of the configuration say what is wrong with the file
-    if quantised := hf.get("quantization_config"):
-        method = quantised.get("quant_method", "quantised") if isinstance(quantised, dict) else "quantised"
-        lora = run.cfg.trainer.policy.model.lora
-        if lora.rank and lora.sync_mode == "merged" and _get_dequantised(engine.engine_init_kwargs):
-            return
-        plain = (
-            f"write it in bfloat16, python -m bridges import --hf {path} --dtype bf16 --out MEGATRON, then python -m "
-            f"bridges export --megatron MEGATRON --hf-template {path} --out FOLDER, and name that folder"
-        )
-        if lora.rank:
-            plain = (
-                "its base can stay as it is if engines start without weights and get them merged: "
-                "trainer.policy.model.lora.sync_mode=merged "
-                f"{KWARGS}.load_format=dummy {KWARGS}.hf_overrides.quantization_config=null; or {plain}"
-            )
-        yield Problem(
-            key, path, f"engines would build {method} layers of it and get bfloat16 weights in training: {plain}"
-        )
+    if hf.get("quantization_config"):
+        yield from _quantised(run, hf, path)
 
 
-def _get_dequantised(kwargs: Mapping[str, Any]) -> bool:
-    """Tell whether engines of a quantised folder are built without quantisation, and without its weights."""
-    overrides = kwargs.get("hf_overrides")
-    plain = isinstance(overrides, Mapping) and overrides.get("quantization_config", overrides) is None
-    return plain and kwargs.get("load_format") == "dummy"
+def _quantised(run: PlannedRun, hf: Mapping[str, Any], path: str) -> Iterator[Problem | NotChecked]:
+    """Yield what is wrong with engines of a quantised folder."""
+    key, lora = "trainer.policy.model.path", run.cfg.trainer.policy.model.lora
+    plain = (
+        f"write it in bfloat16, python -m bridges import --hf {path} --dtype bf16 --out MEGATRON, then python -m "
+        f"bridges export --megatron MEGATRON --hf-template {path} --out FOLDER, and name that folder"
+    )
+    if not engines_quantise(run.cfg, hf):
+        if run.cfg.generator.inference_engine.engine_init_kwargs.get("load_format") != "dummy":
+            why = "engines that hold it in bfloat16 cannot load it"
+            yield Problem(key, path, f"{why}: let them start without weights, {PLAIN}; or {plain}")
+        elif lora.rank and lora.sync_mode != "merged":
+            why = "engines that start without weights get no base"
+            yield Problem(key, path, f"{why}: trainer.policy.model.lora.sync_mode=merged")
+        return
+    found = hf["quantization_config"]
+    method = found.get("quant_method", "quantised") if isinstance(found, dict) else "quantised"
+    if lora.rank:
+        fix = (
+            f"engines would build {method} layers of it, to which no adapter is added: its base can stay as it is if "
+            f"engines start without weights and get them merged, trainer.policy.model.lora.sync_mode=merged {PLAIN}; "
+            f"or {plain}"
+        )
+        yield Problem(key, path, fix)
+        return
+    unquantised = f"let engines start without weights and get them in bfloat16, {PLAIN}; or {plain}"
+    try:
+        form = EngineForm.of(hf, path)
+    except BridgeError as error:
+        yield Problem(key, path, f"engines would build {method} layers of it. {error}: {unquantised}")
+        return
+    assert form is not None
+    if lacking := _lacking_kernel(run, form):
+        yield Problem(key, path, f"engines would build {method} layers of it. {lacking}: {unquantised}")
+        return
+    why = (
+        "weights are sent as vLLM's quantisers make them, which was compared on CPU, as was what its loaders make of "
+        "them; what kernels compute with them shows in the probe of the first sync"
+    )
+    yield NotChecked(f"engines of {path} in {method}", why)
+
+
+def _lacking_kernel(run: PlannedRun, form: EngineForm) -> str:
+    """Say what vLLM has no kernel for on the run's processors; nothing, if it may have one."""
+    if not run.hardware.is_cpu or run.cfg.generator.inference_engine.backend != "vllm":
+        return ""
+    if form.method != FP8:
+        return f"vLLM has no kernels for {form.method} on CPUs"
+    if form.block[1] != 128 or form.block[0] % 32:
+        return f"vLLM's FP8 kernels for CPUs want blocks of 128 columns, not weight_block_size={list(form.block)}"
+    flags = Path("/proc/cpuinfo")
+    if flags.is_file() and "amx_tile" not in flags.read_text():
+        return "vLLM's FP8 kernels for CPUs need AMX (Sapphire Rapids or newer), which this processor lacks"
+    return ""
