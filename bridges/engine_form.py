@@ -1,5 +1,5 @@
-"""How engines keep matrices in 8 bits, of the forms that weights can be brought into: what ``quantization_config`` of a
-``config.json`` says. Which matrices, the folder itself says (``DequantizedFolder.in_8_bits``).
+"""How engines keep matrices in 8 bits: what ``quantization_config`` of a ``config.json`` says, where weights can be
+brought into that form. Which matrices, the folder itself says (``DequantizedFolder.in_8_bits``).
 
 ======== ============================================== ===========================================================
 method   ``quantization_config``                        on disk

@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from skyrl_megatron.errors import WeightSyncError
 
 PROBE_TOKENS = 64
-EPSILON = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+QUANTISED = "float8_e4m3fn"
+"""The dtype of engines that hold matrices in 8 bits."""
+EPSILON = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11, QUANTISED: 2.0**-4}
 """Half a unit in the last place, relative."""
-LIMITS = {"float32": 1e-4, "bfloat16": 0.15, "float16": 0.05}
+LIMITS = {"float32": 1e-4, "bfloat16": 0.15, "float16": 0.05, QUANTISED: 0.3}
 """How far log-probs may be apart on average, nats, whatever the model (float16: not measured) …"""
 ROUNDINGS = 3.0
 """… and how many times as far as rounding moves the trainer's own (``runtime/scoring.py``), where that is more.

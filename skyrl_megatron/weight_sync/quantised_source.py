@@ -1,9 +1,9 @@
 """A Megatron model as the source of matrices in 8 bits: what an engine of a quantised folder takes.
 
 Each matrix that the folder has in 8 bits travels as two tensors, under the names on disk: its values, float8 E4M3, and
-a scale for each block, both made of the trainer's weights as vLLM's own quantiser makes them (``bridges/quantiser.py``).
-The rows of a bucket are quantised when they are copied into it, so that nothing is held but scales. The edges of shards
-go through blocks, so the ranks of a matrix compare the largest |w| of each block first.
+a scale for each block, both made of the trainer's weights as vLLM's quantiser makes them (``bridges/quantiser.py``).
+Rows are quantised when they are copied into a bucket, so that nothing is held but scales. The edges of shards go
+through blocks, so the ranks of a matrix compare the largest |w| of each block first.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class QuantisedWeightSource(MegatronWeightSource):
             if not weight.entry.has_rows_of_hf or len(meta.shape) != 2:
                 raise WeightSyncError(
                     f"{meta.name} {list(meta.shape)} has 8 bits in the engines' folder and is no matrix made of rows "
-                    "there, so that it cannot be quantised as it is sent: give engines a folder without quantised weights"
+                    "there, so that it cannot be quantised as it is sent: give engines a folder without quantisation"
                 )
             assert shard.make is None, "a frozen base that is kept in 8 bits is not sent"
             self._add(shard, over.rank())
@@ -168,8 +168,8 @@ class QuantisedWeightSource(MegatronWeightSource):
 
 
 def numbers_of(own: Sequence[RowRange], local: Tensor) -> Tensor:
-    """Return [rows of ``local``] int64: the row of the tensor that each is, going by the ranges of a shard; −1 where it
-    is a row of another."""
+    """Return [rows of ``local``] int64: the row of the tensor that each is, going by ``own`` ranges of a shard; −1
+    where it is a row of another."""
     numbers = torch.full((len(local),), -1)
     for span in own:
         numbers[_rows(span)] = torch.arange(span.start, span.start + span.count)

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from skyrl_megatron.config.hf_model import read_hf_config
+from skyrl_megatron.config.hf_model import engines_quantise, read_hf_config
 from skyrl_megatron.config.rules.role_layout import weight_transport
 from skyrl_megatron.errors import DistributedError, SkyRLMegatronError
 from skyrl_megatron.weight_sync.adapter_tensors import configured_pairs
+from skyrl_megatron.weight_sync.probe import QUANTISED
 from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
 if TYPE_CHECKING:
@@ -25,15 +26,16 @@ if TYPE_CHECKING:
 def weight_synchronizer(
     cfg: SkyRLTrainConfig, policy: WorkerGroup, pool: EnginePool, *, dtype: str
 ) -> WeightSynchronizer:
-    """Make what syncs the weights of ``policy`` to ``pool``. ``dtype``: of the engines' weights.
+    """Make what syncs the weights of ``policy`` to ``pool``. ``dtype``: of the engines' weights that have not 8 bits.
 
     Await its ``sync(version)`` on the event loop that the engines were started on.
     """
+    hf = read_hf_config(cfg) or {}
     return WeightSynchronizer(
         pool,
         policy_ranks(policy),
-        hf_config=read_hf_config(cfg) or {},
-        dtype=dtype,
+        hf_config=hf,
+        dtype=QUANTISED if engines_quantise(cfg, hf) else dtype,
         probe_interval=cfg.generator.inference_engine.weight_sync_probe_interval or 0,
         deadline_s=2 * cfg.trainer.phase_timeout_s,
         phase_s=cfg.trainer.phase_timeout_s,

@@ -37,13 +37,14 @@ def without_amx() -> None:
 
     torch.cpu._is_amx_tile_supported = lambda: True  # type: ignore[assignment]
     linear._POSSIBLE_MXFP8_KERNELS[PlatformEnum.CPU] = [linear.EmulationMxfp8LinearKernel]
-    modelopt.select_mxfp8_moe_backend = lambda config: (Fp8MoeBackend.EMULATION, None)
+    modelopt.select_mxfp8_moe_backend = lambda config: (Fp8MoeBackend.EMULATION, object)
     modelopt.make_fp8_moe_kernel = lambda **_: None
 
 
 def vllm_config(folder: Path, engine: dict[str, int], rank: int, load_format: str) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
+    latent = "kv_lora_rank" in (folder / "config.json").read_text()
     config = EngineArgs(
         model=str(folder),
         tensor_parallel_size=engine.get("tp", 1),
@@ -54,6 +55,7 @@ def vllm_config(folder: Path, engine: dict[str, int], rank: int, load_format: st
         load_format=load_format,
         enforce_eager=True,
         distributed_executor_backend="mp" if engine else None,
+        attention_backend="CPU_MLA" if latent else None,  # that for AMX empties a weight, and cannot be reloaded
     ).create_engine_config()
     config.parallel_config.rank = rank
     return config

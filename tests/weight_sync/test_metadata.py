@@ -88,3 +88,46 @@ def test_a_mistake_is_named(model, change, message):
     listed = list(metas.values()) + ([metas[change["twice"]]] if "twice" in change else [])
     with pytest.raises(WeightSyncError, match=message):
         check(config, listed)
+
+
+@pytest.mark.parametrize(
+    ("quantised", "scales", "message"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [64, 32]}, ((1, 4), "float32"), ""),
+        (
+            {"quant_method": "fp8", "weight_block_size": [64, 32]},
+            None,
+            r"_proj.weight_scale_inv is missing, .*\[1, 4\]",
+        ),
+        (
+            {"quant_method": "fp8", "weight_block_size": [64, 64]},
+            ((1, 4), "float32"),
+            r"is \[1, 4\] float32, .*\[1, 2\]",
+        ),
+        (
+            {"quant_method": "fp8", "weight_block_size": [64, 32]},
+            ((1, 4), "bfloat16"),
+            "bfloat16, the model has .*float32",
+        ),
+        ({"quant_method": "mxfp8"}, ((64, 4), "float32"), "up_proj.weight_scale is missing.*scale_inv is no tensor"),
+        ({"quant_method": "mxfp4"}, ((1, 4), "float32"), "not quant_method='mxfp4'"),
+        (None, ((1, 4), "float32"), "up_proj.weight come in 8 bits, and config.json has no quantization_config"),
+    ],
+)
+def test_values_of_8_bits_come_with_their_scales(model, quantised, scales, message):
+    import contextlib
+    import dataclasses
+
+    from skyrl_megatron.errors import WeightSyncError
+    from skyrl_megatron.weight_sync.bucket import TensorMeta
+
+    config, metas = model
+    name = f"{LAYER}.5.up_proj.weight"
+    metas[name] = dataclasses.replace(metas[name], dtype="float8_e4m3fn")
+    assert metas[name].shape == (64, 128)
+    if scales is not None:
+        shape, dtype = scales
+        metas[f"{name}_scale_inv"] = TensorMeta(f"{name}_scale_inv", dtype, shape)
+    raised = pytest.raises(WeightSyncError, match=message) if message else contextlib.nullcontext()
+    with raised:
+        check(config | {"quantization_config": quantised}, list(metas.values()))

@@ -18,15 +18,15 @@ from tests.weight_sync.quantised_folders import FORMS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.process]
 BUCKET_BYTES = 1 << 14  # a few rows of the largest matrices
-PLAIN = {"tp4·etp4": (4, dict(tp=4, etp=4))}
-MORE = {
+LAYOUTS = {
     "one rank": (1, {}),
+    "tp2·etp2": (2, dict(tp=2, etp=2)),
+    "tp4·etp4": (4, dict(tp=4, etp=4)),
     "tp2·ep2": (2, dict(tp=2, ep=2)),
     "pp2": (2, dict(pp=2)),
     "dp2·ep2": (2, dict(ep=2)),
     "tp2·etp2·pp2": (4, dict(tp=2, etp=2, pp=2)),
 }
-LAYOUTS = PLAIN | MORE
 
 
 class QuantisedRank(Rank):
@@ -97,7 +97,9 @@ def _bytes(tensor):
     import torch
 
     nan = tensor.isnan() if tensor.dtype == torch.float32 else None
-    tensor = tensor if nan is None else tensor.masked_fill(nan, torch.nan)  # which NaN a scale is, is vLLM's reduction's
+    tensor = (
+        tensor if nan is None else tensor.masked_fill(nan, torch.nan)
+    )  # which NaN a scale is, is vLLM's reduction's
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
@@ -107,7 +109,9 @@ def engines_of(folder, start, tensors, quantised, engines):
 
     save_file(dict(tensors), folder / "sent.safetensors")
     job = folder / "job"
-    job.write_bytes(pickle.dumps((start, folder / "sent.safetensors", [name for name, _ in tensors], quantised, engines)))
+    job.write_bytes(
+        pickle.dumps((start, folder / "sent.safetensors", [name for name, _ in tensors], quantised, engines))
+    )
     command = [sys.executable, "-m", "tests.weight_sync.quantised_engines", str(job)]
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
@@ -129,6 +133,81 @@ def sent_of(ranks, start, plain, layout):
         arrived(trainer, config)  # of the weights that it started with
         trainer.together("load", plain)
         return arrived(trainer, config)
+
+
+def test_ranks_send_what_vllm_makes(ranks, tmp_path):
+    """Whose edges go through blocks; a NaN and a block of zeros are in it. And what is wrong would be seen."""
+    import torch
+
+    start, plain, quantised = written(tmp_path, "qwen3_moe", "fp8")
+    tensors, metadata = sent_of(ranks, start, plain, "tp2·etp2")
+    assert unlike(tensors, quantised) == []
+    assert any(each.isnan().any() for _, each in tensors if each.dtype == torch.float32)
+    values = [each for _, each in tensors if each.dtype == torch.float8_e4m3fn]
+    blocks = sum(-(-each.shape[0] // 128) * -(-each.shape[1] // 128) for each in values)
+    others = {each.name for sender in metadata for each in sender if each.dtype == "float32"}
+    eight = [each for sender in metadata for each in sender if each.name not in others or "scale" in each.name]
+    assert sum(each.nbytes for each in eight) == sum(each.numel() for each in values) + 4 * blocks
+    found = dict(tensors)
+    expert = "model.layers.1.mlp.experts.{}.{}_proj.weight"
+    found[expert.format(0, "up") + "_scale_inv"][1, 0] *= 1 + 2**-23
+    one, other = expert.format(2, "down"), expert.format(3, "down")
+    found[one], found[other] = found[other], found[one]
+    assert set(unlike(list(found.items()), quantised)) == {expert.format(0, "up") + "_scale_inv", one, other}
+
+
+def source_of(folder, names):
+    """Body of a rank: what is wrong with sending these tensors in 8 bits, and what is said of routes."""
+    from bridges.engine_form import EngineForm
+    from skyrl_megatron.errors import WeightSyncError
+    from skyrl_megatron.runtime.engine import MegatronEngine
+    from skyrl_megatron.weight_sync.quantised_source import QuantisedWeightSource
+    from skyrl_megatron.weight_sync.sender import WeightSender
+    from tests.training.bodies import config
+
+    engine = MegatronEngine(config(folder))
+    form = EngineForm.of({"quantization_config": FORMS["fp8"]}, "config.json")
+    source = QuantisedWeightSource(engine.model, engine.groups, form, names)
+    routes = WeightSender(source).holdings()
+    try:
+        source.metadata()
+    except WeightSyncError as error:
+        return routes, str(error)
+    return routes, ""
+
+
+def test_what_cannot_be_quantised_is_named(ranks, tmp_path):
+    from tests.support.tiny_models import write_tiny_model
+
+    folder = write_tiny_model("qwen3", tmp_path / "model")
+    ((routes, why),) = ranks(1, source_of, folder, frozenset({"model.norm.weight"}))
+    assert why.startswith("model.norm.weight [128] has 8 bits") and "8 bits while they are sent" in routes
+
+
+def test_an_adapter_is_not_added_to_8_bits():
+    from skyrl_megatron.errors import WeightSyncError
+    from skyrl_megatron.weight_sync.adapter_source import weight_source
+
+    with pytest.raises(WeightSyncError, match="sync_mode=merged.*load_format=dummy.*quantization_config=null"):
+        weight_source(None, {"": None}, None, adapters_alone=False, quantised=True)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_the_probe_knows_that_engines_round(tmp_path, plain):
+    from types import SimpleNamespace
+
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.weight_sync.probe import QUANTISED
+    from skyrl_megatron.workers.policy_rank import weight_synchronizer
+
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": FORMS["fp8"], "vocab_size": 8}))
+    keys = {"trainer.policy.model.path": str(tmp_path)}
+    if plain:
+        kwargs = "generator.inference_engine.engine_init_kwargs."
+        keys |= {f"{kwargs}load_format": "dummy", f"{kwargs}hf_overrides.quantization_config": None}
+    cfg = SkyRLTrainConfig.from_cli_overrides(keys)
+    made = weight_synchronizer(cfg, SimpleNamespace(group=SimpleNamespace(actors=[])), None, dtype="bfloat16")
+    assert made.dtype == ("bfloat16" if plain else QUANTISED)
 
 
 @pytest.mark.full_matrix
