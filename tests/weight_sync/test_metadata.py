@@ -7,6 +7,7 @@ import pytest
 from tests.support.tiny_models import TINY
 
 LAYER = "model.layers.2.mlp.experts"
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [64, 32]}
 
 
 @pytest.fixture
@@ -93,19 +94,19 @@ def test_a_mistake_is_named(model, change, message):
 @pytest.mark.parametrize(
     ("quantised", "scales", "message"),
     [
-        ({"quant_method": "fp8", "weight_block_size": [64, 32]}, ((1, 4), "float32"), ""),
+        (BLOCKS, ((1, 4), "float32"), ""),
         (
-            {"quant_method": "fp8", "weight_block_size": [64, 32]},
+            BLOCKS,
             None,
             r"_proj.weight_scale_inv is missing, .*\[1, 4\]",
         ),
         (
-            {"quant_method": "fp8", "weight_block_size": [64, 64]},
+            BLOCKS | {"weight_block_size": [64, 64]},
             ((1, 4), "float32"),
             r"is \[1, 4\] float32, .*\[1, 2\]",
         ),
         (
-            {"quant_method": "fp8", "weight_block_size": [64, 32]},
+            BLOCKS,
             ((1, 4), "bfloat16"),
             "bfloat16, the model has .*float32",
         ),

@@ -96,10 +96,8 @@ def unlike(tensors, folder):
 def _bytes(tensor):
     import torch
 
-    nan = tensor.isnan() if tensor.dtype == torch.float32 else None
-    tensor = (
-        tensor if nan is None else tensor.masked_fill(nan, torch.nan)
-    )  # which NaN a scale is, is vLLM's reduction's
+    if tensor.dtype == torch.float32:  # which of NaNs a scale is, depends on the order of vLLM's reduction
+        tensor = tensor.masked_fill(tensor.isnan(), torch.nan)
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
@@ -109,9 +107,8 @@ def engines_of(folder, start, tensors, quantised, engines):
 
     save_file(dict(tensors), folder / "sent.safetensors")
     job = folder / "job"
-    job.write_bytes(
-        pickle.dumps((start, folder / "sent.safetensors", [name for name, _ in tensors], quantised, engines))
-    )
+    names = [name for name, _ in tensors]
+    job.write_bytes(pickle.dumps((start, folder / "sent.safetensors", names, quantised, engines)))
     command = [sys.executable, "-m", "tests.weight_sync.quantised_engines", str(job)]
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
@@ -188,7 +185,7 @@ def test_an_adapter_is_not_added_to_8_bits():
     from skyrl_megatron.errors import WeightSyncError
     from skyrl_megatron.weight_sync.adapter_source import weight_source
 
-    with pytest.raises(WeightSyncError, match="sync_mode=merged.*load_format=dummy.*quantization_config=null"):
+    with pytest.raises(WeightSyncError, match=r"sync_mode=merged.*load_format=dummy.*quantization_config=null"):
         weight_source(None, {"": None}, None, adapters_alone=False, quantised=True)
 
 
