@@ -7,7 +7,7 @@ import pytest
 from tests.support.tiny_models import TINY
 
 LAYER = "model.layers.2.mlp.experts"
-BLOCKS = {"quant_method": "fp8", "weight_block_size": [64, 32]}
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [64, 512]}
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_a_mistake_is_named(model, change, message):
             r"_proj.weight_scale_inv is missing, .*\[1, 4\]",
         ),
         (
-            BLOCKS | {"weight_block_size": [64, 64]},
+            BLOCKS | {"weight_block_size": [64, 1024]},
             ((1, 4), "float32"),
             r"is \[1, 4\] float32, .*\[1, 2\]",
         ),
@@ -125,7 +125,7 @@ def test_values_of_8_bits_come_with_their_scales(model, quantised, scales, messa
     config, metas = model
     name = f"{LAYER}.5.up_proj.weight"
     metas[name] = dataclasses.replace(metas[name], dtype="float8_e4m3fn")
-    assert metas[name].shape == (64, 128)
+    assert metas[name].shape == (64, 2048)
     if scales is not None:
         shape, dtype = scales
         metas[f"{name}_scale_inv"] = TensorMeta(f"{name}_scale_inv", dtype, shape)
