@@ -21,7 +21,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.weight_sync import LARGE  # noqa: E402
+from benchmarks.weight_sync import LARGE
 
 BUCKET_BYTES = 1 << 26
 FORMS: dict[str, dict[str, Any] | None] = {
@@ -40,8 +40,8 @@ def receiver(pipe: Any) -> None:
 
     torch.set_num_threads(1)
     while (job := pipe.recv()) is not None:
-        address, metadata, passes = job
-        taken = WeightReceiver([open_transport("gloo", *address, 1, 2, 60.0)], BUCKET_BYTES, torch.device("cpu"))
+        (host, port), metadata, passes = job
+        taken = WeightReceiver([open_transport("gloo", host, port, 1, 2, 60.0)], BUCKET_BYTES, torch.device("cpu"))
         taken.set_metadata([metadata])
         for _ in range(passes):
             for _ in taken.tensors():

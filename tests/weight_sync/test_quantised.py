@@ -18,6 +18,7 @@ from tests.weight_sync.quantised_folders import FORMS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.process]
 BUCKET_BYTES = 1 << 14  # a few rows of the largest matrices
+SMALL = dict(quant_method="fp8", weight_block_size=[48, 40])
 LAYOUTS = {
     "one rank": (1, {}),
     "tp2·etp2": (2, dict(tp=2, etp=2)),
@@ -132,6 +133,68 @@ def sent_of(ranks, start, plain, layout):
         return arrived(trainer, config)
 
 
+def quantised_by(folder, layout):
+    """Body of a rank: (metadata, buckets) of what it sends of a folder, every linear map in small blocks."""
+    from bridges.engine_form import EngineForm
+    from skyrl_megatron.runtime.engine import MegatronEngine
+    from skyrl_megatron.runtime.hf.load import load_hf
+    from skyrl_megatron.weight_sync.quantised_source import QuantisedWeightSource
+    from skyrl_megatron.weight_sync.sender import WeightSender
+    from tests.training.bodies import config
+    from tests.weight_sync.recording import sent
+
+    engine = MegatronEngine(config(folder, world=2, **layout))
+    load_hf(engine.model, folder, engine.groups)
+    entries = engine.model.hf.plan.entries
+    names = frozenset(piece.name for entry in entries if entry.can_be_scaled for piece in entry.hf)
+    form = EngineForm.of({"quantization_config": SMALL}, "config.json")
+    sender = WeightSender(
+        QuantisedWeightSource(engine.model, engine.groups, form, names), bucket_bytes=BUCKET_BYTES, transport="gloo"
+    )
+    metadata = list(sender.metadata())
+    return metadata, sent(sender).sent
+
+
+def test_ranks_send_what_the_whole_becomes(ranks, tmp_path):
+    """Of matrices whose blocks go over the edges of shards. ``test_quantiser.py`` says that it is vLLM's."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from bridges.engine_form import EngineForm
+    from bridges.quantiser import quantise
+    from tests.support.tiny_models import write_tiny_model
+    from tests.weight_sync.recording import received
+
+    folder = write_tiny_model("qwen3_moe", tmp_path / "model", num_hidden_layers=2)
+    expected = load_file(folder / "model.safetensors")
+    odd = "model.layers.1.mlp.experts.3.down_proj.weight"
+    expected[odd][:48, :40], expected[odd][100, 33] = 0, torch.nan
+    save_file(expected, folder / "model.safetensors", metadata={"format": "pt"})
+    answers = ranks(2, quantised_by, folder, dict(tp=2, etp=2))
+    found, _ = received(
+        [metadata for metadata, _ in answers if metadata],
+        [buckets for metadata, buckets in answers if metadata],
+        BUCKET_BYTES,
+    )
+    form, made = EngineForm.of({"quantization_config": SMALL}, "config.json"), dict(expected)
+    for name, tensor in expected.items():
+        if name.endswith("_proj.weight"):
+            made[name], made[f"{name}_scale_inv"] = quantise(form, tensor)
+    assert sorted(found) == sorted(made)
+    wrong = [name for name, each in made.items() if not torch.equal(_bytes(found[name]), _bytes(each))]
+    assert wrong == [] and found[odd].float().isnan().any()
+    sent = sum(meta.nbytes for metadata, _ in answers for meta in metadata)
+    values = [each for name, each in made.items() if f"{name}_scale_inv" in made]
+    whole = sum(each.nbytes for each in expected.values())
+    assert sent == whole - 3 * sum(map(torch.numel, values)) + 4 * sum(form_blocks(form, each) for each in values)
+
+
+def form_blocks(form, tensor):
+    rows, columns = form.grid(tuple(tensor.shape))
+    return rows * columns
+
+
+@pytest.mark.full_matrix
 def test_ranks_send_what_vllm_makes(ranks, tmp_path):
     """Whose edges go through blocks; a NaN and a block of zeros are in it. And what is wrong would be seen."""
     import torch

@@ -33,8 +33,10 @@ def engine_weights(run: PlannedRun) -> Iterator[Problem | NotChecked]:
         why = "syncs do not send what engines draft with: it stays as it was, and fewer drafts are accepted"
         yield NotChecked(f"{ENGINE_KWARGS}.speculative_config={drafting}", why)
     path = run.cfg.trainer.policy.model.path
+    if not path:
+        return
     try:
-        hf = (read_hf_config(run.cfg, "policy") if path else None) or {}
+        hf = read_hf_config(run.cfg, "policy") or {}
     except ConfigError:
         return  # the rules of the configuration say what is wrong with the file
     if hf.get("quantization_config"):
