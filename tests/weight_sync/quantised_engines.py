@@ -17,12 +17,12 @@ import pickle
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from tests.weight_sync.engine_models import ENGINES, groups
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BEFORE = (0x55, 0xAA)
 """Bytes that parameters are full of before one load and before the other: what is not loaded differs."""
@@ -30,6 +30,7 @@ BEFORE = (0x55, 0xAA)
 
 def without_amx() -> None:
     """See above."""
+    import torch
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
     from vllm.model_executor.layers.quantization import modelopt
@@ -64,11 +65,15 @@ def vllm_config(folder: Path, engine: dict[str, int], rank: int, load_format: st
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
+    import torch
+
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def loaded(model: Any, tensors: Iterable[tuple[str, Tensor]], before: int) -> dict[str, Tensor]:
     """The bytes of the parameters of a model that was just made, as its loaders leave them before any packing."""
+    import torch
+
     parameters = {name: each for name, each in model.named_parameters() if ".attn." not in name}  # of the KV cache
     for each in parameters.values():
         each.data.view(-1).view(torch.uint8).fill_(before)
@@ -78,12 +83,15 @@ def loaded(model: Any, tensors: Iterable[tuple[str, Tensor]], before: int) -> di
 
 def unlike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
     """Names of what is not the same, byte for byte."""
+    import torch
+
     assert found.keys() == expected.keys()
     return [name for name, each in found.items() if not torch.equal(each, expected[name])]
 
 
 def worker(folder: Path, sent: list[tuple[str, Tensor]], like: Path, engine: dict[str, int], rank: int) -> list[str]:
     """What is wrong in a worker; nothing, if all is as it should be."""
+    import torch
     from safetensors.torch import load_file
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import get_model
@@ -118,6 +126,7 @@ def worker(folder: Path, sent: list[tuple[str, Tensor]], like: Path, engine: dic
 
 
 def main(job: str) -> None:
+    import torch
     from safetensors.torch import load_file
 
     from skyrl_megatron.inference.vllm import compat  # noqa: F401  (what our engines change in vLLM)
