@@ -214,6 +214,11 @@ def test_ranks_send_what_vllm_makes(ranks, tmp_path):
     one, other = expert.format(2, "down"), expert.format(3, "down")
     found[one], found[other] = found[other], found[one]
     assert set(unlike(list(found.items()), quantised)) == {expert.format(0, "up") + "_scale_inv", one, other}
+    ((wrong,),) = engines_of(tmp_path, start, list(found.items()), quantised, ["tp1"]).values()
+    experts = "model.layers.1.mlp.experts.routed_experts."
+    assert {(line.split()[0], line.split()[-1]) for line in wrong} == {
+        (experts + name, how) for name in ("w13_weight_scale_inv", "w2_weight") for how in ("else", "reload")
+    }
 
 
 def source_of(folder, names):
