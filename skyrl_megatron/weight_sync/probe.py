@@ -22,7 +22,8 @@ Only the mean tells: a router's near-ties fall either way in half precision and 
 single tokens of two correct implementations are 3e-4 apart. How much of it is rounding depends on the model. Measured
 by ``benchmarks/probe_limits.py``: with equal weights at most 0.12 or 1.8 times rounding in bfloat16 and 4e-5 in fp32;
 with a stale output layer at least 0.77 and 4.5 times in bfloat16 and 0.7 in fp32, with two experts swapped at least
-0.06 in fp32 where any token asks for them."""
+0.06 in fp32 where any token asks for them. In 8 bits (``benchmarks/probe_of_8_bits.py``, weights
+alone) equal ones are at most 0.13 or 1.2 times rounding apart; engines that round activations add about as much."""
 
 
 @dataclass(frozen=True, slots=True)
