@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 BEFORE = (0x55, 0xAA)
 """Bytes that parameters are full of before one load and before the other: what is not loaded differs."""
 
+OF_CACHE = (".q_scale", ".k_scale", ".v_scale", ".prob_scale")
+"""Parameters of the KV cache, which these folders have nothing for."""
+
 
 def without_amx() -> None:
     """See above."""
@@ -74,7 +77,7 @@ def loaded(model: Any, tensors: Iterable[tuple[str, Tensor]], before: int) -> di
     """The bytes of the parameters of a model that was just made, as its loaders leave them before any packing."""
     import torch
 
-    parameters = {name: each for name, each in model.named_parameters() if ".attn." not in name}  # of the KV cache
+    parameters = {name: each for name, each in model.named_parameters() if not name.endswith(OF_CACHE)}
     for each in parameters.values():
         each.data.view(-1).view(torch.uint8).fill_(before)
     model.load_weights(iter(tensors))
