@@ -41,6 +41,7 @@ HEAVY = {
         {
             "skyrl_megatron/inference/vllm/compat.py",
             "skyrl_megatron/inference/vllm/cpu_delta_net.py",
+            "skyrl_megatron/inference/vllm/cpu_drafts.py",
             "skyrl_megatron/inference/vllm/cpu_experts.py",
             "skyrl_megatron/inference/vllm/cpu_routes.py",
             "skyrl_megatron/inference/vllm/cpu_seeds.py",
