@@ -6,6 +6,7 @@ import hashlib
 from typing import Any
 
 from skyrl_megatron.inference.vllm.compat import WorkerExtension
+from skyrl_megatron.inference.vllm.layers import layer_weights
 
 
 class DraftExtension(WorkerExtension):
@@ -14,16 +15,14 @@ class DraftExtension(WorkerExtension):
     def draft_weights(self) -> tuple[dict[str, str], list[bool]]:
         """Digests of the draft model's tensors as its kernels have them, by name, and whether embedding and output
         layer are the target's own."""
-        import torch
-
         worker: Any = self
         draft, target = worker.get_draft_model(), worker.get_model()
-        layer = next(iter(draft.model.layers.values()))
+        ((number, layer),) = draft.model.layers.items()
         same = [draft.model.embed_tokens is target.model.embed_tokens, layer.shared_head.head is target.lm_head]
         found = {
-            name: hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
-            for name, tensor in draft.state_dict().items()
-            if tensor.dim()
+            name: hashlib.sha256(data).hexdigest()
+            for each in (None, int(number))
+            for name, _, data in layer_weights(draft, each)
         }
         return found, same
 
