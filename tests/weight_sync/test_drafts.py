@@ -15,6 +15,7 @@ DRAFTING = {
     "worker_extension_cls": "tests.weight_sync.draft_extension.DraftExtension",
     "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
 }
+HEAD = f"{PREFIX}shared_head.head.weight"
 MORE_TOKENS = SAMPLING | {"max_tokens": 100}
 
 
@@ -38,12 +39,6 @@ class Drafting(Model):
             return await engine.score(TOKENS), sample.token_ids, sample.logprobs, drafted, weights
 
         return self.loop(ask())
-
-    def draft_weights(self) -> dict[str, str]:
-        """Digest of each tensor that the first worker drafts with."""
-        found, same = self.answers(self.pool)[-1][0]
-        assert same == [True, True]
-        return found
 
     def synchronizer(self, trainer, *, draft=True, **options):
         synchronizer = super().synchronizer(trainer, **options)
@@ -86,6 +81,78 @@ def check(model, ranks, world, layout, exports, routes=False):
     assert alike == [], "A and B are to differ in all that is drafted with"
 
 
+@pytest.mark.full_matrix
 @pytest.mark.parametrize("routes", [False, True], ids=["in buckets for all", "by routes"])
 def test_what_is_drafted_with_is_that_of_a_fresh_engine(ranks, deepseek, tmp_path, routes):
     check(deepseek, ranks, 2, dict(pp=2), tmp_path, routes)
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("model_type, world, layout", [("glm4_moe", 2, dict(tp=2)), ("glm4_moe_lite", 2, dict(ep=2))])
+def test_families(ranks, loop, tmp_path, model_type, world, layout):
+    model = Drafting(seeds(tmp_path, model_type), loop, extra=DRAFTING)
+    try:
+        check(model, ranks, world, layout, tmp_path)
+    finally:
+        model.close()
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("routes", [False, True], ids=["in buckets for all", "by routes"])
+def test_what_is_not_trained_stays_and_shares_what_came(ranks, deepseek, routes):
+    """Ranks without the layer send none of it: the engine drafts with the one that it was started with, which reads
+    the embedding and the output layer that came."""
+    model = deepseek
+    with MegatronRanks(ranks, model.folders["A"], 2, dict(tp=2), BUCKET_BYTES) as trainer:
+        synchronizer = model.synchronizer(trainer, routes=routes, draft=False)
+        for name in "AB":
+            trainer.together("load", model.folders[name])
+            model.loop(synchronizer.sync(f"{name} alone"), 250)
+            scores, *_, ((weights, same),) = model.answers(model.pool)
+            assert scores == model.fresh_answers(model.folders[name])[0] and same == [True, True]
+            started_with = model.fresh_answers(model.folders["A"])[-1][0][0]
+            differing = {key for key in weights if weights[key] != started_with[key]}
+            assert differing == ({"model.embed_tokens.weight", HEAD} if name == "B" else set())
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("routes", [False, True], ids=["in buckets for all", "by routes"])
+def test_an_engine_that_does_not_draft_leaves_it(ranks, loop, deepseek, tmp_path, routes):
+    model = Model(deepseek.folders, loop)
+    try:
+        with MegatronRanks(ranks, model.folders["A"], 2, dict(pp=2), BUCKET_BYTES, kind=TrainsDraft) as trainer:
+            synchronizer = model.synchronizer(trainer, routes=routes)
+            synchronizer.draft = True
+            trainer.together("load", model.folders["B"])
+            model.loop(synchronizer.sync("B"), 250)
+            assert (synchronizer.plan is not None) == routes
+            assert model.answers(model.pool) == model.fresh_answers(model.folders["B"])
+    finally:
+        model.close()
+
+
+@pytest.mark.full_matrix
+def test_drafted_tokens_are_sampled_as_others_are(loop, deepseek):
+    """Log-probs of accepted and of recovered tokens are transformers', at each request's temperature; and drafts are
+    counted: every step brings a token, and one more if its draft is accepted."""
+    from prometheus_client import REGISTRY
+
+    from skyrl_megatron.inference.vllm.engine import VLLMEngine
+    from tests.support.engines import tiny_settings
+
+    folder = deepseek.folders["A"]
+    engine = VLLMEngine(tiny_settings(folder, extra=DRAFTING | {"disable_log_stats": False}))
+    loop(engine.start(), 590)
+    try:
+        for temperature in (0.3, 1.0):
+            sampling = SAMPLING | {"max_tokens": 200, "temperature": temperature}
+            first, again = (loop(engine.generate(f"{n} {temperature}", TOKENS[:20], sampling)) for n in "12")
+            assert first.token_ids == again.token_ids
+            expected = reference_logprobs(folder, TOKENS[:20] + first.token_ids, temperature)[19:]
+            assert largest_gap(first.logprobs, expected) <= 1e-5
+        found = {sample.name: sample.value for metric in REGISTRY.collect() for sample in metric.samples}
+        steps, accepted = (found[f"vllm:spec_decode_num_{name}_total"] for name in ("drafts", "accepted_tokens"))
+        print(f"{accepted:g} of {steps:g} drafts accepted")
+        assert accepted > 0 and 0 <= 4 * 200 - 4 - (steps + accepted) <= 4
+    finally:
+        loop(engine.shutdown())
