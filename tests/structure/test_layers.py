@@ -47,6 +47,7 @@ HEAVY = {
             "skyrl_megatron/inference/vllm/cpu_seeds.py",
             "skyrl_megatron/weight_sync/vllm_backend.py",
             "skyrl_megatron/weight_sync/vllm_adapters.py",
+            "skyrl_megatron/weight_sync/vllm_drafts.py",
             "skyrl_megatron/weight_sync/vllm_routes.py",
             "skyrl_megatron/weight_sync/vllm_targets.py",
         },

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 
 from tests.support.engines import largest_gap, reference_logprobs
@@ -22,7 +24,7 @@ MORE_TOKENS = SAMPLING | {"max_tokens": 100}
 class TrainsDraft(Rank):
     """A rank that trains the layer of multi-token prediction."""
 
-    overrides = {"trainer.policy.megatron_config.mtp.train": True}
+    overrides: ClassVar = {"trainer.policy.megatron_config.mtp.train": True}
 
 
 class Drafting(Model):
@@ -63,7 +65,7 @@ def deepseek(tmp_path_factory, loop):
 
 
 def check(model, ranks, world, layout, exports, routes=False):
-    """A → B → A: scores, samples, drafts, and all that is drafted with, are those of an engine on what ranks export."""
+    """A → B → A: scores, samples, drafts, and what is drafted with, are those of an engine on what ranks export."""
     with MegatronRanks(ranks, model.folders["A"], world, layout, BUCKET_BYTES, kind=TrainsDraft) as trainer:
         synchronizer = model.synchronizer(trainer, routes=routes)
         for number, name in enumerate("ABA"):

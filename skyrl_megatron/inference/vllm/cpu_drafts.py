@@ -1,6 +1,6 @@
-"""Drafted tokens on CPU. vLLM 0.32 widens temperatures, top-k and top-p of requests to their drafted tokens by a kernel
-for integers, whose result is dropped (``vllm/utils/cpu_triton_utils.py``): tokens are then sampled, and their log-probs
-taken, at whatever temperature the memory happened to hold."""
+"""Drafted tokens on CPU. vLLM 0.32 widens temperatures, top-k and top-p of requests to their drafted tokens by a
+kernel for integers, whose result is dropped (``vllm/utils/cpu_triton_utils.py``): tokens are then sampled, and their
+log-probs taken, at whatever temperature the memory happened to hold."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ def widen_temperatures_on_cpu() -> None:
     rejection_sampler.expand_batch_to_tokens = widened
 
 
-def widened(
-    values: Tensor, ends: Tensor, tokens: int, replace_from: float = 0, replace_to: float = 0
-) -> Tensor:
+def widened(values: Tensor, ends: Tensor, tokens: int, replace_from: float = 0, replace_to: float = 0) -> Tensor:
     """Return each request's value, ``replace_to`` for ``replace_from``, once for each of its tokens: [tokens].
     ``values``: [requests]; ``ends``: [requests], the number of tokens up to and with each one's.
 
