@@ -53,7 +53,9 @@ def parser() -> argparse.ArgumentParser:
     sub = command("inspect", text)
     sub.add_argument("folder", type=Path)
     sub.add_argument("--hf-template", type=Path, help="folder with config.json, if a checkpoint has none")
-    sub.add_argument("--megatron-bridge", type=Path, help="of an unknown family: where pip --target put Megatron-Bridge")
+    sub.add_argument(
+        "--megatron-bridge", type=Path, help="of an unknown family: where pip --target put Megatron-Bridge"
+    )
     sub = command("import", "HF folder -> Megatron checkpoint (torch_dist) that loads at any tp/pp/vpp/ep/etp")
     sub.add_argument("--hf", type=Path, required=True)
     streaming(sub)

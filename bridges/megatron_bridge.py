@@ -1,5 +1,5 @@
-"""What Megatron-Bridge knows of a model that has no table here, read in its source, as it cannot be imported beside the
-packages that a run needs. ``docs/guides/other-families.md`` has the steps in an environment of its own."""
+"""What Megatron-Bridge knows of a model that has no table here, read in its source, as it cannot be imported beside
+the packages that a run needs. ``docs/guides/other-families.md`` has the steps in an environment of its own."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ class Converter:
 
 
 def located(folder: Path | None) -> Path | None:
-    """Return the folder of the package ``megatron.bridge``: below ``folder``, where ``pip install --target`` put it, or
-    installed here. Raises BridgeError when it is not below ``folder``, or is not what the guide's steps call."""
+    """Return the folder of the package ``megatron.bridge``: below ``folder``, where ``pip install --target`` put it,
+    or installed here. Raises BridgeError when it is not below ``folder``, or is not what the guide's steps call."""
     root = folder / "megatron" / "bridge" if folder else _installed()
     if root is None:
         return None
     source = root / "models" / "conversion" / "auto_bridge.py"
     if not source.is_file():
         raise BridgeError(
-            f"{source.parent}: no {source.name}: {folder or root} holds no Megatron-Bridge; pip install --no-deps --target "
-            "FOLDER megatron-bridge makes a folder that does"
+            f"{source.parent}: no {source.name}: {folder or root} holds no Megatron-Bridge; pip install --no-deps "
+            "--target FOLDER megatron-bridge makes a folder that does"
         )
     if wrong := differences(source.read_text()):
         raise BridgeError(
@@ -87,8 +87,9 @@ def told(folder: Path | None, architecture: str, names: Mapping[str, object]) ->
     root = located(folder)
     if root is None:
         return (
-            f"Megatron-Bridge is not here: release {RELEASE} asks for {_conflicts()}. pip install --no-deps --target FOLDER "
-            f"megatron-bridge, then --megatron-bridge FOLDER shows what it has of {architecture}; {GUIDE} says the rest."
+            f"Megatron-Bridge is not here: release {RELEASE} asks for {_conflicts()}. pip install --no-deps --target "
+            f"FOLDER megatron-bridge, then --megatron-bridge FOLDER shows what it has of {architecture}; {GUIDE} says "
+            "the rest."
         )
     found = converter(root, architecture)
     if found is None:
@@ -96,8 +97,8 @@ def told(folder: Path | None, architecture: str, names: Mapping[str, object]) ->
     starred = {name: re.sub(r"\{(layer|expert)\}", "*", name) for name in names}
     named = {name: found.rows[star] for name, star in starred.items() if star in found.rows}
     lines = [
-        f"Megatron-Bridge {found.release} converts {architecture}: {found.name} in {found.path} spells out {len(named)} of "
-        f"{len(names)} tensors. {GUIDE} says how to run it."
+        f"Megatron-Bridge {found.release} converts {architecture}: {found.name} in {found.path} spells out "
+        f"{len(named)} of {len(names)} tensors. {GUIDE} says how to run it."
     ]
     return "\n".join([*lines, *(f"  {name} → {target}" for name, target in named.items())])
 

@@ -88,6 +88,6 @@ def get_family(model_type: str) -> Family:
     nearest = f"; nearest: {near[0]}" if near else ""
     known = ", ".join(sorted(_families))
     raise UnknownFamilyError(
-        f"model_type={model_type!r} is not supported{nearest}. Supported: {known}. python -m bridges inspect FOLDER shows "
-        "how far the nearest table goes, and the way over Megatron-Bridge"
+        f"model_type={model_type!r} is not supported{nearest}. Supported: {known}. python -m bridges inspect FOLDER "
+        "shows how far the nearest table goes, and the way over Megatron-Bridge"
     )
