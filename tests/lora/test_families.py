@@ -37,8 +37,8 @@ MORE = [
     ("qwen3_5_moe_text", "tp2·cp2·ep4"),
 ]
 OWN_SIZES = {name: dict(num_hidden_layers=2, seed=3) for name in ("qwen3_next", "qwen3_5_moe_text")}
-"""A delta net and attention. Of four layers, transformers' own fp32 logits are 3e-4 from its fp64 ones; of two, and this
-seed, 8e-5, and its gradients 1e-5."""
+"""A delta net and attention. Of four layers, transformers' own fp32 logits are 3e-4 from its fp64 ones; of two, and
+this seed, 8e-5, and its gradients 1e-5."""
 
 
 @pytest.fixture(scope="module")

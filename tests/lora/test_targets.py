@@ -78,7 +78,7 @@ def test_maps_whose_rows_lie_between_one_another_have_one_adapter(model_type):
     from skyrl_megatron.errors import ConfigError
 
     assert {"self_attention.linear_qkv", "self_attention.linear_in"} <= chosen(plan_of(model_type))
-    with pytest.raises(ConfigError, match="q_proj, k_proj, v_proj lie between one another .* lora_type=lora"):
+    with pytest.raises(ConfigError, match=r"q_proj, k_proj, v_proj lie between one another .*lora_type=lora"):
         chosen(plan_of(model_type), separate=True)
 
 

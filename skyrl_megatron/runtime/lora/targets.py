@@ -122,8 +122,8 @@ def _misfits(target: Target, taken: tuple[str, ...], separate: bool, names: str,
         return [Problem(f"{key}.exclude_modules", None, fix)]
     if separate and len(target.projections) > 1 and not target.entry.bound.conversion.keeps_order:
         fix = (
-            f"the rows of {', '.join(target.projections)} lie between one another here, so that none has an adapter of "
-            "its own: exclude it, or set trainer.policy.megatron_config.lora_config.lora_type=lora"
+            f"the rows of {', '.join(target.projections)} lie between one another here, so that none has an adapter "
+            "of its own: exclude it, or set trainer.policy.megatron_config.lora_config.lora_type=lora"
         )
         return [Problem(f"{key}.exclude_modules", None, fix)]
     if not separate and len(taken) < len(target.projections):
