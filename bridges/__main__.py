@@ -53,6 +53,9 @@ def parser() -> argparse.ArgumentParser:
     sub = command("inspect", text)
     sub.add_argument("folder", type=Path)
     sub.add_argument("--hf-template", type=Path, help="folder with config.json, if a checkpoint has none")
+    sub.add_argument(
+        "--megatron-bridge", type=Path, help="of an unknown family: where pip --target put Megatron-Bridge"
+    )
     sub = command("import", "HF folder -> Megatron checkpoint (torch_dist) that loads at any tp/pp/vpp/ep/etp")
     sub.add_argument("--hf", type=Path, required=True)
     streaming(sub)
@@ -94,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             facts = inspect(args.folder, args.hf_template)
         except UnknownFamilyError:
-            _print(args, *compared(args.folder))
+            _print(args, *compared(args.folder, args.megatron_bridge))
             raise
         _print(args, facts, _facts(facts))
         return 0

@@ -11,6 +11,7 @@ from typing import Any
 from bridges.families import get_family, supported
 from bridges.family import Family
 from bridges.hf_io import HfFolder
+from bridges.megatron_bridge import told
 from bridges.rows import Row, Shape
 
 PARTS = ("layer", "attention", "window", "delta_net", "dense", "moe", "embedding", "head")
@@ -155,9 +156,12 @@ def _without_numbers(name: str) -> str:
     return name
 
 
-def compared(path: Path) -> tuple[dict[str, Any], str]:
-    """Return facts and text for the HF folder of an unknown family, table to start from included."""
+def compared(path: Path, megatron_bridge: Path | None = None) -> tuple[dict[str, Any], str]:
+    """Return facts and text for the HF folder of an unknown family, table to start from included.
+
+    ``megatron_bridge``: a folder with Megatron-Bridge, see :func:`bridges.megatron_bridge.located`."""
     folder = HfFolder(path)
     found = nearest(folder)
     table = skeleton(found, folder.config)
-    return facts(found) | {"skeleton": table}, f"{report(found)}\n\n{table}"
+    other = told(megatron_bridge, str(next(iter(folder.config.get("architectures") or [""]))), found.shapes)
+    return facts(found) | {"skeleton": table, "megatron_bridge": other}, f"{report(found)}\n\n{table}\n\n{other}"

@@ -87,4 +87,7 @@ def get_family(model_type: str) -> Family:
     near = difflib.get_close_matches(str(model_type), _families, n=1, cutoff=0.5)
     nearest = f"; nearest: {near[0]}" if near else ""
     known = ", ".join(sorted(_families))
-    raise UnknownFamilyError(f"model_type={model_type!r} is not supported{nearest}. Supported: {known}")
+    raise UnknownFamilyError(
+        f"model_type={model_type!r} is not supported{nearest}. Supported: {known}. python -m bridges inspect FOLDER "
+        "shows how far the nearest table goes, and the way over Megatron-Bridge"
+    )

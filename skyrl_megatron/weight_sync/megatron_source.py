@@ -28,8 +28,8 @@ class MegatronWeightSource:
     engines take them so (``metadata.FUSED_EXPERTS``), as rows of one tensor for all experts of the layer.
 
     Of the ranks that hold shards or copies of a tensor, the first of the first replica sends it: every pipeline
-    stage its layers, every expert-parallel rank its experts. A value head is left out, engines have none, and so is a
-    draft head, which engines keep apart from the model.
+    stage its layers, every expert-parallel rank its experts. A value head is left out, engines have none. A draft head
+    that is trained is the layer behind the last, for engines that draft with it; others do not take it.
     """
 
     experts_fused = True
@@ -64,10 +64,9 @@ class MegatronWeightSource:
         """Yield (weight, group that it is split over, group of its replicas, shard) of all that this rank holds."""
         known: dict[tuple[BoundRow, int, int], tuple[RowRanges, ...]] = {}
         place = 0  # of a HF tensor, the same on all ranks of the groups it is put together in
-        draft = self.model.hf.plan.draft_layer
         for weight in local_weights(self.model, self.groups):
             entry, groups = weight.entry, self.groups
-            if weight.is_copy or (draft is not None and entry.layer == draft):
+            if weight.is_copy:
                 continue
             over, replicas = (groups.etp, groups.edp) if entry.is_expert else (groups.tp, groups.dp_cp)
             size = 1 if entry.split.dim is None else over.size()

@@ -46,17 +46,20 @@ def metadata_of(
     return TensorMeta(name, dtype, tuple(shape), None if rows is None else (rows[0], rows[1]), position, turned)
 
 
-def check_metadata(metadata: Sequence[Sequence[TensorMeta]], hf_config: Mapping[str, Any]) -> None:
+def check_metadata(
+    metadata: Sequence[Sequence[TensorMeta]], hf_config: Mapping[str, Any], *, draft: bool = False
+) -> None:
     """Raise WeightSyncError unless the senders send exactly the tensors of the model that ``hf_config`` (a HF
     ``config.json``) describes, in one of the namings that the engine loads.
 
     Experts may travel one by one, as on disk, or fused over a layer: ``experts.gate_up_proj`` [E, 2·ffn, H] and
     ``experts.down_proj`` [E, H, ffn]. What is on disk in another form travels as :mod:`weight_sync.turned` says. A
-    tied output layer may be sent or not. Values of 8 bits come with their scales (``quantised_source.py``).
+    tied output layer may be sent or not. Values of 8 bits come with their scales (``quantised_source.py``). ``draft``:
+    with the layer of multi-token prediction, which is trained.
     """
     problems: list[str] = []
     found = _without_scales(wholes(metadata, problems), metadata, hf_config, problems)
-    plan = Plan.of(hf_config)
+    plan = Plan.of(hf_config, draft=draft)
     expected: dict[str, Shape] = dict(pair for entry in plan.entries for pair in travelling(entry))
     for copy in plan.copies:
         found.pop(copy, None)

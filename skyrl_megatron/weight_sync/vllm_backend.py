@@ -35,6 +35,7 @@ from skyrl_megatron.weight_sync.receiver import WeightReceiver
 from skyrl_megatron.weight_sync.routes import FilledTensor, Route, Unroutable
 from skyrl_megatron.weight_sync.transport import DEFAULT_TIMEOUT_S, default_transport, first_line, open_transport
 from skyrl_megatron.weight_sync.turned import as_on_disk
+from skyrl_megatron.weight_sync.vllm_drafts import DraftedModel, drafted_model
 from skyrl_megatron.weight_sync.vllm_routes import record_route
 from skyrl_megatron.weight_sync.vllm_targets import ModelTargets
 
@@ -76,8 +77,12 @@ class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     update_info_cls = UpdateInfo
     receiver: WeightReceiver | ParcelReceiver | None = None
     failure: Exception | None = None
+    drafted: DraftedModel | None = None
+    """The model with what it drafts with, see :func:`drafted_model`."""
     route: Route
     """What :meth:`record` found."""
+    routed: torch.nn.Module
+    """The model that it is of."""
     dtypes: list[torch.dtype]
     """Of the tensors that it numbers."""
 
@@ -120,9 +125,10 @@ class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Return the route of the worker's model for ``tensors``, fields of :class:`TensorMeta`, or why it has
         none."""
         metadata = [metadata_of(*item) for item in tensors]
-        name_loaders(self.model)
+        self.routed = self.loading(meta.name for meta in metadata)
+        name_loaders(self.routed)
         try:
-            self.route = record_route(self.model, metadata, torch.device(self.device))
+            self.route = record_route(self.routed, metadata, torch.device(self.device))
         except Unroutable as error:
             return str(error)
         except Exception as error:  # of a loader that a stand-in for a tensor was given to; the model is as it was
@@ -130,19 +136,30 @@ class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.dtypes = [meta.torch_dtype for meta in metadata]
         return self.route.plain
 
+    def loading(self, names: Iterable[str]) -> Any:
+        """Return what loads tensors of these names: the model, with what it drafts with if some are for that."""
+        return self.model if self.drafted is None or not any(map(self.drafted.takes, names)) else self.drafted
+
     def start_weight_update(self) -> None:
-        name_loaders(self.model)
-        initialize_layerwise_reload(self.model)
+        self._begin(self.model)
+
+    def _begin(self, model: torch.nn.Module) -> None:
+        """Let modules wait for weights; those that do already are left as they are."""
+        name_loaders(model)
+        initialize_layerwise_reload(model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         self.failure = None
         try:
             if isinstance(self.receiver, ParcelReceiver):
-                self.receiver.receive(ModelTargets(self.model, self.route))
+                self._begin(self.routed)
+                self.receiver.receive(ModelTargets(self.routed, self.route))
                 return
             receiver = self.prepared(update_info.senders)
+            model = self.loading(meta.name for sender in receiver.senders for meta in sender)
+            self._begin(model)
             tensors = as_on_disk(receiver.tensors(), receiver.senders)
-            self.model.load_weights(without_sinks(self.model, tensors))
+            model.load_weights(without_sinks(self.model, tensors))
             receiver.finish()
         except Exception as error:  # wrong weights are left, and skyrl_abort_update ends the update
             self.shutdown()
@@ -157,7 +174,7 @@ class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return self.receiver
 
     def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
+        finalize_layerwise_reload(self.drafted or self.model, self.model_config)
         if current_platform.is_cpu() and getattr(self.model_config.hf_config, "tie_word_embeddings", False):
             pack_output_layer(self.model)
         device.mark()()  # what a module kept of a bucket until now may be used again
@@ -176,7 +193,8 @@ class WeightExtension:
     finish_weight_update: Callable[[], None]
 
     def skyrl_connected(self) -> None:
-        """Raise what kept the worker from joining the trainer's groups."""
+        """Find what the worker drafts with, and raise what kept it from joining the trainer's groups."""
+        self.weight_transfer_engine.drafted = drafted_model(self)
         if self.weight_transfer_engine.failure is not None:
             raise self.weight_transfer_engine.failure
 
@@ -188,6 +206,7 @@ class WeightExtension:
 
     def skyrl_record_route(self, tensors: list[list[Any]]) -> tuple[list[FilledTensor], bytes] | str:
         """Return the worker's route, see :meth:`BroadcastTransferEngine.record`."""
+        self.weight_transfer_engine.drafted = drafted_model(self)
         return self.weight_transfer_engine.record(tensors)
 
     def skyrl_abort_update(self) -> None:

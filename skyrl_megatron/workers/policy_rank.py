@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from skyrl_megatron.config.hf_model import engines_quantise, read_hf_config
-from skyrl_megatron.config.rules.role_layout import weight_transport
+from skyrl_megatron.config.rules.role_layout import trains_draft, weight_transport
 from skyrl_megatron.errors import DistributedError, SkyRLMegatronError
 from skyrl_megatron.weight_sync.adapter_tensors import configured_pairs
 from skyrl_megatron.weight_sync.probe import QUANTISED
@@ -43,6 +43,7 @@ def weight_synchronizer(
         transport=weight_transport(cfg),
         routes=bool(cfg.generator.inference_engine.weight_sync_routes),
         adapters=configured_pairs(cfg),
+        draft=trains_draft(cfg, "policy"),
     )
 
 

@@ -92,7 +92,8 @@ class WeightSynchronizer:
     ``probe_interval``: syncs from one probe to the next (``weight_sync_probe_interval``). ``shared_gpus``: trainer and
     engines take turns on the same GPUs, and engines sleep while the trainer works. ``adapters``: projections of those
     that travel alone, by their names, to engines that hold the base; None: all weights travel. ``routes``: each worker
-    gets its own bytes alone, where that can be planned (``weight_routes.py``).
+    gets its own bytes alone, where that can be planned (``weight_routes.py``). ``draft``: the ranks train the layer of
+    multi-token prediction, which goes to engines with the rest.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class WeightSynchronizer:
         shared_gpus: bool = False,
         adapters: Pairs | None = None,
         routes: bool = False,
+        draft: bool = False,
     ) -> None:
         self.pool, self.calls = pool, SyncCalls(ranks, phase_s)
         self.hf_config, self.dtype, self.probe_interval = hf_config, dtype, probe_interval
@@ -119,7 +121,7 @@ class WeightSynchronizer:
             "timeout_s": ENGINE_FRACTION * phase_s,
         }
         self.deadline_s, self.phase_s, self.shared_gpus = deadline_s, phase_s, shared_gpus
-        self.adapters = adapters
+        self.adapters, self.draft = adapters, draft
         self.routed = routes and adapters is None and self.options["transport"] in TRANSPORTS.built_in
         self.planner = RoutePlanner(self.calls, bucket_bytes)
         self.versions: dict[str, str] = {}
@@ -294,7 +296,7 @@ class WeightSynchronizer:
         self._connected = []
         self._metadata = await self.calls.on_ranks("metadata", lambda rank: rank.weight_metadata())
         if self.adapters is None:
-            check_metadata(self._metadata, self.hf_config)
+            check_metadata(self._metadata, self.hf_config, draft=self.draft)
         else:
             check_adapters(self._metadata, self.adapters)
         self.plan = await self._planned(slots) if self.routed else None

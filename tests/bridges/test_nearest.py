@@ -74,3 +74,61 @@ def test_a_known_model_under_another_name_is_its_own_family(tmp_path, model_type
     assert not found.unknown and not found.missing
     same = {"deepseek_v3": "glm4_moe_lite"}
     assert found.family.model_type in (model_type, same.get(model_type))
+
+
+CONVERTER = """
+@MegatronModelBridge.register_bridge(source=GatedMoeForCausalLM, target=GPTModel)
+class GatedMoeBridge(MegatronModelBridge):
+    def mapping_registry(self):
+        names = {"decoder.layers.*.self_attention.gate.weight": "model.layers.*.self_attn.output_gate.weight"}
+        return Registry(
+            *(AutoMapping(megatron_param=one, hf_param=other) for one, other in names.items()),
+            QKVMapping(
+                q="model.layers.*.self_attn.q_proj.weight",
+                k="model.layers.*.self_attn.k_proj.weight",
+                v="model.layers.*.self_attn.v_proj.weight",
+                megatron_param="decoder.layers.*.self_attention.linear_qkv.weight",
+            ),
+        )
+"""
+"""A converter in the form that Megatron-Bridge 0.3.1 writes its own in."""
+
+
+def bridge_folder(folder, *, missing=""):
+    """A folder as ``pip install --target`` leaves it, with the signatures that the guide's steps call."""
+    from bridges.megatron_bridge import CALLED
+
+    root = folder / "megatron" / "bridge" / "models"
+    for place in "conversion", "gated":
+        (root / place).mkdir(parents=True)
+    methods = [f"    def {name}({', '.join(each)}): ..." for name, each in CALLED.items() if name != missing]
+    (root / "conversion" / "auto_bridge.py").write_text("\n".join(["class AutoBridge:", *methods]))
+    (root / "gated" / "gated_bridge.py").write_text(CONVERTER)
+    (folder / "megatron_bridge-0.3.1.dist-info").mkdir()
+    return folder
+
+
+def test_what_megatron_bridge_has_of_it(unknown, capsys, tmp_path):
+    code, out, _ = cli(capsys, "inspect", unknown, "--megatron-bridge", bridge_folder(tmp_path))
+    assert code == 2 and "Megatron-Bridge 0.3.1 converts GatedMoeForCausalLM: GatedMoeBridge in" in out
+    assert "spells out 4 of 15 tensors" in out
+    assert f"  {GATE} → decoder.layers.*.self_attention.gate.weight" in out.splitlines()
+    assert f"  {GATE.replace('output_gate', 'v_proj')} → decoder.layers.*.self_attention.linear_qkv.weight" in out
+
+
+def test_another_interface_and_another_folder_are_refused(unknown, capsys, tmp_path):
+    code, _, err = cli(capsys, "inspect", unknown, "--megatron-bridge", bridge_folder(tmp_path, missing="export_ckpt"))
+    assert code == 2 and "AutoBridge has no export_ckpt" in err and "megatron-bridge==0.3.1" in err
+    code, _, err = cli(capsys, "inspect", unknown, "--megatron-bridge", unknown)
+    assert code == 2 and "holds no Megatron-Bridge; pip install --no-deps --target" in err
+
+
+def test_without_it_the_conflict_is_named(unknown, capsys):
+    """Or, where it is installed, its interface is the one that was read."""
+    from bridges.megatron_bridge import located
+
+    _, out, _ = cli(capsys, "inspect", unknown)
+    if located(None) is None:
+        assert "asks for megatron-core<0.17 (here: 0." in out and "transformers<5 (here: 5." in out
+    else:
+        assert "does not convert GatedMoeForCausalLM either" in out

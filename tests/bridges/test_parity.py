@@ -36,6 +36,9 @@ MORE = [
     ("glm4_moe", "tp2·cp2·ep2"),
     ("gpt_oss", "pp2"),
     ("gpt_oss", "tp2·cp2·ep4"),
+    ("mimo_v2_flash", "tp2·cp2·ep2"),
+    ("deepseek_v32", "tp2·cp2·ep4"),
+    ("glm_moe_dsa", "pp2·cp2·ep2"),
 ]
 """Products of degrees, for what a family computes in its own way."""
 

@@ -97,12 +97,31 @@ def test_engines_that_quantise_for_themselves_are_refused(tmp_path):
     assert found(f"trainer.policy.model.path={tmp_path}") == []
 
 
-def test_engines_that_draft_are_told_that_they_keep_their_drafts(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen3_moe")))
-    drafts = f"{E}engine_init_kwargs.speculative_config={{method: mtp, num_speculative_tokens: 1}}"
-    (told,) = found(f"trainer.policy.model.path={tmp_path}", drafts)
-    assert "speculative_config" in str(told) and "syncs do not send" in str(told)
-    assert found(f"trainer.policy.model.path={tmp_path}", drafts, training=False) == []
+def test_engines_that_draft_are_told_what_stays_as_it_was(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("deepseek_v3", num_nextn_predict_layers=1)))
+    model, key = f"trainer.policy.model.path={tmp_path}", f"{E}engine_init_kwargs.speculative_config"
+    drafts, trained = (
+        f"{key}={{method: mtp, num_speculative_tokens: 1}}",
+        "trainer.policy.megatron_config.mtp.train=true",
+    )
+    (told,) = found(model, drafts)
+    assert "mtp.train trains it" in str(told) and "speculative_config" in str(told)
+    assert found(model, drafts, training=False) == found(model, drafts, trained) == []
+    for other in (
+        "{method: ngram, num_speculative_tokens: 1}",
+        "{method: mtp, model: /else, num_speculative_tokens: 1}",
+    ):
+        (told,) = found(model, f"{key}={other}", trained)
+        assert "syncs do not send what engines draft with" in str(told)
+
+
+def test_drafted_tokens_are_sampled_from_all(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("deepseek_v3", num_nextn_predict_layers=1)))
+    args = [f"trainer.policy.model.path={tmp_path}", "trainer.policy.megatron_config.mtp.train=true"]
+    args += [f"{E}engine_init_kwargs.speculative_config={{method: mtp, num_speculative_tokens: 1}}"]
+    assert found(*args, "generator.sampling_params.top_p=0.9") == []  # GPUs return what is sampled from
+    (problem,) = found(*args, "generator.sampling_params.top_p=0.9", f"{E}return_sampling_support=false")
+    assert "of what top_p=0.9 samples from" in problem.fix
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])

@@ -9,6 +9,7 @@ from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron.config.hf_model import model_dimensions, read_hf_config
 from skyrl_megatron.config.validate import find_problems
 from skyrl_megatron.errors import AlgorithmError, ConfigError, SkyRLMegatronWarning
+from tests.bridges.tiny_models import tiny_config
 
 GPUS = Hardware(8, 1)
 E = "generator.inference_engine."
@@ -632,6 +633,28 @@ def test_rules_that_need_the_model(model, args, key, words):
         base.append(f"{E}num_engines=12")
     found = problems(*base, *args, hardware=Hardware(16))
     assert [p for p in found if p.key == key and words in p.fix], found
+
+
+@pytest.mark.parametrize(
+    ("family", "degree", "words"),
+    [
+        ("mimo_v2_flash", "tensor_model_parallel_size=4", "2 KV groups"),  # of layers without a window
+        ("glm_moe_dsa", "tensor_model_parallel_size=4", "6 attention heads"),
+        ("deepseek_v32", "tensor_model_parallel_size=4", "6 attention heads"),
+        ("qwen3_next", "context_parallel_size=3", "key heads"),
+        *((each, "expert_model_parallel_size=3", "8 experts") for each in ("mimo_v2_flash", "glm_moe_dsa")),
+        *((each, "pipeline_model_parallel_size=2", "3 layers") for each in ("mimo_v2_flash", "glm_moe_dsa")),
+        *((each, "context_parallel_size=2", None) for each in ("mimo_v2_flash", "glm_moe_dsa", "deepseek_v32")),
+        *((each, "tensor_model_parallel_size=2", None) for each in ("mimo_v2_flash", "glm_moe_dsa", "deepseek_v32")),
+    ],
+)
+def test_layouts_of_families_whose_layers_differ(tmp_path, family, degree, words):
+    """Those that are verified are not in the way; of others the size that is not shared out is named."""
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config(family)))
+    base = ["trainer.placement.policy_num_gpus_per_node=12", f"{E}num_engines=12"]
+    found = problems(f"trainer.policy.model.path={tmp_path}", *base, M + degree, hardware=Hardware(16))
+    found = [p for p in found if p.key == M + degree.partition("=")[0]]
+    assert not found if words is None else any(words in p.fix for p in found), found
 
 
 LATENT = {"model_type": "deepseek_v3", "kv_lora_rank": 16, "qk_rope_head_dim": 8}

@@ -22,7 +22,8 @@ def test_gpt_oss(tmp_path):
 
 
 def test_multi_token_prediction(tmp_path):
-    """The layer is trained beside the policy; engines, which get all but it, agree; exports hold it as trained."""
+    """The layer is trained beside the policy; engines get it with every update, draft with it, and agree about what
+    they sampled; exports hold it as trained."""
     from safetensors.torch import load_file
 
     from tests.training.draft_reference import LAYERS, PREFIX, last_as_draft
@@ -31,6 +32,8 @@ def test_multi_token_prediction(tmp_path):
     shutil.rmtree(folder / "model")
     last_as_draft(write_tiny_model("deepseek_v3", folder / "model", num_hidden_layers=LAYERS + 1))
     train = {"trainer__policy__megatron_config__mtp__train": "true", "trainer__hf_save_interval": 3}
+    drafts = "generator__inference_engine__engine_init_kwargs__speculative_config"
+    train[drafts] = "{method: mtp, num_speculative_tokens: 1}"
     lines = runs.run(folder, trainer__max_training_steps=3, **train).check().lines
     assert len(lines) == 3
     assert all(line["policy/grad_norm"] > 0 and line[GAP] <= AGREE and line["policy/mtp_loss"] > 0 for line in lines)

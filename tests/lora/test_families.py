@@ -31,7 +31,14 @@ MORE = [
     ("olmoe", "tp2·ep2"),
     ("glm4_moe", "tp2·ep2"),
     ("deepseek_v3", "cp2"),
+    ("qwen3_next", "tp2·ep2"),
+    ("qwen3_next", "cp2"),
+    ("qwen3_5_moe_text", "single"),
+    ("qwen3_5_moe_text", "tp2·cp2·ep4"),
 ]
+OWN_SIZES = {name: dict(num_hidden_layers=2, seed=3) for name in ("qwen3_next", "qwen3_5_moe_text")}
+"""A delta net and attention. Of four layers, transformers' own fp32 logits are 3e-4 from its fp64 ones; of two, and
+this seed, 8e-5, and its gradients 1e-5."""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +62,7 @@ def case(family, separate, folder):
     from skyrl_megatron.runtime.hf.model import read_hf_model
 
     groups = {} if family == "deepseek_v3" else dict(num_key_value_heads=2)
-    sizes = dict(num_hidden_layers=4, initializer_range=0.2, **groups)
+    sizes = dict(num_hidden_layers=4, initializer_range=0.2, **groups) | OWN_SIZES.get(family, {})
     base = save_tiny(family, folder / "base", **sizes)
     factors = reference.start_factors(read_hf_model(base).plan, separate=separate)
     adapter = folder / "adapter"

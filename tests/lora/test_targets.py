@@ -72,6 +72,16 @@ def test_names_of_both_worlds():
     assert set(select(plan, "q_proj,v_proj", separate=True).modules.values()) == {("q_proj", "v_proj")}
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_moe_text"])
+def test_maps_whose_rows_lie_between_one_another_have_one_adapter(model_type):
+    """Gated attention's q, and what goes into a delta net: together they have one, each alone has none."""
+    from skyrl_megatron.errors import ConfigError
+
+    assert {"self_attention.linear_qkv", "self_attention.linear_in"} <= chosen(plan_of(model_type))
+    with pytest.raises(ConfigError, match=r"q_proj, k_proj, v_proj lie between one another .*lora_type=lora"):
+        chosen(plan_of(model_type), separate=True)
+
+
 @pytest.mark.parametrize(
     "names, exclude, says",
     [

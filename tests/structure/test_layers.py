@@ -41,11 +41,13 @@ HEAVY = {
         {
             "skyrl_megatron/inference/vllm/compat.py",
             "skyrl_megatron/inference/vllm/cpu_delta_net.py",
+            "skyrl_megatron/inference/vllm/cpu_drafts.py",
             "skyrl_megatron/inference/vllm/cpu_experts.py",
             "skyrl_megatron/inference/vllm/cpu_routes.py",
             "skyrl_megatron/inference/vllm/cpu_seeds.py",
             "skyrl_megatron/weight_sync/vllm_backend.py",
             "skyrl_megatron/weight_sync/vllm_adapters.py",
+            "skyrl_megatron/weight_sync/vllm_drafts.py",
             "skyrl_megatron/weight_sync/vllm_routes.py",
             "skyrl_megatron/weight_sync/vllm_targets.py",
         },

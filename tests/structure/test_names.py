@@ -51,11 +51,11 @@ def test_no_module_of_a_higher_layer_is_named_by_string():
 VLLM_FILES = {
     *(
         f"skyrl_megatron.inference.vllm.{name}"
-        for name in ("compat", "cpu_delta_net", "cpu_experts", "cpu_routes", "cpu_seeds")
+        for name in ("compat", "cpu_delta_net", "cpu_drafts", "cpu_experts", "cpu_routes", "cpu_seeds")
     ),
     *(
         f"skyrl_megatron.weight_sync.{name}"
-        for name in ("vllm_backend", "vllm_adapters", "vllm_routes", "vllm_targets")
+        for name in ("vllm_backend", "vllm_adapters", "vllm_drafts", "vllm_routes", "vllm_targets")
     ),
 }
 

@@ -64,6 +64,20 @@ TINY: dict[str, dict[str, Any]] = {
         topk_method="noaux_tc",  # vLLM loads the correction biases only when the config says so
         scoring_func="sigmoid",
     ),
+    "glm4_moe": dict(
+        head_dim=32,
+        moe_intermediate_size=64,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        n_group=1,
+        topk_group=1,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        attention_bias=True,
+        use_qk_norm=True,
+    ),
     "gpt_oss": dict(head_dim=32, num_local_experts=8, num_experts_per_tok=2, sliding_window=128),
     "minimax_m2": dict(
         num_local_experts=8,

@@ -35,13 +35,13 @@ def save_with_draft(model_type: str, folder: Path, **overrides) -> Path:
     return last_as_draft(save_tiny(model_type, folder, num_hidden_layers=LAYERS + 1, **sizes))
 
 
-def last_as_draft(folder: Path) -> Path:
+def last_as_draft(folder: Path, seed: int = 3) -> Path:
     """Make the last of LAYERS + 1 layers in a HF folder the one of multi-token prediction."""
     import torch
     from safetensors.torch import load_file, save_file
 
     tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
-    hidden, draw = config["hidden_size"], torch.Generator().manual_seed(3)
+    hidden, draw = config["hidden_size"], torch.Generator().manual_seed(seed)
     for name in ("enorm", "hnorm", "shared_head.norm"):
         tensors[f"{PREFIX}{name}.weight"] = torch.rand(hidden, generator=draw) * 0.8 + 0.6
     tensors[f"{PREFIX}eh_proj.weight"] = torch.randn(hidden, 2 * hidden, generator=draw) * 0.2

@@ -136,16 +136,22 @@ def two_steps(folder, batch, layout, overrides):
 
 
 @pytest.mark.parametrize(
-    "layout",
+    "family, layout",
     [
-        name if name == "single" else pytest.param(name, marks=pytest.mark.full_matrix)
-        for name in ("single", "ep2", "pp2", "cp2", "tp2·pp2")
+        ("deepseek_v3", "single"),
+        *(
+            pytest.param(*each, marks=pytest.mark.full_matrix)
+            for each in (
+                *(("deepseek_v3", layout) for layout in ("ep2", "pp2", "cp2", "tp2·pp2")),
+                *(("glm4_moe", layout) for layout in ("single", "tp2")),
+            )
+        ),
     ],
 )
 @pytest.mark.parametrize("distributed", [False, True], ids=["whole optimizer", "distributed optimizer"])
-def test_nothing_else_changes_by_a_bit(ranks, drafted, layout, distributed):
+def test_nothing_else_changes_by_a_bit(ranks, drafted, family, layout, distributed):
     """Gradients, their norm, metrics and weights of all else, over two steps that clip."""
-    folder, batch, _ = drafted("deepseek_v3")
+    folder, batch, _ = drafted(family)
     plain = {} if distributed else NO_DISTRIBUTED
     with_draft, without = (
         ranks(LAYOUTS[layout]["world"], two_steps, folder, batch, LAYOUTS[layout], plain | more)

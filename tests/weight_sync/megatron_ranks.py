@@ -10,7 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from tests.support.rank_pool import RankFailure
 from tests.weight_sync.trainer_process import FaultySender
@@ -35,11 +35,14 @@ def serve(kind: type[Rank], folder: Path, world: int, layout: dict[str, Any], so
 class Rank:
     """One rank's policy, with folders read into it and written from it."""
 
+    overrides: ClassVar[dict[str, Any]] = {}
+    """Of its configuration."""
+
     def __init__(self, folder: Path, world: int, layout: dict[str, Any], bucket_bytes: int) -> None:
         from skyrl_megatron.runtime.engine import MegatronEngine
         from tests.training.bodies import config
 
-        self.engine = MegatronEngine(config(folder, world=world, **layout))
+        self.engine = MegatronEngine(config(folder, world=world, **layout, overrides=self.overrides))
         self.bucket_bytes = bucket_bytes
 
     def load(self, folder: Path) -> None:

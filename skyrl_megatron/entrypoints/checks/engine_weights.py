@@ -9,6 +9,8 @@ from typing import Any
 from bridges.engine_form import FP8, EngineForm
 from bridges.errors import BridgeError
 from skyrl_megatron.config.hf_model import ENGINE_KWARGS, engines_quantise, read_hf_config
+from skyrl_megatron.config.rules.role_layout import trains_draft
+from skyrl_megatron.config.rules.sampling import support_travels, truncations
 from skyrl_megatron.entrypoints.checks.planned_run import NotChecked, PlannedRun
 from skyrl_megatron.errors import ConfigError, Problem
 
@@ -18,8 +20,7 @@ PLAIN = f"{ENGINE_KWARGS}.load_format=dummy {ENGINE_KWARGS}.hf_overrides.quantiz
 
 def engine_weights(run: PlannedRun) -> Iterator[Problem | NotChecked]:
     """Yield engines that quantise weights themselves, or in a form that the trainer's cannot be brought into; those
-    that no kernel here computes; and those that draft tokens, as syncs leave out what they draft with. An evaluation
-    sends none."""
+    that no kernel here computes; and those that draft tokens with what syncs leave out. An evaluation sends none."""
     engine = run.cfg.generator.inference_engine
     if not run.training or not engine.run_engines_locally:
         return
@@ -30,8 +31,7 @@ def engine_weights(run: PlannedRun) -> Iterator[Problem | NotChecked]:
         )
         yield Problem(f"{ENGINE_KWARGS}.quantization", method, fix)
     if drafting := engine.engine_init_kwargs.get("speculative_config"):
-        why = "syncs do not send what engines draft with: it stays as it was, and fewer drafts are accepted"
-        yield NotChecked(f"{ENGINE_KWARGS}.speculative_config={drafting}", why)
+        yield from _drafting(run, drafting)
     path = run.cfg.trainer.policy.model.path
     if not path:
         return
@@ -97,3 +97,28 @@ def _lacking_kernel(run: PlannedRun, form: EngineForm) -> str:
     if flags.is_file() and "amx_tile" not in flags.read_text():
         return "vLLM's FP8 kernels for CPUs need AMX (Sapphire Rapids or newer), which this processor lacks"
     return ""
+
+
+def _drafting(run: PlannedRun, drafting: Any) -> Iterator[Problem | NotChecked]:
+    """Yield what engines draft with, unless it is the layer that is trained (``weight_sync/vllm_drafts.py``), and
+    samples whose log-probs would be others than the sampler's."""
+    cfg = run.cfg
+    key = f"{ENGINE_KWARGS}.speculative_config"
+    drafts = drafting if isinstance(drafting, Mapping) else {}
+    model, method = drafts.get("model"), str(drafts.get("method", ""))
+    own = (method == "mtp" or method.endswith("_mtp")) and model in (None, cfg.trainer.policy.model.path)
+    if not own:
+        why = "syncs do not send what engines draft with: it stays as it was, and fewer drafts are accepted"
+        yield NotChecked(f"{key}={drafting}", why)
+    elif not trains_draft(cfg, "policy"):
+        why = (
+            "syncs send the layer that engines draft with where trainer.policy.megatron_config.mtp.train trains it: "
+            "it stays as it was, and fewer drafts are accepted"
+        )
+        yield NotChecked(f"{key}={drafting}", why)
+    cut = truncations(cfg.generator.sampling_params)
+    if cut and (run.hardware.is_cpu or not support_travels(cfg)):
+        fix = (
+            f"log-probs of drafted tokens would not be of what {cut[0]} samples from: sample from all, or leave it out"
+        )
+        yield Problem(key, drafting, fix)

@@ -1,6 +1,6 @@
 """Everything of vLLM that moves between releases, for vLLM 0.32, but the transfer of weights (``vllm_backend.py``,
-``vllm_adapters.py``) and what its CPU runner lacks (``cpu_delta_net.py``, ``cpu_experts.py``, ``cpu_routes.py``,
-``cpu_seeds.py``): no other file imports vLLM.
+``vllm_adapters.py``) and what its CPU runner lacks (``cpu_delta_net.py``, ``cpu_drafts.py``,
+``cpu_experts.py``, ``cpu_routes.py``, ``cpu_seeds.py``): no other file imports vLLM.
 
 Loaded in every worker process as the module of ``worker_extension_cls``: importing it installs CPU work-arounds and
 registers our weight-transfer backend, before the model is built.
@@ -36,6 +36,7 @@ from skyrl_megatron.inference.vllm import processes
 from skyrl_megatron.inference.vllm.adapters import Held
 from skyrl_megatron.inference.vllm.answers import AnswerExtension, answers_of
 from skyrl_megatron.inference.vllm.cpu_delta_net import compute_delta_nets_in_fp32
+from skyrl_megatron.inference.vllm.cpu_drafts import widen_temperatures_on_cpu
 from skyrl_megatron.inference.vllm.cpu_experts import choose_experts_with_adapters, choose_experts_with_bias
 from skyrl_megatron.inference.vllm.cpu_routes import allow_routes_on_cpu, return_routes
 from skyrl_megatron.inference.vllm.cpu_seeds import rewind_seeds_on_cpu
@@ -308,6 +309,7 @@ if current_platform.is_cpu():
     choose_experts_with_adapters()
     choose_experts_with_bias()
     compute_delta_nets_in_fp32()
+    widen_temperatures_on_cpu()
     wait_without_spinning()
     allow_support_on_cpu()
     allow_routes_on_cpu()

@@ -75,18 +75,23 @@ class LayerExtension:
         return self.skyrl_watch.taken()
 
     def skyrl_layer_weights(self, layer: int | None) -> Packed:
-        """Return the tensors of a layer; None: those of no layer. A weight that a kernel keeps in a form of its own is
-        what the map makes of the identity: exactly its rows, as everything else in a sum is 0."""
-        found: Packed = []
-        for path, module in self.model_runner.get_model().named_modules():
-            for name, parameter in module.named_parameters(recurse=False) if layer_number(path) == layer else ():
-                if parameter.numel():
-                    found.append(packed(f"{path}.{name}", parameter))
-                elif name == "weight" and hasattr(module, "quant_method"):
-                    inputs = getattr(module, "input_size_per_partition", None) or module.input_size
-                    ones = torch.eye(int(inputs), dtype=parameter.dtype, device=parameter.device)
-                    found.append(packed(f"{path}.{name}", module.quant_method.apply(module, ones, None).t()))
-        return found
+        """Return the tensors of a layer; None: those of no layer."""
+        return layer_weights(self.model_runner.get_model(), layer)
+
+
+def layer_weights(model: torch.nn.Module, layer: int | None) -> Packed:
+    """Return the tensors of a layer of a model, None: those of no layer. A weight that a kernel keeps in a form of its
+    own is what the map makes of the identity: exactly its rows, as everything else in a sum is 0."""
+    found: Packed = []
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False) if layer_number(path) == layer else ():
+            if parameter.numel():
+                found.append(packed(f"{path}.{name}", parameter))
+            elif name == "weight" and hasattr(module, "quant_method"):
+                inputs = getattr(module, "input_size_per_partition", None) or module.input_size
+                ones = torch.eye(int(inputs), dtype=parameter.dtype, device=parameter.device)
+                found.append(packed(f"{path}.{name}", module.quant_method.apply(module, ones, None).t()))
+    return found
 
 
 def layer_number(path: str) -> int | None:

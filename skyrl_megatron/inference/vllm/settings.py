@@ -141,6 +141,9 @@ class EngineSettings:
                 "lora_target_modules": list(self.adapters.targets),
                 "enable_mixed_moe_lora_format": "experts" in self.adapters.targets,
             }
+        if self.sleep_mode and "speculative_config" in self.extra:
+            # what syncs do not bring would be lost with all other memory (vllm/v1/worker/gpu_worker.py, ``sleep``)
+            arguments["sleep_preserve_parameter_names"] = ["draft.*"]
         if self.rope:
             arguments["hf_overrides"] = {"rope_parameters": rope_parameters(hf_config(self.folder)) | dict(self.rope)}
         return arguments | dict(self.extra)

@@ -248,7 +248,7 @@ class _Builder:
         if separate and len(projections) > 1:
             pairs = {p: self._pair(f"{name}.{p}", order.groups * heights[p], shared_outer) for p in taken}
         else:
-            pairs = {JOINED: self._pair(name, order.rows, shared_outer, self.entry.parts)}
+            pairs = {JOINED: self._pair(name, self.rows, shared_outer, self.entry.parts)}
         return Adapter(
             name,
             pairs,

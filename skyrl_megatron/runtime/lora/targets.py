@@ -120,8 +120,11 @@ def _misfits(target: Target, taken: tuple[str, ...], separate: bool, names: str,
     if not target.entry.has_rows_of_hf:
         fix = f"{target.hf_modules[0]} holds all experts in one tensor, to which no adapter is added; exclude it"
         return [Problem(f"{key}.exclude_modules", None, fix)]
-    if not target.entry.bound.conversion.keeps_order:
-        fix = f"no adapter fits {', '.join(target.projections)}, whose rows Megatron has in another order: exclude it"
+    if separate and len(target.projections) > 1 and not target.entry.bound.conversion.keeps_order:
+        fix = (
+            f"the rows of {', '.join(target.projections)} lie between one another here, so that none has an adapter "
+            "of its own: exclude it, or set trainer.policy.megatron_config.lora_config.lora_type=lora"
+        )
         return [Problem(f"{key}.exclude_modules", None, fix)]
     if not separate and len(taken) < len(target.projections):
         left = ", ".join(p for p in target.projections if p not in taken)
