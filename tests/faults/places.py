@@ -45,10 +45,12 @@ def place(kind: str, folder: Path) -> Place:
 
 def why_not(kind: str) -> str | None:
     """Return why such a place cannot be made here, None if it can."""
-    if kind in ("disk", "network link") and os.getuid() != 0:
-        return f"a {kind} of its own needs root"
     if kind == "network link" and not (shutil.which("ip") and shutil.which("tc")):
         return "iproute2 is missing"
+    # a container may have a root that may do neither
+    tries = {"disk": ("--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"), "network link": ("--net", "true")}
+    if kind in tries and subprocess.run(["unshare", *tries[kind]], capture_output=True, timeout=30).returncode:
+        return f"a {kind} of its own needs root"
     return None
 
 
