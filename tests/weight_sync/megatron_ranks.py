@@ -36,13 +36,13 @@ class Rank:
     """One rank's policy, with folders read into it and written from it."""
 
     overrides: ClassVar[dict[str, Any]] = {}
-    """Of its configuration."""
+    """Of its configuration, where a layout brings none."""
 
     def __init__(self, folder: Path, world: int, layout: dict[str, Any], bucket_bytes: int) -> None:
         from skyrl_megatron.runtime.engine import MegatronEngine
         from tests.training.bodies import config
 
-        self.engine = MegatronEngine(config(folder, world=world, **layout, overrides=self.overrides))
+        self.engine = MegatronEngine(config(folder, world=world, **{"overrides": self.overrides, **layout}))
         self.bucket_bytes = bucket_bytes
 
     def load(self, folder: Path) -> None:
