@@ -5,6 +5,7 @@ import hashlib
 import pytest
 
 from tests.faults.lives import NO_FAULT, Lives
+from tests.faults.ways import TWO_ROLES
 
 pytestmark = [pytest.mark.vllm, pytest.mark.full_matrix]
 
@@ -16,19 +17,7 @@ KEYS = {
     "trainer__healing__enabled": "true",
     "trainer__healing__max_times": 20,
 }
-ROLES = {
-    "trainer__max_training_steps": 3,
-    "trainer__hf_save_interval": 3,
-    "trainer__algorithm__advantage_estimator": "gae",
-    "trainer__algorithm__use_kl_loss": "true",
-    "trainer__placement__ref_num_gpus_per_node": 1,
-    "trainer__ref__megatron_config__expert_model_parallel_size": 1,
-    "trainer__placement__critic_num_gpus_per_node": 2,
-    "trainer__critic__megatron_config__expert_model_parallel_size": 2,
-    "trainer__critic_mini_batch_size": 2,
-    "trainer__critic__optimizer_config__lr": 1e-3,
-}
-"""A critic on two ranks and a frozen reference on one."""
+ROLES = TWO_ROLES | {"trainer__max_training_steps": 3, "trainer__hf_save_interval": 3}
 LOST = [
     ("policy 1", "SIGKILL", "policy_train", 0),
     ("policy 0", "SIGKILL", "between updates", 1),
