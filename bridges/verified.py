@@ -39,6 +39,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "mimo_v2_flash": ("single", "tp2", "ep2", "pp2", "cp2"),
     "deepseek_v32": ("single", "tp2", "ep2", "pp2", "cp2"),
     "glm_moe_dsa": ("single", "tp2", "ep2", "pp2", "cp2"),
+    "solar_open": ("single", "tp2", "ep2", "pp2", "cp2"),
 }
 """Family → layouts of the parity tests (``tests/bridges/test_parity.py``); degrees that are not named are 1, and data
 parallelism fills up to ep. Empty: nothing beyond the exact conversion is checked yet."""

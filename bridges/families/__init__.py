@@ -32,6 +32,7 @@ SUPPORTED = (
     "mimo_v2_flash",
     "deepseek_v32",
     "glm_moe_dsa",
+    "solar_open",
 )
 
 

@@ -77,8 +77,9 @@ class PendingCall:
         if isinstance(cause, ValueError):
             raise DistributedError(f"{where}: {cause}") from error
         if _out_of_memory(cause):
+            said = (str(cause).splitlines() or [type(cause).__name__])[0]
             raise DistributedError(
-                f"{where}: out of memory ({str(cause).splitlines()[0]}); make trainer.max_tokens_per_microbatch "
+                f"{where}: out of memory ({said}); make trainer.max_tokens_per_microbatch "
                 "smaller, set trainer.gradient_checkpointing=true, or spread the model over more ranks; --check "
                 "behind the same command shows what a rank needs"
             ) from error

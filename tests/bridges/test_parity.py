@@ -24,6 +24,7 @@ LIKE_OTHERS = {
     "mimo_v2_flash": ("single",),
     "deepseek_v32": ("single",),
     "glm_moe_dsa": (),  # as deepseek_v32
+    "solar_open": (),  # glm4_moe without q/k norms
 }
 """Families made of parts that others of the plain suite show → layouts that it has of them all the same."""
 MORE = [

@@ -63,6 +63,7 @@ RELEASED = {
     **{name: (count, RELEASED_LATER[name]) for name, count in {
         "MiniMax-M2": 228_689_764_864,  # 230B
         "dots.llm1": 142_774_381_696,  # 142B
+        "Solar-Open-100B": 102_651_799_552,  # 102.6B
         "GLM-4.7-Flash": 29_943_393_920,  # 30B
         "ERNIE-4.5-21B-A3B": 21_825_437_888,
         "ERNIE-4.5-300B-A47B": 299_484_163_264,

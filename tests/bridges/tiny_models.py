@@ -98,6 +98,9 @@ TINY["mimo_v2_flash"] = {key: value for key, value in SIGMOID.items() if key != 
     topk_group=1,
     attention_value_scale=0.6,
 )
+TINY["solar_open"] = {key: value for key, value in SIGMOID.items() if key != "first_k_dense_replace"} | dict(
+    head_dim=16, attention_bias=True, n_shared_experts=2, rope_parameters=dict(rope_type="default", rope_theta=1e6)
+)
 OF_KNOWN_PARTS = frozenset(
     {
         "minimax_m2",
@@ -109,6 +112,7 @@ OF_KNOWN_PARTS = frozenset(
         "mimo_v2_flash",
         "deepseek_v32",
         "glm_moe_dsa",
+        "solar_open",
     }
 )
 

@@ -7,7 +7,10 @@ from skyrl_megatron.config.fields import get_path
 from skyrl_megatron.config.hf_model import read_hf_config
 from skyrl_megatron.errors import ConfigError, Problem
 
-WITHOUT_ENGINE = {"dots1": "vLLM has dropped its architecture Dots1ForCausalLM after 0.23"}
+WITHOUT_ENGINE = {
+    "dots1": "vLLM has dropped its architecture Dots1ForCausalLM after 0.23",
+    "solar_open": "vLLM 0.32 does not know its architecture SolarOpenForCausalLM",
+}
 """Families that convert and train, but that no engine of this version runs: why."""
 
 
