@@ -36,7 +36,7 @@ def last_words(log: Path, terminal: int) -> Iterator[None]:
 
     children = psutil.Process().children(recursive=True)
     parts = {os.pidfd_open(child.pid): (PARTS[child.name()], child.pid) for child in children if child.name() in PARTS}
-    own = os.pidfd_open(os.getpid())
+    own, terminal = os.pidfd_open(os.getpid()), os.dup(terminal)  # it may be what the teller's own stderr replaces
     order = json.dumps({"own": own, "pid": os.getpid(), "parts": parts, "terminal": terminal, "log": str(log)})
     command = [sys.executable, "-I", "-S", __file__, order]
     with subprocess.Popen(
@@ -48,6 +48,7 @@ def last_words(log: Path, terminal: int) -> Iterator[None]:
         start_new_session=True,
     ) as teller:
         os.close(own)
+        os.close(terminal)
         if parts:
             threading.Thread(target=_end_with, args=(list(parts), teller), daemon=True, name="ray parts").start()
         try:
