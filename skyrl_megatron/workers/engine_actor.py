@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from multiprocessing import resource_tracker
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_megatron.errors import EngineGoneError, SkyRLMegatronError
 from skyrl_megatron.inference.protocol import InferenceEngine, OpenAIAnswer
 from skyrl_megatron.inference.vllm.engine import EngineSettings, VLLMEngine
+
+KILL_TIMEOUT_S = 20
+"""For killing an engine's processes on another host."""
 
 
 def engine_actor(kind: type[InferenceEngine]) -> Any:
@@ -24,6 +32,7 @@ def engine_actor(kind: type[InferenceEngine]) -> Any:
 
         def __init__(self, settings: EngineSettings, environment: Mapping[str, str]) -> None:
             os.environ.update(environment)
+            _start_tracker()
             super().__init__(settings)
 
         async def start(self) -> None:
@@ -34,6 +43,10 @@ def engine_actor(kind: type[InferenceEngine]) -> Any:
         def process_ids(self) -> list[int]:
             """List the actor's process, and those that the engine says it started."""
             return [os.getpid(), *getattr(super(), "process_ids", list)()]
+
+        def node_id(self) -> str:
+            """Return Ray's name of the host."""
+            return str(ray.get_runtime_context().get_node_id())
 
     return ray.remote(num_cpus=1, max_concurrency=4096)(EngineActor)
 
@@ -55,11 +68,12 @@ class RayEngine:
         """``kind``: engine class, made of ``settings``. ``environment``: variables of the engine's processes.
         ``options``: of the actor, such as ``num_cpus`` or a ``scheduling_strategy``."""
         self.actor = engine_actor(kind).options(**options).remote(settings, environment or {})
+        self._node = ""
         self._processes: list[int] = []
 
     async def start(self) -> None:
         await self._call("start")
-        self._processes = await self._call("process_ids")
+        self._processes, self._node = await self._call("process_ids"), await self._call("node_id")
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
         if name.startswith("_"):
@@ -80,16 +94,49 @@ class RayEngine:
         ray.kill(self.actor)
 
     async def kill(self) -> None:
-        """Kill the actor, and the engine's processes where they are on this machine: a stopped one (SIGSTOP) does not
+        """Kill the actor and the engine's processes, on the host where they are: a stopped one (SIGSTOP) does not
         notice that its parent is gone."""
+        if self._node == ray.get_runtime_context().get_node_id():
+            _kill(self._processes)
+        elif self._processes:
+            with contextlib.suppress(ray.exceptions.RayError, TimeoutError):  # the host may be gone
+                await asyncio.wait_for(_kill_on(self._node, self._processes), KILL_TIMEOUT_S)
         ray.kill(self.actor)
-        for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
 
     async def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
         with _lost_actors():
             return await getattr(self.actor, name).remote(*args, **kwargs)
+
+
+def _kill(processes: Sequence[int]) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
+async def _kill_on(node: str, processes: Sequence[int]) -> None:
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    await ray.remote(num_cpus=0, max_retries=0)(_kill).options(scheduling_strategy=there).remote(processes)
+
+
+def _start_tracker() -> None:
+    """Start what takes away the shared memory and semaphores of processes that were killed, multiprocessing's resource
+    tracker, as nobody's child: Ray kills the children of an actor that it ends, and the memory would stay."""
+    tracker: Any = resource_tracker._resource_tracker  # type: ignore[attr-defined]
+    if tracker._fd is not None:
+        return
+    reader, writer = os.pipe()
+    tracks = f"from multiprocessing.resource_tracker import main; main({reader})"
+    starts = f"import subprocess, sys; subprocess.Popen([*sys.argv[1:], '-c', {tracks!r}], pass_fds=[{reader}])"
+    python = [sys.executable, "-I", "-S"]
+    try:
+        subprocess.run([*python, "-c", starts, *python], pass_fds=[reader], check=True, start_new_session=True)
+    except BaseException:
+        os.close(writer)
+        raise
+    finally:
+        os.close(reader)
+    tracker._fd = writer  # as in a process that multiprocessing spawns, whose tracker is its parent's
 
 
 @contextlib.contextmanager

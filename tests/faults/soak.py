@@ -21,6 +21,7 @@ from tests.faults.lives import Life, Lives
 WHO = ("driver", "policy 0", "policy 1", "engine core", "engine worker", "gcs_server", "raylet")
 WHAT = ("SIGKILL", "SIGSEGV", "slow")
 PHASES = ("generate", "fwd_logprobs_values_reward", "policy_train", "save_checkpoints", "sync_weights")
+SHARED_MEMORY = "/dev/shm"
 PROBE = "trainer/weight_sync_probe_max_abs_diff"
 
 
@@ -44,21 +45,15 @@ def problems(lives: Lives, life: Life, shared: set[str]) -> list[str]:
         found.append(f"saved is step {life.saved}, logged are {len(steps)}")
     if unproven := [line["step"] for line in lives.lines if line.get(PROBE) is None] if life.saved else []:
         found.append(f"versions without a probe: of steps {unproven}")
-    if left := shared_memory() - shared:
+    if left := set(os.listdir(SHARED_MEMORY)) - shared:
         found.append(f"shared memory is left: {sorted(left)}")
     return found
-
-
-def shared_memory() -> set[str]:
-    """Return the names of shared memory that takes more than a megabyte. Of engines whose actor Ray ends, semaphores
-    and queues may stay, some kilobytes each: Ray kills the process that would take them away too."""
-    return {each.name for each in os.scandir("/dev/shm") if each.stat().st_blocks * 512 > 1 << 20}
 
 
 def soak(minutes: float, seed: int, folder: Path) -> int:
     """Return the exit code."""
     rng, end, lives, number = random.Random(seed), time.monotonic() + 60 * minutes, Lives(folder), 0
-    shared = shared_memory()
+    shared = set(os.listdir(SHARED_MEMORY))
     while time.monotonic() < end:
         number += 1
         who, what, phase, delay_s = chosen(rng)

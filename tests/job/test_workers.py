@@ -3,6 +3,7 @@
 import contextlib
 import os
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -219,6 +220,68 @@ def test_an_engine_of_any_class_is_an_actor(ray_slots):
             await engine.version()
 
     asyncio.run(use())
+
+
+class Holder(Echo):
+    """An engine class that starts a process, and holds memory which others may map."""
+
+    async def start(self):
+        import subprocess
+        from multiprocessing.shared_memory import SharedMemory
+
+        self.memory = SharedMemory(create=True, size=4096)
+        self.child = subprocess.Popen(["sleep", "600"])
+
+    async def version(self):
+        return self.memory.name
+
+    def process_ids(self):
+        return [self.child.pid]
+
+
+@pytest.mark.parametrize("how", ["engine", "Ray", "signal"])
+def test_a_killed_engine_leaves_no_process_and_no_shared_memory(ray_slots, how):
+    import asyncio
+    import signal
+
+    import psutil
+    import ray
+
+    from skyrl_megatron.workers.engine_actor import RayEngine
+
+    async def use():
+        engine = RayEngine("settings", kind=Holder)
+        await engine.start()
+        memory, processes = Path("/dev/shm") / await engine.version(), await engine.process_ids()
+        assert memory.exists() and len(processes) == 2
+        if how == "engine":
+            await engine.kill()
+        elif how == "Ray":
+            ray.kill(engine.actor)
+        else:
+            os.kill(processes[0], signal.SIGKILL)
+            os.kill(processes[1], signal.SIGKILL)  # vLLM's processes see that their parent is gone
+        async with asyncio.timeout(60):
+            while memory.exists() or any(map(psutil.pid_exists, processes)):
+                await asyncio.sleep(0.1)
+
+    asyncio.run(use())
+
+
+def test_processes_of_another_host_are_killed_there(ray_slots):
+    import asyncio
+    import subprocess
+
+    import ray
+
+    from skyrl_megatron.workers.engine_actor import _kill_on
+
+    async def kill_one():
+        await _kill_on(ray.get_runtime_context().get_node_id(), [victim.pid])
+
+    with subprocess.Popen(["sleep", "600"]) as victim:
+        asyncio.run(kill_one())
+        assert victim.wait(60) == -9
 
 
 def test_an_impossible_placement_says_what_is_missing(ray_slots):
