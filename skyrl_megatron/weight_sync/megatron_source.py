@@ -49,16 +49,24 @@ class MegatronWeightSource:
 
     def held(self) -> tuple[Sequence[TensorShard], Sequence[int]]:
         """List what this rank holds of any replica, see ``WeightSource``."""
-        if turned := next((entry for entry in self.model.hf.plan.entries if not entry.has_rows_of_hf), None):
-            raise Unroutable(f"{turned.hf[0].name} travels in another form than on disk")
+        self._require_rows()
         found = [(shard, over.rank()) for weight, over, _, shard in self._all()]
         return [shard for shard, _ in found], [0 if shard.group is None else rank for shard, rank in found]
+
+    def _require_rows(self) -> None:
+        """Raise Unroutable for tensors that are on disk in another form than rows of Megatron's."""
+        if turned := next((entry for entry in self.model.hf.plan.entries if not entry.has_rows_of_hf), None):
+            raise Unroutable(f"{turned.hf[0].name} travels in another form than on disk")
 
     def _to_send(self) -> Iterator[tuple[LocalWeight, Any, TensorShard]]:
         """Yield (weight, group that it is split over, shard) of what this rank sends, or has a shard of for others."""
         for weight, over, replicas, shard in self._all():
-            if replicas.rank() == 0 and (weight.entry.split.dim is not None or over.rank() == 0):
+            if self._is_sent(weight, over, replicas):
                 yield weight, over, shard
+
+    def _is_sent(self, weight: LocalWeight, over: Any, replicas: Any) -> bool:
+        """Whether this rank sends the weight, or has a shard of it for the one that does."""
+        return bool(replicas.rank() == 0 and (weight.entry.split.dim is not None or over.rank() == 0))
 
     def _all(self) -> Iterator[tuple[LocalWeight, Any, Any, TensorShard]]:
         """Yield (weight, group that it is split over, group of its replicas, shard) of all that this rank holds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -11,6 +12,7 @@ from skyrl_megatron.errors import WeightSyncError
 from skyrl_megatron.weight_sync.bucket import checksum
 from skyrl_megatron.weight_sync.parcels import Parcels
 from skyrl_megatron.weight_sync.plan import Copies
+from skyrl_megatron.weight_sync.source import TensorShard
 from skyrl_megatron.weight_sync.transport import Transport
 
 STAGED, AHEAD = 2, 16
@@ -18,29 +20,32 @@ STAGED, AHEAD = 2, 16
 
 
 class ParcelSender:
-    """The buckets of ``parcels``, of rows of ``shards`` ([rows, columns] each, which stay where they are).
+    """The buckets of ``parcels``, of parts of ``shards``, which stay where they are or are made when they are copied.
 
     ``ranks_of``: worker → its rank in the group.
     """
 
     def __init__(
-        self, parcels: Parcels, shards: Sequence[Tensor], ranks_of: dict[int, int], device: torch.device
+        self, parcels: Parcels, shards: Sequence[TensorShard], ranks_of: dict[int, int], device: torch.device
     ) -> None:
         self.parcels, self.ranks_of, self.device = parcels, ranks_of, device
         self._contents: list[tuple[Tensor, Copies | None]] = []
-        largest = max((int(bucket[1]) for bucket in parcels.buckets if not bucket[2]), default=0)
+        buckets, copies = parcels.buckets.tolist(), parcels.copies.tolist()
+        parts = [[_part(shards[copy[4]], copy) for copy in copies[first:stop]] for _, _, _, first, stop, _ in buckets]
+        direct = [_in_place(each[0]) if bucket[2] else None for bucket, each in zip(buckets, parts, strict=True)]
+        sizes = zip(buckets, direct, strict=True)
+        largest = max((nbytes for (_, nbytes, *_), alone in sizes if alone is None), default=0)
         self._buffers = [torch.zeros(largest, dtype=torch.uint8, device=device) for _ in range(STAGED)]
-        staged = 0
-        for _, nbytes, direct, first, stop, _ in parcels.buckets.tolist():
-            views = [_rows(shards[c[4]], c) for c in parcels.copies[first:stop].tolist()]
-            if direct and views[0].is_contiguous():
-                self._contents.append((views[0].flatten().view(torch.uint8), None))
+        free = itertools.cycle(self._buffers)
+        for (_, nbytes, _, first, stop, _), each, alone in zip(buckets, parts, direct, strict=True):
+            if alone is not None:
+                self._contents.append((alone, None))
                 continue
-            buffer, copies = self._buffers[staged % STAGED][:nbytes], Copies()
-            staged += 1
-            for view, (_, at, *_) in zip(views, parcels.copies[first:stop].tolist(), strict=True):
-                copies.add(buffer[at : at + view.numel() * view.itemsize].view(view.dtype).view(view.shape), view)
-            self._contents.append((buffer, copies))
+            buffer, packing = next(free)[:nbytes], Copies()
+            for part, (_, at, rows, columns, shard, *_) in zip(each, copies[first:stop], strict=True):
+                dtype = shards[shard].local.dtype
+                packing.add(buffer[at : at + rows * columns * dtype.itemsize].view(dtype).view(rows, columns), part)
+            self._contents.append((buffer, packing))
 
     def send(self, transport: Transport) -> list[list[int]]:
         """Send everything; return (worker, checksum) of each bucket, in order. Raises RuntimeError (torch) when a
@@ -61,9 +66,15 @@ class ParcelSender:
         return [list(pair) for pair in zip(workers, torch.stack(sums).tolist() if sums else [], strict=True)]
 
 
-def _rows(shard: Tensor, copy: Sequence[int]) -> Tensor:
-    """View the rows and columns of a copy in its shard."""
+def _part(shard: TensorShard, copy: Sequence[int]) -> Tensor | Callable[[], Tensor]:
+    """View the rows and columns of a copy in its shard, or return what makes them."""
     _, _, rows, columns, _, first, step, column = copy
-    if first + (rows - 1) * step >= len(shard) or column + columns > shard.shape[1]:
-        raise WeightSyncError(f"rows {first} … of a shard {list(shard.shape)} are planned, which it does not have")
-    return shard[first : first + (rows - 1) * step + 1 : step, column : column + columns]
+    shape = shard.local.shape
+    if first + (rows - 1) * step >= shape[0] or column + columns > shape[1]:
+        raise WeightSyncError(f"rows {first} … of a shard {list(shape)} are planned, which it does not have")
+    return shard.part(slice(first, first + (rows - 1) * step + 1, step), slice(column, column + columns))
+
+
+def _in_place(part: Tensor | Callable[[], Tensor]) -> Tensor | None:
+    """View the bytes of a part as they lie in memory; None: not in one piece."""
+    return part.flatten().view(torch.uint8) if isinstance(part, Tensor) and part.is_contiguous() else None

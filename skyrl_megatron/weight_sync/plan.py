@@ -254,5 +254,4 @@ def _place(target: Tensor, span: RowRange, width: int) -> Tensor:
 
 def _source(shard: TensorShard, span: RowRange) -> Tensor | Callable[[], Tensor]:
     """View the rows of ``span`` in this rank's shard, or return what makes them."""
-    rows = slice(span.first, span.first + span.step * (span.count - 1) + 1, span.step)
-    return shard.local[rows] if shard.make is None else partial(shard.make, rows)
+    return shard.part(slice(span.first, span.first + span.step * (span.count - 1) + 1, span.step), slice(None))

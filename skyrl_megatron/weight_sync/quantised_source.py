@@ -2,8 +2,8 @@
 
 Each matrix that the folder has in 8 bits travels as two tensors, under the names on disk: its values, float8 E4M3, and
 a scale for each block, both made of the trainer's weights as vLLM's quantiser makes them (``bridges/quantiser.py``).
-Rows are quantised when they are copied into a bucket, so that nothing is held but scales. The edges of shards go
-through blocks, so the ranks of a matrix compare the largest |w| of each block first.
+Values are made when they are copied into a bucket, so that nothing is held but scales. The edges of shards go through
+blocks, so the ranks of a matrix compare the largest |w| of each block first, and have all of its scales.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from skyrl_megatron.runtime.parallel_state import ProcessGroups
 from skyrl_megatron.weight_sync.bucket import TensorMeta
 from skyrl_megatron.weight_sync.megatron_source import MegatronWeightSource
 from skyrl_megatron.weight_sync.metadata import VALUES
-from skyrl_megatron.weight_sync.routes import Unroutable
 from skyrl_megatron.weight_sync.source import RowRange, TensorShard
 
 AT_ONCE = 2**22
@@ -63,16 +62,17 @@ class Matrix:
             rows = _rows(span)
             add_largest(self.form, largest, self.local[rows], self.numbers[rows], self.column)
 
-    def values(self, rows: slice) -> Tensor:
-        """Quantise rows of the shard: [rows, columns], a byte each."""
+    def values(self, rows: slice, columns: slice) -> Tensor:
+        """Quantise a part of the shard: [rows, columns], a byte each."""
         assert self.scales is not None, "refresh() comes first"
-        made = quantised_rows(self.form, self.local[rows], self.scales, self.numbers[rows], self.column)
+        column = self.column + (columns.start or 0)
+        made = quantised_rows(self.form, self.local[rows, columns], self.scales, self.numbers[rows], column)
         return made.view(torch.uint8)
 
-    def sent_scales(self, rows: slice) -> Tensor:
-        """Return rows of the scales as engines take them."""
+    def sent_scales(self, rows: slice, columns: slice) -> Tensor:
+        """Return a part of the scales as engines take them."""
         assert self.scales is not None, "refresh() comes first"
-        return as_sent(self.form, self.scales[rows])
+        return as_sent(self.form, self.scales[rows, columns])
 
 
 class QuantisedWeightSource(MegatronWeightSource):
@@ -87,6 +87,7 @@ class QuantisedWeightSource(MegatronWeightSource):
         super().__init__(model, groups)
         self.form, self.names = form, names
         self._shards: list[TensorShard] = []
+        self._held: tuple[list[TensorShard], list[int]] = [], []
         self._matrices: list[Matrix] = []
         self._addresses: list[int] | None = None
         self._numbers: dict[tuple[Sequence[RowRange], int], Tensor] = {}  # experts have the same
@@ -109,7 +110,9 @@ class QuantisedWeightSource(MegatronWeightSource):
         return self._shards
 
     def held(self) -> tuple[Sequence[TensorShard], Sequence[int]]:
-        raise Unroutable("weights are brought into 8 bits while they are sent")
+        self._require_rows()
+        self._look()
+        return self._held
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -133,38 +136,46 @@ class QuantisedWeightSource(MegatronWeightSource):
         addresses = self.addresses()
         if self._addresses == addresses:
             return
-        self._shards, self._matrices, self._addresses = [], [], addresses
-        for weight, over, shard in self._to_send():
+        self._shards, self._held, self._matrices, self._addresses = [], ([], []), [], addresses
+        for weight, over, replicas, shard in self._all():
             # two places for each tensor, so that the scales of one come before the values of the next
-            meta = replace(shard.meta, position=2 * shard.meta.position)
-            shard = replace(shard, meta=meta)
-            if meta.name not in self.names:
-                self._shards.append(shard)
-                continue
-            if not weight.entry.has_rows_of_hf or len(meta.shape) != 2:
-                raise WeightSyncError(
-                    f"{meta.name} {list(meta.shape)} has 8 bits in the engines' folder and is no matrix made of rows "
-                    "there, so that it cannot be quantised as it is sent: give engines a folder without quantisation"
-                )
-            assert shard.make is None, "a frozen base that is kept in 8 bits is not sent"
-            self._add(shard, over.rank())
+            shard = replace(shard, meta=replace(shard.meta, position=2 * shard.meta.position))
+            rank = 0 if shard.group is None else int(over.rank())
+            scales = None
+            if shard.meta.name in self.names:
+                if not weight.entry.has_rows_of_hf or len(shard.meta.shape) != 2:
+                    raise WeightSyncError(
+                        f"{shard.meta.name} {list(shard.meta.shape)} has 8 bits in the engines' folder and is no "
+                        "matrix made of rows there, so that it cannot be quantised as it is sent: give engines a "
+                        "folder without quantisation"
+                    )
+                assert shard.make is None, "a frozen base that is kept in 8 bits is not sent"
+                shard, scales = self._quantised(shard, rank)
+            is_sent = self._is_sent(weight, over, replicas)
+            self._list(shard, rank, is_sent)
+            if scales is not None:
+                self._list(scales, 0, is_sent and rank == 0)
 
-    def _add(self, shard: TensorShard, rank: int) -> None:
+    def _list(self, shard: TensorShard, owner: int, is_sent: bool) -> None:
+        self._held[0].append(shard)
+        self._held[1].append(owner)
+        if is_sent:
+            self._shards.append(shard)
+
+    def _quantised(self, shard: TensorShard, rank: int) -> tuple[TensorShard, TensorShard]:
+        """Return the values and the scales that a matrix becomes. ``rank``: this rank's among its owners."""
         rows, columns = shard.meta.shape
-        own = [span for span in shard.ranges if span.owner == (0 if shard.group is None else rank)]
+        own = [span for span in shard.ranges if span.owner == rank]
         numbers = self._numbers.setdefault((tuple(own), len(shard.local)), numbers_of(own, shard.local))
         matrix = Matrix(self.form, (rows, columns), shard.local, own, shard.group, numbers)
         self._matrices.append(matrix)
-        meta = replace(shard.meta, dtype=VALUES)
         like = torch.empty(shard.local.shape, dtype=torch.uint8, device="meta")
-        self._shards.append(replace(shard, meta=meta, local=like, make=matrix.values))
-        if shard.rank == 0:
-            grid = self.form.grid(matrix.shape)
-            dtype = self.form.scale_dtype
-            scales = TensorMeta(meta.name + self.form.suffix, dtype, grid, position=meta.position + 1)
-            like = torch.empty(grid, dtype=scales.torch_dtype, device="meta")
-            whole = [RowRange(0, 0, grid[0], 0)]
-            self._shards.append(TensorShard(scales, like, whole, make=matrix.sent_scales))
+        values = replace(shard, meta=replace(shard.meta, dtype=VALUES), local=like, make=matrix.values)
+        grid = self.form.grid(matrix.shape)
+        name, position = shard.meta.name + self.form.suffix, shard.meta.position + 1
+        meta = TensorMeta(name, self.form.scale_dtype, grid, position=position)
+        like = torch.empty(grid, dtype=meta.torch_dtype, device="meta")
+        return values, TensorShard(meta, like, [RowRange(0, 0, grid[0], 0)], make=matrix.sent_scales)
 
 
 def numbers_of(own: Sequence[RowRange], local: Tensor) -> Tensor:

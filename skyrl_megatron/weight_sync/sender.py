@@ -152,6 +152,7 @@ class WeightSender:
     def _send_parcels(self, transport: Transport | None) -> list[list[int]]:
         assert self._route is not None
         parcels, ranks_of = self._route
+        self.source.refresh()
         if not len(parcels.buckets):
             return []
         if transport is None:
@@ -159,8 +160,7 @@ class WeightSender:
         addresses = self.source.addresses()
         if self._parcels is None or self._addresses != addresses:
             self._parcels = None  # its buckets are freed before there are new ones
-            shards = [shard.local for shard in self.source.held()[0]]
-            self._parcels = ParcelSender(parcels, shards, ranks_of, device.device())
+            self._parcels = ParcelSender(parcels, self.source.held()[0], ranks_of, device.device())
             self._addresses = addresses
         with _raising(
             EngineGoneError, "an engine worker is gone or silent", lambda: f"of {parcels.nbytes / 1e6:.1f} MB"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -39,8 +40,13 @@ class TensorShard:
     """Process group of the shards; None: the rank has all of it."""
     finish: Callable[[Tensor, range], None] | None = None
     """Changes rows of the tensor, [rows, columns], once they lie in the bucket; on the rank that sends them."""
-    make: Callable[[slice], Tensor] | None = None
-    """Makes rows of ``local``, which then has shape and dtype but no memory: a weight that is kept in 8 bits."""
+    make: Callable[[slice, slice], Tensor] | None = None
+    """Makes rows and columns of ``local``, which then has shape and dtype but no memory: a weight that is kept in 8
+    bits, or brought into them."""
+
+    def part(self, rows: slice, columns: slice) -> Tensor | Callable[[], Tensor]:
+        """View a part of the shard, or return what makes it."""
+        return self.local[rows, columns] if self.make is None else partial(self.make, rows, columns)
 
     @property
     def rank(self) -> int:

@@ -122,7 +122,7 @@ async def _kill_on(node: str, processes: Sequence[int]) -> None:
 def _start_tracker() -> None:
     """Start what takes away the shared memory and semaphores of processes that were killed, multiprocessing's resource
     tracker, as nobody's child: Ray kills the children of an actor that it ends, and the memory would stay."""
-    tracker: Any = resource_tracker._resource_tracker  # type: ignore[attr-defined]
+    tracker: Any = resource_tracker._resource_tracker
     if tracker._fd is not None:
         return
     reader, writer = os.pipe()

@@ -182,7 +182,7 @@ def _around(trainer, who: str, what: str, lasts_s: float) -> None:
 
 
 def _in_rank(trainer, who: str, what: str) -> None:
-    """Let the next call of a rank end its process, or raise."""
+    """Let the next call of a rank end its process, or raise, as soon as it asks for the rank's model."""
     role, rank = who.split()
     end = time.monotonic() + FOUND_S
     while role not in trainer.roles and time.monotonic() < end:
@@ -193,18 +193,17 @@ def _in_rank(trainer, who: str, what: str) -> None:
         return
 
     def prepare(self):
-        names = [name for name in dir(type(self)) if not name.startswith("_") and callable(getattr(self, name))]
+        kind = type(self)
 
-        def raises(*args, **kwargs):
-            for name in names:
-                self.__dict__.pop(name, None)
+        def raises(self):
+            del kind.engine
             if what == "out of memory":
                 import torch
 
-                torch.empty(1 << 50, dtype=torch.uint8)
+                torch.empty(PETABYTE, dtype=torch.uint8)
             raise RuntimeError(UNEXPECTED)
 
-        self.__dict__.update({name: raises for name in names if name not in ("alive", "leave", "address")})
+        kind.engine = property(raises, lambda self, value: self.__dict__.update(engine=value))
 
     import ray
 

@@ -3,8 +3,7 @@ parameters, loaders and reload, which are given what a trainer sent.
 
     python -m tests.weight_sync.quantised_engines JOB
 
-JOB is a pickle of (folder that engines start on, file of the tensors that were sent, their names in order, folder that
-they are to be, engines); in its place comes {engine: what is wrong in each worker}.
+JOB is a pickle of the name of a function and its arguments; in its place comes {engine: what it finds of each worker}.
 
 vLLM's kernels for FP8 on CPU ask for AMX, and for MXFP8 there are none, so that on this machine no such engine would
 even be built. Here the model is told that it has AMX, and takes vLLM's own emulation for MXFP8: its parameters, their
@@ -13,9 +12,10 @@ loaders and the packing for AMX are the real ones, which run anywhere, and nothi
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,8 @@ from tests.weight_sync.engine_models import ENGINES, groups
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from skyrl_megatron.weight_sync.bucket import TensorMeta
 
 BEFORE = (0x55, 0xAA)
 """Bytes that parameters are full of before one load and before the other: what is not loaded differs."""
@@ -45,7 +47,7 @@ def without_amx() -> None:
     modelopt.make_fp8_moe_kernel = lambda **_: None
 
 
-def vllm_config(folder: Path, engine: dict[str, int], rank: int, load_format: str) -> Any:
+def vllm_config(folder: Path, engine: dict[str, int], rank: int) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models import utils
 
@@ -58,7 +60,6 @@ def vllm_config(folder: Path, engine: dict[str, int], rank: int, load_format: st
         enable_expert_parallel=engine.get("ep", 1) > 1,
         dtype="bfloat16",
         max_model_len=512,
-        load_format=load_format,
         enforce_eager=True,
         distributed_executor_backend="mp" if engine else None,
         attention_backend="CPU_MLA" if latent else None,  # that for AMX empties a weight, and cannot be reloaded
@@ -92,21 +93,62 @@ def unlike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
     return [name for name, each in found.items() if not torch.equal(each, expected[name])]
 
 
-def worker(folder: Path, sent: list[tuple[str, Tensor]], like: Path, engine: dict[str, int], rank: int) -> list[str]:
-    """What is wrong in a worker; nothing, if all is as it should be."""
+class Delivered:
+    """A transport's end, to which buckets have come already."""
+
+    def __init__(self, buckets: Iterable[Tensor]) -> None:
+        self.left = iter(buckets)
+
+    def receive(self, buffer: Tensor) -> Callable[[], object]:
+        bucket = next(self.left)
+        return lambda: buffer.copy_(bucket)
+
+    def close(self) -> None:
+        assert next(self.left, None) is None
+
+
+@contextlib.contextmanager
+def started(folder: Path, engine: dict[str, int], rank: int) -> Iterator[tuple[Any, Any]]:
+    """A worker's model as an engine has it that starts on a folder, and its configuration."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader import get_model
+
+    from skyrl_megatron.weight_sync.vllm_backend import name_loaders
+
+    config = vllm_config(folder, engine, rank)
+    with set_current_vllm_config(config), groups(rank, **engine):
+        model = get_model(vllm_config=config)
+        name_loaders(model)
+        yield model, config.model_config
+
+
+def fresh(folder: Path, engine: dict[str, int], rank: int) -> dict[str, Tensor]:
+    """The bytes of the tensors of a worker that starts on a folder."""
+    with started(folder, engine, rank) as (model, _):
+        return {name: as_bytes(each) for name, each in model.state_dict().items() if each.dim()}
+
+
+def not_fresh(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    wrong = unlike({name: as_bytes(each) for name, each in found.items()}, expected)
+    return [f"{name} is not that of a fresh engine after the reload" for name in wrong]
+
+
+def loaded_by(folder: Path, file: Path, names: list[str], like: Path, engine: dict[str, int], rank: int) -> list[str]:
+    """What is wrong in a worker that was started on ``folder`` and loads tensors of a file, in an order, which should
+    make it one of the folder ``like``; nothing, if all is as it should be."""
     import torch
     from safetensors.torch import load_file
     from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader import get_model
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from skyrl_megatron.weight_sync.vllm_backend import name_loaders
     from tests.weight_sync.engine_models import reloaded
 
+    tensors = load_file(file)
+    sent = [(name, tensors[name]) for name in names]
     wrong: list[str] = []
     disk = load_file(like / "model.safetensors")
-    config = vllm_config(folder, engine, rank, "auto")
+    config = vllm_config(folder, engine, rank)
     with set_current_vllm_config(config), groups(rank, **engine):
         with set_default_torch_dtype(torch.bfloat16):
             model: Any = initialize_model(config)
@@ -116,32 +158,75 @@ def worker(folder: Path, sent: list[tuple[str, Tensor]], like: Path, engine: dic
             values = sum(each.numel() for _, each in sent if each.dtype == torch.float8_e4m3fn)
             held = sum(each.numel() for each in model.parameters() if each.dtype == torch.float8_e4m3fn)
             wrong += [f"{values} values of 8 bits were sent, the model has {held}"] if values != held else []
-    config = vllm_config(folder, engine, rank, "auto")
-    with set_current_vllm_config(config), groups(rank, **engine):
-        model = get_model(vllm_config=config)
-        name_loaders(model)
-        served = reloaded(model, config.model_config, lambda: model.load_weights(iter(sent)))
-    config = vllm_config(like, engine, rank, "auto")
-    with set_current_vllm_config(config), groups(rank, **engine):
-        fresh = {name: as_bytes(t) for name, t in get_model(vllm_config=config).state_dict().items() if t.dim()}
-    served = {name: as_bytes(each) for name, each in served.items()}
-    return wrong + [f"{name} is not that of a fresh engine after the reload" for name in unlike(served, fresh)]
+    with started(folder, engine, rank) as (model, config):
+        served = reloaded(model, config, lambda: model.load_weights(iter(sent)))
+    return wrong + not_fresh(served, fresh(like, engine, rank))
+
+
+def route_of(folder: Path, tensors: list[TensorMeta], engine: dict[str, int], rank: int) -> Any:
+    """A worker's route, as it is sent."""
+    import torch
+
+    from skyrl_megatron.weight_sync.vllm_routes import record_route
+
+    with started(folder, engine, rank) as (model, _):
+        return record_route(model, tensors, torch.device("cpu")).plain
+
+
+def filled_by(
+    folder: Path,
+    tensors: list[TensorMeta],
+    like: Path,
+    bucket_bytes: int,
+    deliveries: dict[str, list[list[Any]]],
+    engine: dict[str, int],
+    rank: int,
+) -> dict[str, list[str]]:
+    """What is wrong in a worker that was started on ``folder`` after each of several syncs by routes, one after the
+    other, which should make it one of the folder ``like``. ``deliveries``: by name, for the workers of the engine,
+    parcels as they are sent, and the buckets that came from each rank."""
+    import torch
+
+    from skyrl_megatron.weight_sync.parcel_receiver import ParcelReceiver
+    from skyrl_megatron.weight_sync.parcels import Parcels, check_parcels
+    from skyrl_megatron.weight_sync.vllm_routes import record_route
+    from skyrl_megatron.weight_sync.vllm_targets import ModelTargets
+    from tests.weight_sync.engine_models import reloaded
+
+    found, expected = {}, fresh(like, engine, rank)
+    with started(folder, engine, rank) as (model, config):
+        route = record_route(model, tensors, torch.device("cpu"))
+        for name, workers in deliveries.items():
+            plain, buckets = workers[rank]
+            parcels = Parcels.of_plain(*plain)
+            check_parcels(parcels, route)
+            receiver = ParcelReceiver(
+                parcels,
+                {sender: Delivered(each) for sender, each in buckets.items()},
+                [meta.torch_dtype for meta in tensors],
+                bucket_bytes,
+                torch.device("cpu"),
+            )
+            served = reloaded(model, config, lambda: receiver.receive(ModelTargets(model, route)))  # noqa: B023
+            receiver.close()
+            found[name] = not_fresh(served, expected)
+            for parameter, each in model.named_parameters():  # what the next sync does not fill is not right by chance
+                if not parameter.endswith(OF_CACHE):
+                    each.data.view(-1).view(torch.uint8).fill_(BEFORE[0])
+    return found
 
 
 def main(job: str) -> None:
     import torch
-    from safetensors.torch import load_file
 
     from skyrl_megatron.inference.vllm import compat  # noqa: F401  (what our engines change in vLLM)
 
     torch.set_num_threads(1)
     without_amx()
-    folder, file, names, like, engines = pickle.loads(Path(job).read_bytes())
-    tensors = load_file(file)
-    sent = [(name, tensors[name]) for name in names]
+    function, engines, *arguments = pickle.loads(Path(job).read_bytes())
     found = {
         name: [
-            worker(folder, sent, like, ENGINES[name], rank)
+            globals()[function](*arguments, ENGINES[name], rank)
             for rank in range(ENGINES[name].get("tp", 1) * ENGINES[name].get("pp", 1))
         ]
         for name in engines

@@ -102,19 +102,24 @@ def _bytes(tensor):
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def engines_of(folder, start, tensors, quantised, engines):
-    """{engine: what is wrong in each of its workers}, of engines that start on ``start`` and are sent ``tensors``."""
-    from safetensors.torch import save_file
-
-    save_file(dict(tensors), folder / "sent.safetensors")
+def answer(folder, function, engines, *arguments):
+    """{engine: what a function of ``quantised_engines.py`` says of each of its workers}."""
     job = folder / "job"
-    names = [name for name, _ in tensors]
-    job.write_bytes(pickle.dumps((start, folder / "sent.safetensors", names, quantised, engines)))
+    job.write_bytes(pickle.dumps((function, engines, *arguments)))
     command = [sys.executable, "-m", "tests.weight_sync.quantised_engines", str(job)]
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return pickle.loads(job.read_bytes())
+
+
+def engines_of(folder, start, tensors, quantised, engines):
+    """{engine: what is wrong in each of its workers}, of engines that start on ``start`` and are sent ``tensors``."""
+    from safetensors.torch import save_file
+
+    save_file(dict(tensors), folder / "sent.safetensors")
+    names = [name for name, _ in tensors]
+    return answer(folder, "loaded_by", engines, start, folder / "sent.safetensors", names, quantised)
 
 
 def written(root, family, form):
@@ -222,7 +227,7 @@ def test_ranks_send_what_vllm_makes(ranks, tmp_path):
 
 
 def source_of(folder, names):
-    """Body of a rank: what is wrong with sending these tensors in 8 bits, and what is said of routes."""
+    """Body of a rank: what is wrong with sending these tensors in 8 bits."""
     from bridges.engine_form import EngineForm
     from skyrl_megatron.errors import WeightSyncError
     from skyrl_megatron.runtime.engine import MegatronEngine
@@ -232,21 +237,22 @@ def source_of(folder, names):
 
     engine = MegatronEngine(config(folder))
     form = EngineForm.of({"quantization_config": FORMS["fp8"]}, "config.json")
-    source = QuantisedWeightSource(engine.model, engine.groups, form, names)
-    routes = WeightSender(source).holdings()
-    try:
-        source.metadata()
-    except WeightSyncError as error:
-        return routes, str(error)
-    return routes, ""
+    sender = WeightSender(QuantisedWeightSource(engine.model, engine.groups, form, names))
+    said = []
+    for ask in (sender.metadata, sender.holdings):
+        try:
+            ask()
+        except WeightSyncError as error:
+            said.append(str(error))
+    return said
 
 
 def test_what_cannot_be_quantised_is_named(ranks, tmp_path):
     from tests.support.tiny_models import write_tiny_model
 
     folder = write_tiny_model("qwen3", tmp_path / "model")
-    ((routes, why),) = ranks(1, source_of, folder, frozenset({"model.norm.weight"}))
-    assert why.startswith("model.norm.weight [128] has 8 bits") and "8 bits while they are sent" in routes
+    (said,) = ranks(1, source_of, folder, frozenset({"model.norm.weight"}))
+    assert len(said) == 2 and all(why.startswith("model.norm.weight [128] has 8 bits") for why in said)
 
 
 def test_an_adapter_is_not_added_to_8_bits():
@@ -285,3 +291,75 @@ def test_engines_get_what_vllm_makes(ranks, tmp_path, family, form):
         assert unlike(tensors, quantised) == [], layout
     found = engines_of(tmp_path, start, tensors, quantised, ["tp1", "tp2", "ep2", "pp2"])
     assert found == {engine: [[]] * len(workers) for engine, workers in found.items()}
+
+
+def delivered(trainer, tensors, holdings, routes):
+    """What a sync by routes brings to workers of these routes: for each its parcels, as they are sent, and the buckets
+    that come from each rank."""
+    import torch
+
+    from skyrl_megatron.weight_sync.bucket import checksum
+    from skyrl_megatron.weight_sync.route_plan import join
+    from skyrl_megatron.weight_sync.transport import open_transport
+
+    plan = join(tensors, holdings, routes, BUCKET_BYTES)
+    addresses = trainer.together("listen_for_engines")
+    peers = [parcels.peers for parcels in plan.ranks]
+
+    def receive(worker):
+        parcels, sums = plan.workers[worker], []
+        transports = {
+            rank: open_transport("gloo", *addresses[rank], own.index(worker) + 1, len(own) + 1, 60.0)
+            for rank, own in enumerate(peers)
+            if worker in own
+        }
+        buckets = {rank: [] for rank in transports}
+        for rank, nbytes, *_ in parcels.buckets.tolist():
+            buffer = torch.empty(nbytes, dtype=torch.uint8)
+            transports[rank].receive(buffer)()
+            buckets[rank].append(buffer)
+            sums.append((rank, worker, int(checksum(buffer))))
+        for transport in transports.values():
+            transport.close()
+        return parcels.plain, buckets, sums
+
+    async def send():
+        receiving = [asyncio.create_task(asyncio.to_thread(receive, worker)) for worker in range(len(routes))]
+        connecting = [
+            handle.connect_engines(len(own), 60.0) for handle, own in zip(trainer.handles, peers, strict=True) if own
+        ]
+        await asyncio.gather(*connecting)
+        for handle, parcels, own in zip(trainer.handles, plan.ranks, peers, strict=True):
+            await handle.take_route(*parcels.plain, {worker: place for place, worker in enumerate(own, start=1)})
+        sent = await asyncio.gather(*(handle.send_weights() for handle in trainer.handles))
+        return [await each for each in receiving], sent
+
+    received, sent = asyncio.run(send())
+    expected = [(rank, worker, total) for rank, sums in enumerate(sent) for worker, total in sums]
+    assert sorted(each for *_, sums in received for each in sums) == sorted(expected)
+    return [(parcels, buckets) for parcels, buckets, _ in received]
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", quantised_folders.SIZES)
+def test_workers_get_their_own(ranks, tmp_path, family, form):
+    """By routes each worker gets its own bytes of values and scales, once, and becomes that of a fresh engine."""
+    from skyrl_megatron.weight_sync.routes import Route, tensors_of
+
+    start, plain, quantised = written(tmp_path, family, form)
+    tensors, routes, deliveries = [], {}, {}
+    for layout, (world, degrees) in LAYOUTS.items():
+        with MegatronRanks(ranks, start, world, degrees, BUCKET_BYTES, kind=QuantisedRank) as trainer:
+            trainer.together("weight_metadata")
+            holdings = trainer.together("weight_holdings")
+            tensors = tensors or tensors_of(holdings)  # stages bring them in another order
+            routes = routes or answer(tmp_path, "route_of", ["tp1", "tp2", "ep2", "pp2"], start, tensors)
+            trainer.together("load", plain)
+            for engine, workers in routes.items():
+                needed = [Route.of_plain(*plain) for plain in workers]
+                deliveries.setdefault(engine, {})[layout] = delivered(trainer, tensors, holdings, needed)
+    for engine, of_engine in deliveries.items():
+        arguments = start, tensors, quantised, BUCKET_BYTES, of_engine
+        found = answer(tmp_path, "filled_by", [engine], *arguments)[engine]
+        assert found == [{layout: [] for layout in LAYOUTS}] * len(found), engine

@@ -33,9 +33,9 @@ class LocalWeight:
     """This rank's share; a view of the module's tensor."""
     entry: Entry
     """The row of the family's table: HF names, global shape, how it is split."""
-    make: Callable[[slice], Tensor] | None = None
-    """Makes rows of a parameter that is kept in 8 bits; ``tensor`` is then what ``of`` says of it, and its data has no
-    memory."""
+    make: Callable[[slice, slice], Tensor] | None = None
+    """Makes rows and columns of a parameter that is kept in 8 bits; ``tensor`` is then what ``of`` says of it, and its
+    data has no memory."""
 
     @property
     def is_copy(self) -> bool:
@@ -60,7 +60,7 @@ def local_weights(
                 tensor = of(parameter)
             stacked = names.stacked(name)
             for number, each in enumerate(full):
-                make = partial(scaled.rows, expert=number if stacked else None) if scaled else None
+                make = partial(scaled.part, expert=number if stacked else None) if scaled else None
                 yield LocalWeight(each, tensor[number] if stacked else tensor, names.entry(each), make)
 
 

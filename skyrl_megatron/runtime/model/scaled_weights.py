@@ -42,10 +42,10 @@ class ScaledWeight:
         """Return the weight in the dtype of its parameter."""
         return self.matrix().dequantized(self.dtype)
 
-    def rows(self, rows: slice, expert: int | None = None) -> Tensor:
-        """Return rows of the weight (of one of its experts)."""
+    def part(self, rows: slice, columns: slice, expert: int | None = None) -> Tensor:
+        """Return rows and columns of the weight (of one of its experts)."""
         place = rows if expert is None else (expert, rows)
-        return self.matrix().rows(lambda tensor: tensor[place]).dequantized(self.dtype)
+        return self.matrix().rows(lambda tensor: tensor[place]).dequantized(self.dtype)[:, columns]
 
 
 def scaled_weight(parameter: Tensor) -> ScaledWeight | None:
