@@ -23,7 +23,7 @@ ROOM = 100_000
 PETABYTE = 1 << 50
 EXITED = 3
 UNEXPECTED = "an exception that nobody expects"
-FOUND_S = 90.0
+FOUND_S = 300.0
 """Time in which a process that is being started has to appear."""
 
 

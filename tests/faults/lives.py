@@ -69,7 +69,7 @@ class Lives:
         assert not alive, f"left behind: {alive}"
         self.saved = self.newest()
         ended = runs.Run(process.returncode, out, err, self.folder)
-        if began:
+        if began and "\nmodels: " in out:  # it came to where it goes on
             assert f"(step {began} of" in out, f"it did not go on from step {began}: {out[-2000:]}{err[-4000:]}"
         return Life(ended, began, self.saved)
 
