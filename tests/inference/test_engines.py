@@ -332,9 +332,17 @@ def test_requests_of_a_lost_engine_are_made_again_and_it_comes_back(pool, loop, 
     check_replaced(victim, before)
 
 
-@pytest.mark.parametrize("call", ["health", pytest.param("start_update", marks=pytest.mark.full_matrix)])
-def test_a_worker_that_dies_while_it_is_asked(pool, loop, call):
-    """vLLM answers the call that met the death with a bare Exception, "cancelled", before it knows the engine dead."""
+@pytest.mark.parametrize(
+    ("process", "call", "said"),
+    [
+        (-1, "health", "Worker proc .* died unexpectedly"),
+        pytest.param(-1, "start_update", "Worker proc .* died unexpectedly", marks=pytest.mark.full_matrix),
+        (0, "version", "EngineCore"),
+    ],
+)
+def test_a_process_that_dies_while_it_is_asked(pool, loop, process, call, said):
+    """vLLM answers the call that met a worker's death with a bare Exception, "cancelled", before it knows the engine
+    dead, and one that met a core's not at all."""
     from skyrl_megatron.errors import EngineGoneError
     from skyrl_megatron.inference.health import HealthMonitor
 
@@ -342,14 +350,14 @@ def test_a_worker_that_dies_while_it_is_asked(pool, loop, call):
     before = victim.engine.process_ids()
 
     async def die():
-        os.kill(before[-1], signal.SIGSTOP)
+        os.kill(before[process], signal.SIGSTOP)
         asked = asyncio.create_task(getattr(victim.engine, call)())
         await asyncio.sleep(0.5)
-        os.kill(before[-1], signal.SIGKILL)
+        os.kill(before[process], signal.SIGKILL)
         async with asyncio.timeout(60):
             await asked
 
-    with pytest.raises(EngineGoneError, match=r"Worker proc .* died unexpectedly"):
+    with pytest.raises(EngineGoneError, match=said):
         loop(die())
     loop(HealthMonitor(pool, timeout_s=5, max_restarts=99).check(), 120)
     check_replaced(victim, before)

@@ -8,6 +8,7 @@ registers our weight-transfer backend, before the model is built.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from functools import cache, partialmethod
 from typing import Any
@@ -71,6 +72,22 @@ def ray_stat_loggers() -> list[Any]:
     from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
 
     return [RayPrometheusStatLogger]
+
+
+def end_calls_with_engine(llm: AsyncLLM) -> None:
+    """Let calls that an engine's core has not answered yet raise EngineDeadError as soon as it is known to be dead, as
+    requests do. vLLM leaves them waiting (vllm/v1/engine/core_client.py, ``start_engine_core_monitor``). Called on the
+    loop of the engine."""
+    client: Any = llm.engine_core
+    client._ensure_output_queue_task()
+
+    def ended(task: asyncio.Task[None]) -> None:
+        for future in client.utility_results.values():
+            if not future.done():
+                future.set_exception(EngineDeadError())
+        client.utility_results.clear()
+
+    client.resources.output_queue_task.add_done_callback(ended)
 
 
 async def on_every_worker(llm: AsyncLLM, method: str, *arguments: Any) -> list[Any]:

@@ -94,6 +94,7 @@ class VLLMEngine(InferenceEngine):
 
         try:
             self._llm = await asyncio.wait_for(asyncio.to_thread(launch), settings.start_timeout_s)
+            compat.end_calls_with_engine(self._llm)
             await self._llm.update_weight_version(INITIAL_VERSION)
             if settings.return_support:
                 await self._llm.collective_rpc("skyrl_return_support")
