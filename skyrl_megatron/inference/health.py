@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable
 
 from skyrl_megatron.errors import EngineError, EngineGoneError, SkyRLMegatronError
 from skyrl_megatron.inference.pool import EnginePool, EngineSlot, EngineState, same_failure
 
 log = logging.getLogger(__name__)
+HOUR_S = 3600.0
 
 
 class HealthMonitor:
     """Asks every engine every ``interval_s``; one that fails, or does not answer within ``timeout_s``, is killed and
-    restarted, at most ``max_restarts`` times, then dropped.
+    restarted, or dropped if it was ``restarts_per_hour`` times within the last hour.
 
     A probe goes through the engine's core to every worker and back: it finds processes that died and processes that
     are stopped. It waits for the engine's current step, so ``timeout_s`` must be longer than any step.
@@ -29,11 +31,11 @@ class HealthMonitor:
         *,
         interval_s: float = 10.0,
         timeout_s: float = 60.0,
-        max_restarts: int = 3,
+        restarts_per_hour: int = 3,
         sync_engine: Callable[[EngineSlot], Awaitable[None]] | None = None,
     ) -> None:
-        self.pool, self.interval_s, self.timeout_s, self.max_restarts = pool, interval_s, timeout_s, max_restarts
-        self.sync_engine = sync_engine
+        self.pool, self.interval_s, self.timeout_s = pool, interval_s, timeout_s
+        self.restarts_per_hour, self.sync_engine = restarts_per_hour, sync_engine
         self._task: asyncio.Task[None] | None = None
         self._told: dict[str, str] = {}  # why engines stay paused, by their names
 
@@ -90,13 +92,15 @@ class HealthMonitor:
         log.warning("%s %s; its %d requests go to other engines", slot.name, why, lost)
 
     async def _restart(self, slot: EngineSlot) -> None:
-        if slot.restarts >= self.max_restarts:
-            await self.pool.mark_dead(slot, f"{slot.why}, after {slot.restarts} restarts", EngineState.DROPPED)
+        recent = sum(time.monotonic() - then < HOUR_S for then in slot.restarts)
+        if recent >= self.restarts_per_hour:
+            why = f"{slot.why}, after {recent} restarts within an hour (generator.inference_engine.restarts_per_hour)"
+            await self.pool.mark_dead(slot, why, EngineState.DROPPED)
             log.error("%s is dropped: %s", slot.name, slot.why)
             return
         try:
             await self.pool.restart(slot)
-            log.warning("%s was restarted (%d of %d)", slot.name, slot.restarts, self.max_restarts)
+            log.warning("%s was restarted (%d of %d within an hour)", slot.name, recent + 1, self.restarts_per_hour)
         except EngineError as error:
             if same_failure(str(error), slot.why):
                 await self.pool.drop(slot, f"a restart changes nothing: {error}")

@@ -49,7 +49,8 @@ class EngineSlot:
     state: EngineState = EngineState.STOPPED
     version: str = INITIAL_VERSION
     """Version of the weights that were verified on it last."""
-    restarts: int = 0
+    restarts: list[float] = field(default_factory=list)
+    """When it was restarted, as ``time.monotonic`` says."""
     why: str = ""
     """Reason why an engine is dead or dropped."""
     joined: bool = False
@@ -149,7 +150,7 @@ class EnginePool:
     async def restart(self, slot: EngineSlot) -> None:
         """Replace a slot's engine by a fresh one, which is paused until its weights are the published ones."""
         await self.mark_dead(slot, slot.why or "restarted")
-        slot.restarts += 1
+        slot.restarts.append(time.monotonic())
         slot.engine = slot.make()
         await slot.engine.start()
         slot.verified = False

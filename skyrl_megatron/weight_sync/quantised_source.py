@@ -136,7 +136,7 @@ class QuantisedWeightSource(MegatronWeightSource):
         addresses = self.addresses()
         if self._addresses == addresses:
             return
-        self._shards, self._held, self._matrices, self._addresses = [], ([], []), [], addresses
+        self._shards, self._held, self._matrices, self._addresses = [], ([], []), [], None
         for weight, over, replicas, shard in self._all():
             # two places for each tensor, so that the scales of one come before the values of the next
             shard = replace(shard, meta=replace(shard.meta, position=2 * shard.meta.position))
@@ -155,6 +155,7 @@ class QuantisedWeightSource(MegatronWeightSource):
             self._list(shard, rank, is_sent)
             if scales is not None:
                 self._list(scales, 0, is_sent and rank == 0)
+        self._addresses = addresses
 
     def _list(self, shard: TensorShard, owner: int, is_sent: bool) -> None:
         self._held[0].append(shard)

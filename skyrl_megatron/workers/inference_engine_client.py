@@ -86,7 +86,7 @@ class InferenceEngineClient(InferenceClient):
     async def watch(self, sync_engine: Callable[[EngineSlot], Awaitable[None]]) -> None:
         """Restart engines that die or hang, and bring those that join up to date, from now on; see
         :class:`HealthMonitor` and :class:`Fleet`."""
-        HealthMonitor(self.pool, sync_engine=sync_engine).start()
+        health_monitor(self.cfg, self.pool, sync_engine).start()
         if self.fleet is not None:
             self.fleet.sync_engine = sync_engine
 
@@ -148,6 +148,14 @@ class InferenceEngineClient(InferenceClient):
                 f"{self._registry.url} within {self.cfg.trainer.phase_timeout_s:g} s (trainer.phase_timeout_s): start "
                 "them (python -m skyrl_megatron.entrypoints.serve_engine), or lower it"
             ) from None
+
+
+def health_monitor(
+    cfg: SkyRLTrainConfig, pool: EnginePool, sync_engine: Callable[[EngineSlot], Awaitable[None]]
+) -> HealthMonitor:
+    """Make what looks after the engines of a run."""
+    often = cfg.generator.inference_engine.restarts_per_hour
+    return HealthMonitor(pool, restarts_per_hour=often, sync_engine=sync_engine)
 
 
 def _started(cfg: SkyRLTrainConfig, allocation: BundleAllocation) -> list[Callable[[], InferenceEngine]]:

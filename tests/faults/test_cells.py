@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.full_matrix]
 
 HEALS = {"trainer__healing__enabled": "true", "trainer__healing__max_times": 20}
 TWO_UPDATES = {"trainer__policy_mini_batch_size": 2}
+OFTEN = {"generator__inference_engine__restarts_per_hour": 20}
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +112,8 @@ def test_the_run_goes_on(tmp_path, undisturbed, who, what, phases, healing):
     faults = [(way((who, what, phase)), step) for phase, step in in_order(phases)]
     steps = len(faults) + 1
     overrides = {key: value for made, _ in faults for key, value in made.overrides.items()}
-    overrides |= {"trainer__max_training_steps": steps, "trainer__hf_save_interval": steps} | TWO_UPDATES
+    overrides |= {"trainer__max_training_steps": steps, "trainer__hf_save_interval": steps}
+    overrides |= TWO_UPDATES | OFTEN
     overrides |= HEALS if healing else {}
     one = Lives(tmp_path, who if who in PLACES else "")
     life = one.live(")\ninjection.arm(".join(made.armed(step) for made, step in faults), **for_roles(overrides, one))

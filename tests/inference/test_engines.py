@@ -313,7 +313,10 @@ def test_requests_of_a_lost_engine_are_made_again_and_it_comes_back(pool, loop, 
 
     victim = pool.slots[0]
     before = victim.engine.process_ids()
-    client, monitor = InferenceClient(pool, deterministic=together), HealthMonitor(pool, timeout_s=5, max_restarts=99)
+    client, monitor = (
+        InferenceClient(pool, deterministic=together),
+        HealthMonitor(pool, timeout_s=5, restarts_per_hour=99),
+    )
 
     async def lose_one():
         work = asyncio.create_task(client.generate(PROMPTS, LONG))
@@ -359,7 +362,7 @@ def test_a_process_that_dies_while_it_is_asked(pool, loop, process, call, said):
 
     with pytest.raises(EngineGoneError, match=said):
         loop(die())
-    loop(HealthMonitor(pool, timeout_s=5, max_restarts=99).check(), 120)
+    loop(HealthMonitor(pool, timeout_s=5, restarts_per_hour=99).check(), 120)
     check_replaced(victim, before)
 
 
@@ -372,16 +375,16 @@ def test_an_engine_that_fails_to_start_twice_alike_is_dropped(pool, loop, model,
     broken = shutil.copytree(model, tmp_path / "broken")
     (weights,) = broken.glob("*.safetensors")
     os.truncate(weights, weights.stat().st_size // 2)
-    slot, monitor = pool.slots[0], HealthMonitor(pool, timeout_s=5, max_restarts=99)
+    slot, monitor = pool.slots[0], HealthMonitor(pool, timeout_s=5, restarts_per_hour=99)
     make, slot.make = slot.make, lambda: VLLMEngine(tiny_settings(broken))
-    before = slot.restarts
+    before = len(slot.restarts)
     os.kill(slot.engine.process_ids()[-1], signal.SIGKILL)
     states = []
     for _ in range(4):
         loop(monitor.check(), 120)
         states.append(slot.state.value)
     assert states == ["dead", "dropped", "dropped", "dropped"]
-    assert slot.restarts == before + 2 and slot.why.startswith("a restart changes nothing: ")
+    assert len(slot.restarts) == before + 2 and slot.why.startswith("a restart changes nothing: ")
     assert "SafetensorError" in slot.why, "the cause is told"
     answers = loop(InferenceClient(pool).generate(PROMPTS[:2], {"max_tokens": 4}), 60)  # the other engine serves on
     assert [len(answer.token_ids) for answer in answers] == [4, 4]

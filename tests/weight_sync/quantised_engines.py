@@ -212,7 +212,9 @@ def filled_by(
             found[name] = not_fresh(served, expected)
             for parameter, each in model.named_parameters():  # what the next sync does not fill is not right by chance
                 if not parameter.endswith(OF_CACHE):
-                    each.data.view(-1).view(torch.uint8).fill_(BEFORE[0])
+                    each.data.copy_(
+                        torch.full((each.nbytes,), BEFORE[0], dtype=torch.uint8).view(each.dtype).view(each.shape)
+                    )
     return found
 
 

@@ -101,6 +101,8 @@ class InferenceEngineConfig(BaseConfig):
     """An engine that gives no sign of life for so long is lost; it gives five or more in that time."""
     registry_drain_s: Positive = 60.0
     """How long the requests of an engine that leaves may take; what is left starts over elsewhere."""
+    restarts_per_hour: Count = 3
+    """Restarts of an engine within an hour, above which it is left out; the run ends when none is left."""
     weight_sync_routes: bool | None = None
     """Send each engine worker its own part of the weights alone, where vLLM's loaders can be recorded; else, and where
     GPUs are shared, every worker gets all weights and takes its part; the log says why. None: true on CPU; false on

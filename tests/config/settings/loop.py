@@ -289,6 +289,13 @@ def evaluation(cfg):
     return [len(call) for call in engine.calls], engine.sampling[0], files_below(cfg.trainer.export_path)
 
 
+def restarts(cfg):
+    """How often an engine is restarted."""
+    from skyrl_megatron.workers.inference_engine_client import health_monitor
+
+    return health_monitor(cfg, None, None).restarts_per_hour
+
+
 def synchronizer(cfg):
     """How weights reach the engines, how often they are probed, and how long that may take."""
     from skyrl_megatron.workers.policy_rank import weight_synchronizer

@@ -157,6 +157,7 @@ LOOP = {
     f"{T}dump_eval_results": Row(False, loop.evaluation),
     f"{T}eval_batch_size": Row(3, loop.evaluation),
     f"{G}eval_n_samples_per_prompt": Row(2, loop.evaluation),
+    f"{E}restarts_per_hour": Row(7, loop.restarts),
     f"{E}weight_sync_probe_interval": Row(7, loop.synchronizer),
     f"{E}weight_sync_routes": Row(True, loop.synchronizer, APART),
     **{
