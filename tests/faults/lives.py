@@ -33,6 +33,13 @@ class Life:
     """The step that it went on from."""
     saved: int
     """The step of the newest checkpoint behind it."""
+    log: str
+    """What it added to ``console.log``."""
+
+    @property
+    def waited(self) -> list[str]:
+        """Lines that tell of a wait that only its deadline ended."""
+        return [line for line in (self.log + self.message).splitlines() if "no answer within" in line]
 
     @property
     def message(self) -> str:
@@ -54,7 +61,7 @@ class Lives:
         """Go on, with the arguments of ``injection.arm`` in ``fault``, until the fault ends the run or it comes to its
         end. Whatever happened: no process is left, and the newest checkpoint is whole. ``planted``: Python that takes
         a guard away first."""
-        began = self.saved
+        began, logged = self.saved, self._logged()
         body = planted + (f"\nfrom tests.faults import injection\ninjection.arm({fault})\n" if fault else "\n")
         process = runs.start(self.folder, body, prefix=self.place.prefix, **KEYS | overrides)
         children: dict[int, psutil.Process] = {}
@@ -71,7 +78,11 @@ class Lives:
         ended = runs.Run(process.returncode, out, err, self.folder)
         if began and "\nmodels: " in out:  # it came to where it goes on
             assert f"(step {began} of" in out, f"it did not go on from step {began}: {out[-2000:]}{err[-4000:]}"
-        return Life(ended, began, self.saved)
+        return Life(ended, began, self.saved, self._logged().removeprefix(logged))
+
+    def _logged(self) -> str:
+        path = self.folder / "logs/skyrl/run/console.log"
+        return path.read_text() if path.is_file() else ""
 
     def newest(self) -> int:
         """Return the step of the newest checkpoint, all of whose files are as they were written; 0: there is none."""

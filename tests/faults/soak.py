@@ -2,8 +2,8 @@
 
 Each life of the run goes on from the one before and meets a fault that the seed chose; in half of them lost ranks are
 replaced. Behind each are checked: one message and an exit code where it ended, no process and no shared memory left,
-the newest checkpoint whole, every step logged once, every version that was served proven by its probe. Exit code 0:
-all held; 1: not all.
+the newest checkpoint whole, every step logged once, every version that was served proven by its probe, and that nobody
+waited for a process that was dead. Exit code 0: all held; 1: not all.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from tests.faults.lives import Life, Lives
+from tests.faults.words import DEATHS
 
 WHO = ("driver", "policy 0", "policy 1", "engine core", "engine worker", "gcs_server", "raylet")
 WHAT = ("SIGKILL", "SIGSEGV", "slow")
@@ -33,8 +34,8 @@ def chosen(rng: random.Random) -> tuple[str, str, str, float]:
     return who, what, rng.choice(PHASES), rng.choice((0.01, 0.1, 0.5))
 
 
-def problems(lives: Lives, life: Life, shared: set[str]) -> list[str]:
-    """List what does not hold behind a life, besides what :meth:`Lives.live` checks itself."""
+def problems(lives: Lives, life: Life, what: str, shared: set[str]) -> list[str]:
+    """List what does not hold behind a life that met ``what``, besides what :meth:`Lives.live` checks itself."""
     found = []
     if life.run.returncode > 0 and (not life.message or "Traceback" in life.message):
         found.append(f"it did not end with one message: {life.message[-2000:]!r}")
@@ -45,6 +46,8 @@ def problems(lives: Lives, life: Life, shared: set[str]) -> list[str]:
         found.append(f"saved is step {life.saved}, logged are {len(steps)}")
     if unproven := [line["step"] for line in lives.lines if line.get(PROBE) is None] if life.saved else []:
         found.append(f"versions without a probe: of steps {unproven}")
+    if what in DEATHS and life.waited:
+        found.append(f"it waited for what was dead: {life.waited}")
     if left := set(os.listdir(SHARED_MEMORY)) - shared:
         found.append(f"shared memory is left: {sorted(left)}")
     return found
@@ -63,7 +66,7 @@ def soak(minutes: float, seed: int, folder: Path) -> int:
         try:
             keys = {"trainer__max_training_steps": lives.saved + 3, "trainer__healing__enabled": str(heals).lower()}
             life = lives.live(fault, **keys)
-            wrong = problems(lives, life, shared)
+            wrong = problems(lives, life, what, shared)
         except AssertionError as error:
             wrong = [str(error)]
         if wrong:

@@ -11,6 +11,7 @@ from tests.faults.places import why_not
 from tests.faults.seen import named, seen
 from tests.faults.test_healing import exported, numbers
 from tests.faults.ways import ENGINE_OF_TWO, LAYOUTS, PLACES, TWO_ROLES, ending, going_on, in_order, way
+from tests.faults.words import DEATHS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.full_matrix]
 
@@ -70,6 +71,7 @@ def check_end(life, cell):
     made = way(cell)
     assert life.run.returncode == made.code, f"{life.run.out[-2000:]}\n{life.run.err[-4000:]}"
     assert made.says in life.message, life.message
+    assert cell[1] not in DEATHS or not life.waited, life.waited
     if not foreign(cell):
         assert "Traceback" not in life.message and 1 <= len(life.message.splitlines()) <= 2, life.message
 
@@ -110,7 +112,7 @@ def test_the_run_goes_on(tmp_path, undisturbed, who, what, phases, healing):
     if who in PLACES and (reason := why_not(who)):
         pytest.skip(reason)
     faults = [(way((who, what, phase)), step) for phase, step in in_order(phases)]
-    steps = len(faults) + 1
+    steps = 2 * len(faults) + 1
     overrides = {key: value for made, _ in faults for key, value in made.overrides.items()}
     overrides |= {"trainer__max_training_steps": steps, "trainer__hf_save_interval": steps}
     overrides |= TWO_UPDATES | OFTEN
@@ -120,6 +122,7 @@ def test_the_run_goes_on(tmp_path, undisturbed, who, what, phases, healing):
     assert life.run.returncode == 0, f"{one.faults}\n{life.run.out[-4000:]}\n{life.run.err[-4000:]}"
     assert len(one.faults) == len(faults), one.faults
     assert "Traceback" not in life.message
+    assert what not in DEATHS or not life.waited, life.waited
     if healing:
         assert sum(line["trainer/healings"] for line in one.lines) == len(faults)
     assert (numbers(one), exported(one, steps)) == undisturbed(steps, overrides)

@@ -168,10 +168,11 @@ def _promise(cell: Cell, healing: bool) -> Promise | None:
 
 
 def in_order(phases: list[str]) -> list[tuple[str, int]]:
-    """Give each phase a step of its own, from 0 on: in the order of a step, those of start first and of shutdown last.
+    """Give each phase a step of its own, every other one from 0 on, so that what is lost in one is missed before the
+    next: in the order of a step, those of start first and of shutdown last.
 
     >>> in_order(["shutdown", "train", "sample"])
-    [('sample', 0), ('train', 1), ('shutdown', 2)]
+    [('sample', 0), ('train', 2), ('shutdown', 4)]
     """
     order = ["start", *STEP, "shutdown"]
-    return [(phase, step) for step, phase in enumerate(sorted(phases, key=order.index))]
+    return [(phase, 2 * number) for number, phase in enumerate(sorted(phases, key=order.index))]
