@@ -22,24 +22,31 @@ STAGED, AHEAD = 2, 16
 class ParcelSender:
     """The buckets of ``parcels``, of parts of ``shards``, which stay where they are or are made when they are copied.
 
-    ``ranks_of``: worker → its rank in the group.
+    ``ranks_of``: worker → its rank in the group. ``in_place``: large pieces may be sent from where they lie.
     """
 
     def __init__(
-        self, parcels: Parcels, shards: Sequence[TensorShard], ranks_of: dict[int, int], device: torch.device
+        self,
+        parcels: Parcels,
+        shards: Sequence[TensorShard],
+        ranks_of: dict[int, int],
+        device: torch.device,
+        *,
+        in_place: bool = True,
     ) -> None:
         self.parcels, self.ranks_of, self.device = parcels, ranks_of, device
         self._contents: list[tuple[Tensor, Copies | None]] = []
         buckets, copies = parcels.buckets.tolist(), parcels.copies.tolist()
         parts = [[_part(shards[copy[4]], copy) for copy in copies[first:stop]] for _, _, _, first, stop, _ in buckets]
-        direct = [_in_place(each[0]) if bucket[2] else None for bucket, each in zip(buckets, parts, strict=True)]
+        alone = [in_place and bool(bucket[2]) for bucket in buckets]
+        direct = [_in_place(each[0]) if is_alone else None for is_alone, each in zip(alone, parts, strict=True)]
         sizes = zip(buckets, direct, strict=True)
-        largest = max((nbytes for (_, nbytes, *_), alone in sizes if alone is None), default=0)
+        largest = max((nbytes for (_, nbytes, *_), content in sizes if content is None), default=0)
         self._buffers = [torch.zeros(largest, dtype=torch.uint8, device=device) for _ in range(STAGED)]
         free = itertools.cycle(self._buffers)
-        for (_, nbytes, _, first, stop, _), each, alone in zip(buckets, parts, direct, strict=True):
-            if alone is not None:
-                self._contents.append((alone, None))
+        for (_, nbytes, _, first, stop, _), each, content in zip(buckets, parts, direct, strict=True):
+            if content is not None:
+                self._contents.append((content, None))
                 continue
             buffer, packing = next(free)[:nbytes], Copies()
             for part, (_, at, rows, columns, shard, *_) in zip(each, copies[first:stop], strict=True):

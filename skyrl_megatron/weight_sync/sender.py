@@ -160,7 +160,8 @@ class WeightSender:
         addresses = self.source.addresses()
         if self._parcels is None or self._addresses != addresses:
             self._parcels = None  # its buckets are freed before there are new ones
-            self._parcels = ParcelSender(parcels, self.source.held()[0], ranks_of, device.device())
+            shards, in_place = self.source.held()[0], transport.sends_any_memory
+            self._parcels = ParcelSender(parcels, shards, ranks_of, device.device(), in_place=in_place)
             self._addresses = addresses
         with _raising(
             EngineGoneError, "an engine worker is gone or silent", lambda: f"of {parcels.nbytes / 1e6:.1f} MB"

@@ -12,7 +12,7 @@ import importlib
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -54,6 +54,9 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 class Transport(ABC):
     """One member of a sender's group. Raises RuntimeError (torch) when a member dies or ``timeout_s`` pass."""
+
+    sends_any_memory: ClassVar[bool] = True
+    """Whether any memory can be sent; else a few buffers that stay where they are."""
 
     def __init__(
         self,

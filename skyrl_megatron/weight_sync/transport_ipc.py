@@ -1,9 +1,9 @@
 """Weights over CUDA IPC: trainer ranks and workers on the GPUs of one node, sharing them or beside one another.
 
 The sender's few staging buffers are exported once each; afterwards a bucket costs one header, one device-to-device
-copy on every worker, and one acknowledgement. Nothing goes through host memory or the network. A worker reads the
-buffer where it lies, so it must see the sender's GPU (``CUDA_VISIBLE_DEVICES`` of the whole node). It maps the buffer
-into the context of its own GPU, over NVLink or PCIe: a context on each sender's GPU would cost some 500 MB each.
+copy on every worker that gets it, and one acknowledgement. Nothing goes through host memory or the network. A worker
+reads the buffer where it lies, so it must see the sender's GPU (``CUDA_VISIBLE_DEVICES`` of the whole node). It maps
+the buffer into the context of its own GPU, over NVLink or PCIe: a context on each sender's GPU would cost some 500 MB.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from skyrl_megatron.weight_sync.transport_gloo import GlooTransport
 class IpcTransport(Transport):
     """Buffers by handle; the group (over CPU) carries which buffer is ready, and who has read it."""
 
+    sends_any_memory = False
+
     def __init__(self, host: str, port: int, rank: int, world_size: int, *rest: Any) -> None:
         self.rank = rank
-        self._exported: dict[int, int] = {}  # address of a buffer → its number
+        self._exported: dict[tuple[int, int], int] = {}  # address and size of a buffer → its number
         self._mapped: dict[int, Tensor] = {}  # number → the sender's buffer as seen from here
         super().__init__(host, port, rank, world_size, *rest)
 
@@ -33,31 +35,61 @@ class IpcTransport(Transport):
 
     def broadcast(self, buffer: Tensor) -> Callable[[], None]:
         """Copy rank 0's bytes where they lie. The kernels that filled ``buffer`` are waited for first."""
-        header = torch.zeros(2, dtype=torch.int64)
-        if self.rank == 0:
-            torch.cuda.synchronize()
-            header[0], header[1] = self._export(buffer), buffer.numel()
+        header = self._told(buffer) if self.rank == 0 else _nothing_told()
         super().broadcast(header)()
         if self.rank != 0:
-            number, size = header.tolist()
-            if number not in self._mapped:
-                self._mapped[number] = self._open(number)
-            buffer.copy_(self._mapped[number][:size])
-            torch.cuda.synchronize()
+            self._read(header, buffer)
         options = dist.BarrierOptions()
         options.timeout = self.timeout
         barrier = self.group.barrier(options)
         return lambda: barrier.wait(self.timeout) and None
 
+    def send(self, buffer: Tensor, rank: int) -> Callable[[], None]:
+        """Tell one member where its bytes lie; call what is returned to wait until it has read them."""
+        header, read = self._told(buffer), _nothing_told()
+        telling, reading = super().send(header, rank), self.group.recv([read], rank, 0)
+
+        def wait() -> None:
+            telling()
+            reading.wait(self.timeout)
+            assert torch.equal(read, header), (read, header)
+
+        return wait
+
+    def receive(self, buffer: Tensor) -> Callable[[], None]:
+        """Call what is returned to wait until rank 0 tells where bytes for this member lie, and copy them."""
+        header = _nothing_told()
+        told = super().receive(header)
+
+        def wait() -> None:
+            told()
+            self._read(header, buffer)
+            super(IpcTransport, self).send(header, 0)()
+
+        return wait
+
+    def _told(self, buffer: Tensor) -> Tensor:
+        """Return what says where a buffer's bytes lie, once the kernels that fill it are done."""
+        torch.cuda.synchronize()
+        return torch.tensor([self._export(buffer), buffer.numel()])
+
+    def _read(self, header: Tensor, buffer: Tensor) -> None:
+        number, size = header.tolist()
+        if number not in self._mapped:
+            self._mapped[number] = self._open(number)
+        buffer.copy_(self._mapped[number][:size])
+        torch.cuda.synchronize()
+
     def _export(self, buffer: Tensor) -> int:
         storage: Any = buffer.untyped_storage()
-        if storage.data_ptr() not in self._exported:
+        place = storage.data_ptr(), storage.nbytes()
+        if place not in self._exported:
             number = len(self._exported)
             where = torch.cuda.get_device_properties(buffer.device).uuid
             # plain integers, booleans and bytes
             self._store.set(f"buffer{number}", repr((str(where), storage._share_cuda_())))
-            self._exported[storage.data_ptr()] = number
-        return self._exported[storage.data_ptr()]
+            self._exported[place] = number
+        return self._exported[place]
 
     def _open(self, number: int) -> Tensor:
         where, handle = ast.literal_eval(self._store.get(f"buffer{number}").decode())
@@ -77,3 +109,7 @@ class IpcTransport(Transport):
     def close(self) -> None:
         self._mapped.clear()
         super().close()
+
+
+def _nothing_told() -> Tensor:
+    return torch.zeros(2, dtype=torch.int64)

@@ -122,7 +122,8 @@ class WeightSynchronizer:
         }
         self.deadline_s, self.phase_s, self.shared_gpus = deadline_s, phase_s, shared_gpus
         self.adapters, self.draft = adapters, draft
-        self.routed = routes and adapters is None and self.options["transport"] in TRANSPORTS.built_in
+        own = (*TRANSPORTS.built_in, *TRANSPORTS.reserved)
+        self.routed = routes and adapters is None and self.options["transport"] in own
         self.planner = RoutePlanner(self.calls, bucket_bytes)
         self.versions: dict[str, str] = {}
         """Adapter → the version that its weights changed last in, as of the sync under way."""

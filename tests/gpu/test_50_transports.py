@@ -2,7 +2,7 @@
 
 import multiprocessing
 
-PROVES = "buckets of weights arrive as they were sent over NCCL and over CUDA IPC, and again without a new connection"
+PROVES = "buckets of weights arrive as they were sent over NCCL and over CUDA IPC, to all and to one, again and again"
 REPORT = "the output with NCCL_DEBUG=INFO, and whether the container shares /dev/shm and the host's PIDs"
 TIMEOUT_S = 60.0
 BUCKET_BYTES = 1 << 16
@@ -89,3 +89,47 @@ def test_ipc_between_two_processes():
     finally:
         process.kill()
         sender.close()
+
+
+def read_own(port, buckets, pipe):
+    """A worker that gets buckets of its own, in a process of its own."""
+    import torch
+
+    from skyrl_megatron.weight_sync.transport import open_transport
+
+    torch.cuda.set_device(0)
+    transport = open_transport("ipc", "127.0.0.1", port, 1, 2, TIMEOUT_S)
+    received = [torch.empty(BUCKET_BYTES, dtype=torch.uint8, device="cuda") for _ in range(buckets)]
+    for wait in [transport.receive(each) for each in received]:
+        wait()
+    pipe.send([each.cpu() for each in received])
+    pipe.recv()
+    transport.close()
+
+
+def test_ipc_to_one_worker():
+    import torch
+
+    from skyrl_megatron.weight_sync.transport import listen, open_transport
+
+    listener, context, buckets = listen("127.0.0.1"), multiprocessing.get_context("spawn"), 8
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=read_own, args=(listener.getsockname()[1], buckets, theirs), daemon=True)
+    process.start()
+    try:
+        transport = open_transport("ipc", "127.0.0.1", 0, 0, 2, TIMEOUT_S, listener)
+        buffers, waits = [torch.empty(BUCKET_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2)], []
+        for number in range(buckets):
+            if len(waits) == len(buffers):
+                waits.pop(0)()
+            waits.append(transport.send(buffers[number % 2].fill_(number), 1))
+        for wait in waits:
+            wait()
+        assert pipe.poll(TIMEOUT_S), "the worker does not answer"
+        assert all(bool(each.eq(number).all()) for number, each in enumerate(pipe.recv()))
+        pipe.send(None)
+        process.join(TIMEOUT_S)
+        assert process.exitcode == 0
+        transport.close()
+    finally:
+        process.kill()

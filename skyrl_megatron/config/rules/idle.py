@@ -348,13 +348,6 @@ IDLE: tuple[Idle, ...] = (
             and cfg.generator.inference_engine.weight_sync_backend in TRANSPORTS.built_in
         ),
     ),
-    Idle(
-        "engines on the trainer's GPUs get weights there: placement.colocate_all=true",
-        _in_all(_E, "weight_sync_routes"),
-        lambda cfg, hardware: (
-            cfg.trainer.placement.colocate_all and bool(cfg.generator.inference_engine.weight_sync_routes)
-        ),
-    ),
     # ------------------------------------------------------------ machines without GPUs
     Idle(
         "there is no GPU",

@@ -104,9 +104,9 @@ class InferenceEngineConfig(BaseConfig):
     restarts_per_hour: Count = 3
     """Restarts of an engine within an hour, above which it is left out; the run ends when none is left."""
     weight_sync_routes: bool | None = None
-    """Send each engine worker its own part of the weights alone, where vLLM's loaders can be recorded; else, and where
-    GPUs are shared, every worker gets all weights and takes its part; the log says why. None: true on CPU; false on
-    CUDA, where no run has shown it yet."""
+    """Send each engine worker its own part of the weights alone, where vLLM's loaders can be recorded; else every
+    worker gets all weights and takes its part; the log says why. None: true on CPU; false on CUDA, where no run has
+    shown it yet."""
     weight_sync_probe_interval: NonNegativeInt | None = None
     """Every so many weight syncs trainer and engines score the same tokens and must agree; 0: after the first sync
     only. None: 1 on CPU, 20 on CUDA."""
