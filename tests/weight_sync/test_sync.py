@@ -246,25 +246,30 @@ def test_a_trainer_that_dies_leaves_engines_paused(pool, sync, loop, fresh, trai
 
 
 @pytest.mark.full_matrix
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    ("process", "number"),
+    [(-1, signal.SIGKILL), (-1, signal.SIGSTOP), (0, signal.SIGKILL)],
+    ids=["worker killed", "worker stopped", "core killed"],
+)
 @pytest.mark.parametrize("when", ["between updates", "in the transfer", "before the finish"])
-def test_an_engine_that_is_lost_is_restarted_and_synced(pool, sync, loop, fresh, number, when):
+def test_an_engine_that_is_lost_is_restarted_and_synced(pool, sync, loop, fresh, process, number, when):
     sync("good", "A")
     engine = pool.slots[1].engine
-    worker = engine.process_ids()[-1]
+    victim = engine.process_ids()[process]
     if when == "between updates":
-        os.kill(worker, number)
+        os.kill(victim, number)
     if when == "before the finish":
         finish = engine.finish_update
 
         async def lost_first(version):
-            os.kill(worker, number)
+            os.kill(victim, number)
             await finish(version)
 
         engine.finish_update = lost_first
-    fault = f"signal {int(number)} {worker}" if when == "in the transfer" else None
+    fault = f"signal {int(number)} {victim}" if when == "in the transfer" else None
     report = sync("next", "B", fault, phase_s=20.0)
     assert report.failures and "engine 1" in report.failures[0]
+    assert number == signal.SIGSTOP or "no answer within" not in report.failures[0], "it is known to be dead"
     assert pool.slots[1].engine is not engine
     assert [found == fresh["B"] for found in answers(pool, loop)] == [True, True]
 
