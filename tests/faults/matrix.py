@@ -142,7 +142,7 @@ PROMISES = (
     Promised(Promise.ENDED, AS_STOPPED, STEP_LOST, RAY, ("SIGSTOP",)),
     Promised(Promise.ENDED, "90 s", STEP_LOST, RAY, (*DEATHS, "exception", "out of memory")),
     # what runs in the driver
-    Promised(Promise.HEALED, "at once: the trajectory is left out", NOTHING, ("environment",), ("exception",)),
+    Promised(Promise.HEALED, "at once: it is left out", "the trajectory", ("environment",), ("exception",)),
     Promised(Promise.HEALED, "the environment's timeout", NOTHING, ("environment",), ("slow ×10",)),
     Promised(Promise.HEALED, "at once: the request is refused", NOTHING, ("registry",), ("exception", "slow ×10")),
     # stores, links, disks

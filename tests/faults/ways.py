@@ -105,6 +105,8 @@ def way(cell: Cell) -> Way | None:
     if who in PLACES:
         if who == "disk" and what not in ("full disk", "read-only disk"):
             return None
+        if what == "byte in bucket":
+            return None  # TCP would send the packet again
         name, delay_s = what, 0.0
     elif who == "environment":
         delay_s = 0.0
