@@ -6,6 +6,7 @@ shows none to an actor that asked for none.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from skyrl_megatron.errors import LaunchError
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
 
+log = logging.getLogger(__name__)
 READY_TIMEOUT_S = 60.0
 """Seconds after which a group that found no place is given up."""
 PROCESSES, RAY = "mp", "ray"
@@ -125,10 +127,15 @@ class Placement:
         return self.allocations[who]
 
     def remove(self) -> None:
-        """Give all devices back; the actors on them end."""
-        for group in {allocation.group.id: allocation.group for allocation in self.allocations.values()}.values():
-            remove_placement_group(group)
+        """Give all devices back; the actors on them end. A Ray head that hangs is not waited for twice: what is left
+        ends with the run."""
+        groups = {allocation.group.id: allocation.group for allocation in self.allocations.values()}.values()
         self.allocations.clear()
+        try:
+            for group in groups:
+                remove_placement_group(group)
+        except ray.exceptions.RayError as error:
+            log.warning("the places of this run were not given back before its end: %s", str(error).splitlines()[0])
 
 
 def create_placement(cfg: SkyRLTrainConfig, timeout_s: float = READY_TIMEOUT_S) -> Placement:
