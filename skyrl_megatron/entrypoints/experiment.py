@@ -35,7 +35,7 @@ from skyrl_megatron.trainer.tracking import Tracking
 from skyrl_megatron.workers.inference_engine_client import InferenceEngineClient
 from skyrl_megatron.workers.model_fetch import fetch_models
 from skyrl_megatron.workers.placement import Placement, create_placement
-from skyrl_megatron.workers.ray_setup import initialize_ray
+from skyrl_megatron.workers.ray_setup import end_ray, initialize_ray
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -234,7 +234,7 @@ def run_experiment(
                     with heartbeat(start_up.say):
                         experiment(cfg).run()
         finally:
-            ray.shutdown()
+            end_ray()
 
 
 @contextlib.contextmanager

@@ -10,10 +10,12 @@ import contextlib
 import logging
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import ray
 
 from skyrl_megatron import device
@@ -28,6 +30,7 @@ from skyrl_megatron.workers.ray_guard import guard_agents
 if TYPE_CHECKING:
     from skyrl_megatron.config import MegatronConfig, SkyRLTrainConfig
 
+log = logging.getLogger(__name__)
 FORWARDED_PREFIXES = (
     *("HF_", "WANDB_", "MLFLOW_", "SWANLAB_", "VLLM_", "SKYRL_"),
     *("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "NVTE_"),
@@ -38,6 +41,7 @@ CPU_STORE_BYTES = 1 << 30
 START_ATTEMPTS = 2
 """Ray waits 30 s for its own processes, which a busy machine may take longer to start."""
 CONNECT_TIMEOUT_S = 10.0
+END_TIMEOUT_S = 30.0
 CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 
 
@@ -112,6 +116,25 @@ def local_ray(slots: int, *, object_store_bytes: int = 256 << 20) -> Iterator[No
         yield
     finally:
         ray.shutdown()
+
+
+def end_ray() -> None:
+    """End our Ray, or leave the one that was joined. Ray waits for its head for as long as that hangs: one of our own
+    is killed then."""
+
+    def kill_own() -> None:
+        for child in psutil.Process().children():
+            if child.name() == "gcs_server":
+                log.warning("Ray's head did not answer for %g s at the end of the run, and was killed", END_TIMEOUT_S)
+                child.kill()
+
+    waiting = threading.Timer(END_TIMEOUT_S, kill_own)
+    waiting.daemon = True
+    waiting.start()
+    try:
+        ray.shutdown()
+    finally:
+        waiting.cancel()
 
 
 def _start(slots: int, environment: dict[str, Any], store_bytes: int | None, *, show_output: bool) -> None:
