@@ -213,7 +213,12 @@ def _in_rank(trainer, who: str, what: str) -> None:
 def _happen(trainer, who: str, victims: list[psutil.Process], what: str, delay_s: float, lasts_s: float) -> None:
     victims = victims or _starting(trainer, who)
     time.sleep(delay_s)
-    if what == "slow":
+    if what == "slow" and victims == [psutil.Process()]:  # which could not wake itself
+        still, runs = SLICE_S * SLOW_SHARE, SLICE_S * (1 - SLOW_SHARE)
+        slice_ = f"kill -STOP {os.getpid()}; sleep {still}; kill -CONT {os.getpid()}; sleep {runs}"
+        loop = f"for i in $(seq {round(lasts_s / SLICE_S)}); do {slice_}; done"
+        subprocess.Popen(["sh", "-c", loop], start_new_session=True)
+    elif what == "slow":
         end = time.monotonic() + lasts_s
         while time.monotonic() < end:
             for victim in victims:
