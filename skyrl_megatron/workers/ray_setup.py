@@ -119,16 +119,20 @@ def local_ray(slots: int, *, object_store_bytes: int = 256 << 20) -> Iterator[No
 
 
 def end_ray() -> None:
-    """End our Ray, or leave the one that was joined. Ray waits for its head for as long as that hangs: one of our own
-    is killed then."""
+    """End our Ray, or leave the one that was joined. Ray waits for its own processes for as long as they hang: of ours
+    those that are stopped (SIGSTOP) go on then, and else its head is killed."""
 
-    def kill_own() -> None:
-        for child in psutil.Process().children():
-            if child.name() == "gcs_server":
-                log.warning("Ray's head did not answer for %g s at the end of the run, and was killed", END_TIMEOUT_S)
-                child.kill()
+    def free() -> None:
+        ours = [child for child in psutil.Process().children() if child.name() in ("gcs_server", "raylet")]
+        stopped = [child for child in ours if child.status() == psutil.STATUS_STOPPED]
+        names = ", ".join(child.name() for child in stopped)
+        log.warning("Ray did not end within %g s%s", END_TIMEOUT_S, f": {names} stood still" if names else "")
+        for child in stopped:
+            child.resume()
+        for child in [] if stopped else [child for child in ours if child.name() == "gcs_server"]:
+            child.kill()
 
-    waiting = threading.Timer(END_TIMEOUT_S, kill_own)
+    waiting = threading.Timer(END_TIMEOUT_S, free)
     waiting.daemon = True
     waiting.start()
     try:
