@@ -108,6 +108,7 @@ def cases():
 
 
 @pytest.mark.one_in(12)
+@pytest.mark.timeout(1500)  # two lives, one of which may lose and replace a process seven times
 @pytest.mark.parametrize(("who", "what", "phases", "healing"), list(cases()))
 def test_the_run_goes_on(tmp_path, undisturbed, who, what, phases, healing):
     if who in PLACES and (reason := why_not(who)):
