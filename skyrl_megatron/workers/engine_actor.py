@@ -130,7 +130,9 @@ def _start_tracker() -> None:
     starts = f"import subprocess, sys; subprocess.Popen([*sys.argv[1:], '-c', {tracks!r}], pass_fds=[{reader}])"
     python = [sys.executable, "-I", "-S"]
     try:
-        subprocess.run([*python, "-c", starts, *python], pass_fds=[reader], check=True, start_new_session=True)
+        subprocess.run(
+            [*python, "-c", starts, *python], pass_fds=[reader], check=True, timeout=60, start_new_session=True
+        )
     except BaseException:
         os.close(writer)
         raise
