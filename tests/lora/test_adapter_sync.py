@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import signal
+import statistics
+from itertools import pairwise
 
 import pytest
 
@@ -19,8 +21,9 @@ EXACT = 1e-5
 """Nats: how far an engine with an adapter may be from the merged model."""
 LAYOUT = dict(world=2, tp=2, ep=2)
 SWAPS = 20
-GROWTH = 8 << 20
-"""Bytes that a worker may grow by over the second half of the swaps; one adapter is as large as the base, 2.6 MB."""
+GROWTH = 256 << 10
+"""Bytes that a worker may grow by with most swaps of the second half: one adapter is as large as the base, 2.6 MB.
+Memory that a process takes once, for a batch of a new shape, comes in steps of 3 MB."""
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +124,7 @@ def test_an_engine_of_merged_weights_agrees(trained, pool, loop, folder, tmp_pat
 def test_swaps_under_load_leave_nothing_stale(pool, loop, trained, merged):
     expected = {seed: merged(trained.trainer, seed) for seed in (3, 4)}
     trained.trainer.sync.probe_interval = 0
-    before = None
+    grown = []
     for number in range(SWAPS):
         seed = 3 + number % 2
         running = [
@@ -141,9 +144,10 @@ def test_swaps_under_load_leave_nothing_stale(pool, loop, trained, merged):
             held = loop(slot.engine._keep_adapters())
             assert all(len(numbers) <= slot.engine.settings.adapters.slots for numbers in held)
         memory = [size for slot in pool.slots for size in loop(slot.engine._llm.collective_rpc("memory"))]
-        if number == SWAPS // 2:
-            before = memory
-    assert max(after - then for after, then in zip(memory, before, strict=True)) <= GROWTH
+        grown.append(memory)
+    for sizes in zip(*grown, strict=True):
+        by_swap = [after - before for before, after in pairwise(sizes)]
+        assert statistics.median(by_swap[SWAPS // 2 :]) <= GROWTH, by_swap
 
 
 def test_a_cached_prefix_belongs_to_its_version(pool, loop, trained):

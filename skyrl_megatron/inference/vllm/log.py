@@ -15,6 +15,8 @@ _PREFIX = re.compile(r"^(\([^)]*\)\s*)?((INFO|WARNING|ERROR|DEBUG)\s+\d\d-\d\d [
 _TELLING = re.compile(
     r"^[\w.]*(Error|Exception|Exit|Fault)\b.*:|out of memory|.*died unexpectedly|Killed|Segmentation fault|Aborted"
 )
+_POINTING = re.compile(r"Executor failed|[Ss]ee (root cause|stack trace)|Engine core initialization failed")
+"""What vLLM raises because of something that was said before."""
 
 
 @contextlib.contextmanager
@@ -40,7 +42,10 @@ def child_output(path: Path) -> Iterator[None]:
 
 
 def last_errors(path: Path, count: int = 4) -> list[str]:
-    """Return the last few lines of an engine's output that name an error, each once, without vLLM's prefixes."""
+    """Return the last few lines of an engine's output that name an error, each once, without vLLM's prefixes.
+
+    Those that only point to another are left out if there is another.
+    """
     try:
         text = path.read_bytes()[-200_000:].decode(errors="replace")
     except OSError:
@@ -51,4 +56,5 @@ def last_errors(path: Path, count: int = 4) -> list[str]:
         if _TELLING.search(words):
             found.pop(words, None)
             found[words] = None
-    return list(found)[-count:]
+    causes = [words for words in found if not _POINTING.search(words)]
+    return (causes or list(found))[-count:]

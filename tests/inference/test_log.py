@@ -1,0 +1,26 @@
+"""What of an engine's output its error quotes."""
+
+from __future__ import annotations
+
+from skyrl_megatron.inference.vllm.log import last_errors
+
+DEATH = "Worker proc VllmWorker-0 died unexpectedly (exit code: 255), shutting down executor."
+AT = "(EngineCore pid=7) ERROR 11-25 18:54:27 [core.py:1702]"
+CONSEQUENCES = [
+    f"{AT} RuntimeError: Executor failed.",
+    f"{AT} Exception: WorkerProc initialization failed due to an exception in a background process. See stack trace "
+    "for root cause.",
+]
+
+
+def test_a_cause_without_what_came_of_it(tmp_path):
+    log = tmp_path / "engine.log"
+    log.write_text("\n".join([f"{AT} {DEATH}", "INFO 11-25 18:54:27 [core.py:9] going on", *CONSEQUENCES * 2]))
+    assert last_errors(log) == [DEATH]
+
+
+def test_what_came_of_it_where_no_cause_was_printed(tmp_path):
+    log = tmp_path / "engine.log"
+    log.write_text("\n".join(CONSEQUENCES))
+    assert last_errors(log) == [each.removeprefix(f"{AT} ") for each in CONSEQUENCES]
+    assert last_errors(tmp_path / "none") == []
