@@ -6,8 +6,9 @@ map that it stands beside, as for the map's own weight (``megatron_source.py``);
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -24,7 +25,6 @@ from skyrl_megatron.weight_sync.bucket import TensorMeta
 from skyrl_megatron.weight_sync.megatron_source import MegatronWeightSource, ranges_in_shards
 from skyrl_megatron.weight_sync.merged_source import MergedWeightSource
 from skyrl_megatron.weight_sync.quantised_source import QuantisedWeightSource
-from skyrl_megatron.weight_sync.routes import Unroutable
 from skyrl_megatron.weight_sync.source import RowRange, TensorShard, WeightSource, as_rows, dtype_name, place_of
 
 
@@ -32,35 +32,42 @@ class AdapterSource:
     """The factors that a rank holds of one or several ``adapters`` (by name), named as in ``adapter_tensors.py``: one
     adapter after the other, each in module order.
 
-    Of the ranks that hold shares or copies of a factor, the first of the first replica sends it. What products are
-    multiplied by is multiplied into ``lora_B`` in the bucket.
+    Of the ranks that hold shares or copies of a factor, the first of the first replica sends it, where it goes to all
+    workers. What products are multiplied by is multiplied into ``lora_B`` when it is copied into a bucket.
     """
 
     def __init__(self, adapters: Mapping[str, Adapters], groups: ProcessGroups) -> None:
         self.adapters, self.groups = dict(adapters), groups
         self.chosen: Sequence[str] = tuple(adapters)
-        """The adapters that are listed and sent: the same ones on all ranks."""
+        """The adapters that are sent, and listed in :meth:`shards`: the same ones on all ranks."""
 
     def metadata(self) -> Sequence[TensorMeta]:
         return [shard.meta for shard in self.shards() if shard.rank == 0]
 
     def shards(self) -> Sequence[TensorShard]:
-        shards: list[TensorShard] = []
-        place = 0  # of a tensor, the same on all ranks of the groups it is put together in
-        for name in self.chosen:
-            for adapter in (each for hung in self.adapters[name].hung for each in adapter_modules(hung)):
-                for factor in adapter.factors():
-                    found = list(self._tensors(name, adapter, factor))
-                    if self._takes_part(factor):
-                        shards += [self._shard(adapter, factor, place + n, *each) for n, each in enumerate(found)]
-                    place += len(found)
-        return shards
+        return [shard for factor, shard in self._all(self.chosen) if self._takes_part(factor)]
 
     def held(self) -> tuple[Sequence[TensorShard], Sequence[int]]:
-        raise Unroutable("adapters travel alone")
+        """List what this rank holds of all adapters, see ``WeightSource``."""
+        found = list(self._all(self.adapters))
+        ranks = [0 if shard.group is None else self._groups(factor)[0].rank() for factor, shard in found]
+        return [shard for _, shard in found], ranks
+
+    def travels(self, meta: TensorMeta) -> bool:
+        return meta.adapter in self.chosen
 
     def refresh(self) -> None:
         """Do nothing: shards are views of the factors themselves."""
+
+    def _all(self, adapters: Iterable[str]) -> Iterator[tuple[Factor, TensorShard]]:
+        """Yield what this rank holds of these adapters."""
+        place = 0  # of a tensor, the same on all ranks of the groups it is put together in
+        for name in adapters:
+            for adapter in (each for hung in self.adapters[name].hung for each in adapter_modules(hung)):
+                for factor in adapter.factors():
+                    for each in self._tensors(name, adapter, factor):
+                        yield factor, self._shard(adapter, factor, place, *each)
+                        place += 1
 
     def addresses(self) -> list[int]:
         factors = (factor for name in self.chosen for factor in self.adapters[name].factors())
@@ -116,8 +123,8 @@ class AdapterSource:
             shape = (1, *shape)
         meta = TensorMeta(str(name), dtype_name(factor.tensor), shape, sent, position=place)
         shard = TensorShard(meta, as_rows(factor.name, factor.tensor), ranges, over if size > 1 else None)
-        scales = name.letter == "B" and shard.rank == 0 and adapter.scale != 1
-        return replace(shard, finish=_multiply(adapter.scale)) if scales else shard
+        scales = name.letter == "B" and adapter.scale != 1
+        return replace(shard, make=partial(_multiplied, shard.local, adapter.scale)) if scales else shard
 
 
 def _of_every_expert(ranges: Sequence[RowRange], experts: int, rows: int, held: int) -> list[RowRange]:
@@ -131,11 +138,8 @@ def _of_every_expert(ranges: Sequence[RowRange], experts: int, rows: int, held: 
     ]
 
 
-def _multiply(scale: float) -> Callable[[Tensor, range], None]:
-    def finish(rows_in_bucket: Tensor, rows: range) -> None:
-        rows_in_bucket.mul_(scale)
-
-    return finish
+def _multiplied(factor: Tensor, scale: float, rows: slice, columns: slice) -> Tensor:
+    return factor[rows, columns] * scale
 
 
 def weight_source(

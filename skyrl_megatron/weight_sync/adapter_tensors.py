@@ -69,7 +69,7 @@ def _of_adapter(adapter: str, text: str) -> str:
 
 def of_adapters(metadata: Sequence[TensorMeta], names: Collection[str]) -> list[TensorMeta]:
     """Return those of the tensors that a rank sends that belong to some of the adapters."""
-    return [meta for meta in metadata if meta.name.rpartition(":")[0] in names]
+    return [meta for meta in metadata if meta.adapter in names]
 
 
 def stacked(module: str) -> str:

@@ -38,6 +38,11 @@ class TensorMeta:
     """What the engine's worker makes the tensor on disk with (``weight_sync/turned.py``); None: it is that already."""
 
     @property
+    def adapter(self) -> str:
+        """Name of the adapter that it belongs to, in front of its own; of others and those without a name empty."""
+        return self.name.rpartition(":")[0]
+
+    @property
     def shard_shape(self) -> tuple[int, ...]:
         """Shape of what the rank sends."""
         return self.shape if self.rows is None else (self.rows[1] - self.rows[0], *self.shape[1:])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,10 +42,7 @@ class MegatronWeightSource:
         return [shard.meta for shard in self.shards() if shard.rank == 0]
 
     def shards(self) -> Sequence[TensorShard]:
-        return [
-            shard if shard.rank else replace(shard, finish=self._finish(weight.entry, shard))
-            for weight, _, shard in self._to_send()
-        ]
+        return [shard for weight, over, replicas, shard in self._all() if self._is_sent(weight, over, replicas)]
 
     def held(self) -> tuple[Sequence[TensorShard], Sequence[int]]:
         """List what this rank holds of any replica, see ``WeightSource``."""
@@ -57,12 +54,6 @@ class MegatronWeightSource:
         """Raise Unroutable for tensors that are on disk in another form than rows of Megatron's."""
         if turned := next((entry for entry in self.model.hf.plan.entries if not entry.has_rows_of_hf), None):
             raise Unroutable(f"{turned.hf[0].name} travels in another form than on disk")
-
-    def _to_send(self) -> Iterator[tuple[LocalWeight, Any, TensorShard]]:
-        """Yield (weight, group that it is split over, shard) of what this rank sends, or has a shard of for others."""
-        for weight, over, replicas, shard in self._all():
-            if self._is_sent(weight, over, replicas):
-                yield weight, over, shard
 
     def _is_sent(self, weight: LocalWeight, over: Any, replicas: Any) -> bool:
         """Whether this rank sends the weight, or has a shard of it for the one that does."""
@@ -88,10 +79,6 @@ class MegatronWeightSource:
                 yield weight, over, replicas, shard
             place += len(entry.hf)
 
-    def _finish(self, entry: Entry, shard: TensorShard) -> Callable[[Tensor, range], None] | None:
-        """Return what is still to be done to the rows of ``shard`` in a bucket: nothing."""
-        return None
-
     def _tensors(
         self, entry: Entry, pieces: tuple[RowRanges, ...]
     ) -> Iterator[tuple[str, tuple[int, ...], tuple[int, int] | None, RowRanges]]:
@@ -111,6 +98,9 @@ class MegatronWeightSource:
         shape = (self.model.config.num_moe_experts, len(pieces) * height, width)
         name = "gate_up_proj" if len(pieces) == 2 else "down_proj"
         yield f"{layer}.{name}", shape, (entry.expert, entry.expert + 1), tuple(joined)
+
+    def travels(self, meta: TensorMeta) -> bool:
+        return True
 
     def refresh(self) -> None:
         """Do nothing: shards are views of the weights themselves."""

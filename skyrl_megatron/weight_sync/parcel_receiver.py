@@ -100,18 +100,20 @@ class ParcelReceiver:
         self._largest = max((nbytes for _, nbytes, direct, *_ in self._buckets if not direct), default=0)
         self._ends = _last_uses(parcels)
 
-    def receive(self, targets: Targets) -> None:
-        """Receive everything into ``targets``. Raises WeightSyncError when a rank is gone or silent.
+    def receive(self, targets: Targets, numbers: Sequence[int] | None = None) -> None:
+        """Receive everything, or the buckets of these ``numbers``, into ``targets``. Raises WeightSyncError when a
+        rank is gone or silent.
 
         A thread asks for buckets and takes them, as asking waits for a connection that is being read from; this one
         goes on with targets, which packs them.
         """
         self.checksums, self.received_bytes = [], 0
+        chosen = range(len(self._buckets)) if numbers is None else numbers
         taken: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         room = _Room(self.limit)
-        threading.Thread(target=self._receive_all, args=(targets, taken, room), daemon=True).start()
+        threading.Thread(target=self._receive_all, args=(targets, chosen, taken, room), daemon=True).start()
         try:
-            for number in range(len(self._buckets)):
+            for number in chosen:
                 error = taken.get()
                 if error is not None:
                     raise error
@@ -121,16 +123,23 @@ class ParcelReceiver:
         finally:
             room.close()
 
-    def _receive_all(self, targets: Targets, taken: queue.SimpleQueue[BaseException | None], room: _Room) -> None:
-        """Receive all buckets in order; tell ``taken`` of each, or of what went wrong."""
+    def _receive_all(
+        self,
+        targets: Targets,
+        numbers: Sequence[int],
+        taken: queue.SimpleQueue[BaseException | None],
+        room: _Room,
+    ) -> None:
+        """Receive these buckets in order; tell ``taken`` of each, or of what went wrong."""
         try:
             if self.device.type != "cpu":
                 torch.accelerator.set_device_index(self.device)
             ahead: deque[_Bucket] = deque()
             following = 0
-            for rank, nbytes, *_ in self._buckets:
-                while following < len(self._buckets) and room.enter(self._held(following), wait=not ahead):
-                    ahead.append(self._begun(following, targets))
+            for number in numbers:
+                rank, nbytes, *_ = self._buckets[number]
+                while following < len(numbers) and room.enter(self._held(numbers[following]), wait=not ahead):
+                    ahead.append(self._begun(numbers[following], targets))
                     following += 1
                 bucket = ahead.popleft()
                 with self._raising(rank):
@@ -205,7 +214,7 @@ def copy_all(targets: list[Tensor], pieces: list[Tensor]) -> None:
 def _place(memory: Tensor, copy: Sequence[int]) -> Tensor:
     """View where a copy belongs: [rows, columns]."""
     _, _, rows, columns, _, offset, by_row, by_column = copy
-    return memory.as_strided((rows, columns), (by_row, by_column), offset)
+    return memory.as_strided((rows, columns), (by_row, by_column), memory.storage_offset() + offset)
 
 
 def _read_back(piece: Tensor, target: Tensor) -> None:

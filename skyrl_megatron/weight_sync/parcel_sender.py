@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from skyrl_megatron.errors import WeightSyncError
-from skyrl_megatron.weight_sync.bucket import checksum
+from skyrl_megatron.weight_sync.bucket import TensorMeta, checksum
 from skyrl_megatron.weight_sync.parcels import Parcels
 from skyrl_megatron.weight_sync.plan import Copies
 from skyrl_megatron.weight_sync.source import TensorShard
@@ -35,6 +35,8 @@ class ParcelSender:
         in_place: bool = True,
     ) -> None:
         self.parcels, self.ranks_of, self.device = parcels, ranks_of, device
+        self._firsts: list[TensorMeta] = []
+        """The first tensor in each bucket."""
         self._contents: list[tuple[Tensor, Copies | None]] = []
         buckets, copies = parcels.buckets.tolist(), parcels.copies.tolist()
         parts = [[_part(shards[copy[4]], copy) for copy in copies[first:stop]] for _, _, _, first, stop, _ in buckets]
@@ -45,6 +47,7 @@ class ParcelSender:
         self._buffers = [torch.zeros(largest, dtype=torch.uint8, device=device) for _ in range(STAGED)]
         free = itertools.cycle(self._buffers)
         for (_, nbytes, _, first, stop, _), each, content in zip(buckets, parts, direct, strict=True):
+            self._firsts.append(shards[copies[first][4]].meta)
             if content is not None:
                 self._contents.append((content, None))
                 continue
@@ -54,23 +57,31 @@ class ParcelSender:
                 packing.add(buffer[at : at + rows * columns * dtype.itemsize].view(dtype).view(rows, columns), part)
             self._contents.append((buffer, packing))
 
-    def send(self, transport: Transport) -> list[list[int]]:
-        """Send everything; return (worker, checksum) of each bucket, in order. Raises RuntimeError (torch) when a
-        worker is gone."""
-        travelling: list[tuple[bool, Callable[[], None]]] = []
+    def send(self, transport: Transport, travels: Callable[[TensorMeta], bool]) -> list[list[int]]:
+        """Send the buckets of tensors that ``travels`` says; return (worker, checksum) of each, in order. Raises
+        RuntimeError (torch) when a worker is gone."""
+        travelling: list[tuple[Tensor, Callable[[], None]]] = []
         sums: list[Tensor] = []
-        for (worker, *_), (content, copies) in zip(self.parcels.buckets.tolist(), self._contents, strict=True):
-            staged = copies is not None
-            while len(travelling) >= AHEAD or (staged and sum(each for each, _ in travelling) >= STAGED):
+        workers = [worker for worker, *_ in self.parcels.buckets.tolist()]
+        chosen = [number for number, meta in enumerate(self._firsts) if travels(meta)]
+        for number in chosen:
+            content, copies = self._contents[number]
+            while len(travelling) >= AHEAD or (
+                copies is not None and any(_same_memory(each, content) for each, _ in travelling)
+            ):
                 travelling.pop(0)[1]()
             if copies is not None:
                 copies()
             sums.append(checksum(content))
-            travelling.append((staged, transport.send(content, self.ranks_of[worker])))
+            travelling.append((content, transport.send(content, self.ranks_of[workers[number]])))
         for _, wait in travelling:
             wait()
-        workers = self.parcels.buckets[:, 0].tolist()
-        return [list(pair) for pair in zip(workers, torch.stack(sums).tolist() if sums else [], strict=True)]
+        totals = torch.stack(sums).tolist() if sums else []
+        return [[workers[number], total] for number, total in zip(chosen, totals, strict=True)]
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr()
 
 
 def _part(shard: TensorShard, copy: Sequence[int]) -> Tensor | Callable[[], Tensor]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -68,14 +67,11 @@ class Step:
 
     messages: list[Message] = field(default_factory=list)
     copies: Copies = field(default_factory=Copies)
-    finishing: list[Callable[[], None]] = field(default_factory=list)
 
     def __call__(self) -> None:
         for message in self.messages:
             message()
         self.copies()
-        for finish in self.finishing:
-            finish()
 
 
 class ExportPlan:
@@ -158,8 +154,6 @@ class ExportPlan:
                     places, torch.split(rows_of_owner, [span.count for span in ranges]), strict=True
                 ):
                     step.copies.add(place, source)
-        if shard.finish is not None:
-            step.finishing.append(partial(shard.finish, target, rows))
 
     def _give(self, shard: TensorShard, rows: range, step: Step) -> None:
         """Send what this rank holds of ``rows`` to rank 0 of the shard's group."""

@@ -60,6 +60,8 @@ def join(
     itemsize = np.array([meta.torch_dtype.itemsize for meta in tensors], np.int64)
     kinds = {dtype: kind for kind, dtype in enumerate(dict.fromkeys(meta.dtype for meta in tensors))}
     dtypes = np.array([kinds[meta.dtype] for meta in tensors], np.int64)
+    names = {name: number for number, name in enumerate(dict.fromkeys(meta.adapter for meta in tensors))}
+    adapters = np.array([names[meta.adapter] for meta in tensors], np.int64)
     alike: dict[bytes, list[tuple[Route, list[int]]]] = {}  # workers with equal routes need equal pieces
     for worker, route in enumerate(routes):
         known = alike.setdefault(route.copies.sum(0).tobytes(), [])
@@ -70,7 +72,7 @@ def join(
             same.append(worker)
 
     def pieces_of(route: Route) -> _Pieces:
-        return _Pieces(tiles, route, itemsize, dtypes, kinds, bucket_bytes)
+        return _Pieces(tiles, route, itemsize, dtypes, kinds, adapters, bucket_bytes)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # numpy lets other threads go on while it computes
         distinct = list(itertools.chain.from_iterable(alike.values()))
@@ -92,9 +94,16 @@ class _Pieces:
     """What workers of one route need, cut where tiles end and where a bucket is full."""
 
     def __init__(
-        self, tiles: Tiles, route: Route, itemsize: Table, dtypes: Table, kinds: dict[str, int], bucket_bytes: int
+        self,
+        tiles: Tiles,
+        route: Route,
+        itemsize: Table,
+        dtypes: Table,
+        kinds: dict[str, int],
+        adapters: Table,
+        bucket_bytes: int,
     ) -> None:
-        self.tiles, self.half = tiles, bucket_bytes // 2
+        self.tiles, self.half, self.adapters = tiles, bucket_bytes // 2, adapters
         table = route.copies.T.copy()
         which, tile = tiles.under(table)
         copies, (_, first, held_rows, first_column, held_columns) = table[:, which], tiles.columns[:5, tile]
@@ -150,7 +159,8 @@ class _Pieces:
         rank, direct, tensor, padded = held[:, 8], self.direct[order], copies[:, 0], self.padded[order]
         before = np.cumsum(padded) - padded
         new = np.ones(len(rank), bool)
-        new[1:] = (rank[1:] != rank[:-1]) | (direct[1:] != direct[:-1])
+        adapter = self.adapters[tensor]  # a bucket is of one adapter: not all of them travel in every sync
+        new[1:] = (rank[1:] != rank[:-1]) | (direct[1:] != direct[:-1]) | (adapter[1:] != adapter[:-1])
         filled = before - before[np.maximum.accumulate(np.where(new, np.arange(len(new)), 0))]
         new[1:] |= direct[1:] | (filled[1:] // self.half != filled[:-1] // self.half)
         first = np.flatnonzero(new)

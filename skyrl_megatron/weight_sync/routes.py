@@ -115,15 +115,12 @@ class Holdings:
 
     @classmethod
     def of(cls, shards: Sequence[TensorShard], own: Sequence[int]) -> Holdings:
-        """List what this rank holds of ``shards``. ``own``: its number among the owners of each. Raises Unroutable
-        for tensors that are changed while they are sent."""
+        """List what this rank holds of ``shards``. ``own``: its number among the owners of each."""
         tensors: dict[str, int] = {}
         metadata: list[TensorMeta] = []
         tiles: list[tuple[int, ...]] = []
         for number, (shard, rank) in enumerate(zip(shards, own, strict=True)):
             meta = shard.meta
-            if shard.finish is not None:
-                raise Unroutable(f"{meta.name} is changed when it is sent")
             if meta.name not in tensors:
                 tensors[meta.name] = len(metadata)
                 metadata.append(TensorMeta(meta.name, meta.dtype, meta.shape, position=meta.position))

@@ -166,7 +166,7 @@ class WeightSender:
         with _raising(
             EngineGoneError, "an engine worker is gone or silent", lambda: f"of {parcels.nbytes / 1e6:.1f} MB"
         ):
-            return self._parcels.send(transport)
+            return self._parcels.send(transport, self.source.travels)
 
     def _current_plan(self) -> ExportPlan:
         """Return the plan made before, or a new one where the weights have moved."""

@@ -38,11 +38,9 @@ class TensorShard:
     """Where every row of the tensor lies, in the shards of all ranks."""
     group: Any = None
     """Process group of the shards; None: the rank has all of it."""
-    finish: Callable[[Tensor, range], None] | None = None
-    """Changes rows of the tensor, [rows, columns], once they lie in the bucket; on the rank that sends them."""
     make: Callable[[slice, slice], Tensor] | None = None
-    """Makes rows and columns of ``local``, which then has shape and dtype but no memory: a weight that is kept in 8
-    bits, or brought into them."""
+    """Makes rows and columns of what is sent of the shard, in the dtype of ``local``, which may then have no memory: a
+    weight that is kept in 8 bits, or brought into them, or that an adapter is added to."""
 
     def part(self, rows: slice, columns: slice) -> Tensor | Callable[[], Tensor]:
         """View a part of the shard, or return what makes it."""
@@ -69,8 +67,11 @@ class WeightSource(Protocol):
         Raises Unroutable for tensors that are not sent as they are held.
         """
 
+    def travels(self, meta: TensorMeta) -> bool:
+        """Return whether a tensor of :meth:`held` is sent in the next pass."""
+
     def refresh(self) -> None:
-        """Prepare for the next pass: what ``finish`` reads may have changed. Every rank calls it before each pass."""
+        """Prepare for the next pass: what ``make`` reads may have changed. Every rank calls it before each pass."""
 
     def addresses(self) -> list[int]:
         """Return where the memory is now (:func:`place_of`). When it has moved, the shards are asked for anew."""

@@ -28,6 +28,7 @@ from vllm.platforms import current_platform
 from skyrl_megatron import device
 from skyrl_megatron.errors import WeightSyncError
 from skyrl_megatron.weight_sync import DEFAULT_BUCKET_BYTES
+from skyrl_megatron.weight_sync.bucket import TensorMeta
 from skyrl_megatron.weight_sync.metadata import metadata_of
 from skyrl_megatron.weight_sync.parcel_receiver import ParcelReceiver
 from skyrl_megatron.weight_sync.parcels import Parcels, check_parcels
@@ -128,13 +129,16 @@ class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.routed = self.loading(meta.name for meta in metadata)
         name_loaders(self.routed)
         try:
-            self.route = record_route(self.routed, metadata, torch.device(self.device))
+            self.take_route(record_route(self.routed, metadata, torch.device(self.device)), metadata)
         except Unroutable as error:
             return str(error)
         except Exception as error:  # of a loader that a stand-in for a tensor was given to; the model is as it was
             return f"{type(error).__name__} while its loaders were recorded: {first_line(error)}"
-        self.dtypes = [meta.torch_dtype for meta in metadata]
         return self.route.plain
+
+    def take_route(self, route: Route, tensors: Iterable[TensorMeta]) -> None:
+        """Go by a route of this worker in the next connection."""
+        self.route, self.dtypes = route, [meta.torch_dtype for meta in tensors]
 
     def loading(self, names: Iterable[str]) -> Any:
         """Return what loads tensors of these names: the model, with what it drafts with if some are for that."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
+
+import numpy as np
 
 from skyrl_megatron.inference.pool import EngineSlot
 from skyrl_megatron.inference.protocol import InferenceEngine
@@ -33,6 +35,16 @@ class WorkerRoutes:
     def nbytes(self) -> int:
         """Bytes that all workers receive."""
         return sum(parcels.nbytes for parcels in self.plan.workers)
+
+    def of(self, adapters: Collection[str]) -> WorkerRoutes:
+        """Return the part that some of the adapters travel by."""
+        chosen = np.array([meta.adapter in adapters for meta in self.tensors])
+
+        def part(parcels: Parcels) -> Parcels:
+            return Parcels(parcels.buckets[chosen[parcels.buckets[:, 5]]], parcels.copies)
+
+        ranks, workers = (list(map(part, side)) for side in (self.plan.ranks, self.plan.workers))
+        return WorkerRoutes(self.tensors, RoutePlan(ranks, workers), self.workers)
 
     def peers(self, rank: int) -> list[int]:
         """List the workers that a rank sends to: ranks 1, 2, … of its group."""

@@ -123,7 +123,7 @@ class WeightSynchronizer:
         self.deadline_s, self.phase_s, self.shared_gpus = deadline_s, phase_s, shared_gpus
         self.adapters, self.draft = adapters, draft
         own = (*TRANSPORTS.built_in, *TRANSPORTS.reserved)
-        self.routed = routes and adapters is None and self.options["transport"] in own
+        self.routed = routes and self.options["transport"] in own
         self.planner = RoutePlanner(self.calls, bucket_bytes)
         self.versions: dict[str, str] = {}
         """Adapter → the version that its weights changed last in, as of the sync under way."""
@@ -257,10 +257,11 @@ class WeightSynchronizer:
         report.adapters = names = self._travelling(slots)
         chosen = () if names is None or names == ("",) else (names,)
         connected = [sender for sender in self._metadata if sender]
+        plan = self.plan if self.plan is None or names is None else self.plan.of(names)
+        if plan is not None:  # workers know all but which of the adapters come
+            connected = [] if names is None else [list(plan.tensors)]
         metadata = connected if names is None else [of_adapters(sender, names) for sender in connected]
-        report.nbytes = sum(meta.nbytes for sender in metadata for meta in sender)
-        if self.plan is not None:
-            report.nbytes, metadata = self.plan.nbytes, []
+        report.nbytes = sum(meta.nbytes for sender in metadata for meta in sender) if plan is None else plan.nbytes
         with _timed(report, "start"):
             await self.calls.on_engines(slots, "start", lambda engine: engine.start_update())
         with _timed(report, "transfer"):
@@ -270,8 +271,8 @@ class WeightSynchronizer:
                 lambda engine: engine.receive_weights(metadata),
                 lambda _, rank: rank.send_weights(*chosen),
             )
-        if self.plan is not None:
-            compare_parcels(self.plan, slots, received, sent)
+        if plan is not None:
+            compare_parcels(plan, slots, received, sent)
         else:
             _compare(slots, received, [sums for sums, sender in zip(sent, self._metadata, strict=True) if sender])
         versions = () if names is None else ({name: self.versions[name] for name in names},)

@@ -42,6 +42,10 @@ class AdapterRank(Rank):
             def shards(self):
                 return [shard for shard in map(self.mistaken, super().shards()) if shard is not None]
 
+            def held(self):
+                shards, own = super().held()
+                return list(map(self.mistaken, shards)), own
+
             def mistaken(self, shard):
                 from dataclasses import replace
 
@@ -101,6 +105,6 @@ def engine(folder, overrides=None, **settings):
 def synchronizer(pool, trainer, folder, overrides=None, **options):
     from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
-    options = dict(dtype="float32", bucket_bytes=BUCKET_BYTES, phase_s=60.0, deadline_s=300.0) | options
+    options = dict(dtype="float32", bucket_bytes=BUCKET_BYTES, phase_s=60.0, deadline_s=300.0, routes=True) | options
     hf = json.loads((folder / "config.json").read_text())
     return WeightSynchronizer(pool, trainer.handles, hf_config=hf, adapters=pairs_of(folder, overrides), **options)

@@ -20,17 +20,20 @@ class FaultyWorker(WorkerExtension):
             numbers = dict(numbers)
             self._pretend(numbers.pop(self.about))
         if self.planted == "ignores experts":
-            left = {name: f for name, f in self.skyrl_staged[self.about].items() if not name.endswith(".experts")}
-            self.skyrl_staged[self.about] = left
+            for name, module in self._manager().modules.items():
+                if name.endswith(".experts"):
+                    module.reset_lora(self.skyrl_slots[self.about])
         if self.planted == "takes one for the other":
-            names = list(self.skyrl_staged)
-            self.skyrl_staged = dict(zip(names, reversed(self.skyrl_staged.values()), strict=True))
+            names = list(self.skyrl_slots)
+            self.skyrl_slots = dict(zip(names, reversed(self.skyrl_slots.values()), strict=True))
         return super().skyrl_activate_adapters(numbers)
 
     def _pretend(self, number: int) -> None:
-        """Give a slot to an adapter, and leave in it what there was."""
-        manager = self._manager()
-        manager.lora_index_to_id[manager.lora_index_to_id.index(None)] = number
+        """Give a slot to an adapter, with zeros in it."""
+        manager, slot = self._manager(), self.skyrl_slots[self.about]
+        for module in manager.modules.values():
+            module.reset_lora(slot)
+        manager.lora_index_to_id[slot] = number
         manager._registered_adapters[number] = None
         manager._active_adapters[number] = None
 

@@ -98,6 +98,7 @@ def test_engines_with_adapters_equal_the_merged_model(pool, loop, trained, merge
         expected = merged(trained.trainer, seed)
         report = trained(seed, f"of seed {seed}")
         assert not report.failures and set(report.logprob_diffs) == {"engine 0", "engine 1"}
+        assert trained.trainer.sync.plan is not None, "the factors did not travel by routes"
         for found in scores(pool, loop):
             assert largest_gap(found, expected) <= EXACT
         assert largest_gap(base, expected) > 100 * EXACT

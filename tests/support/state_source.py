@@ -27,6 +27,9 @@ class StateSource:
         shards = self.shards()
         return shards, [0] * len(shards)
 
+    def travels(self, meta: TensorMeta) -> bool:
+        return True
+
     def refresh(self) -> None:
         pass
 

@@ -110,6 +110,8 @@ def test_nothing_is_sent_from_where_it_lies():
 
     for in_place in (True, False):
         takes = Takes()
-        sums = ParcelSender(parcels, [shard], {0: 1}, torch.device("cpu"), in_place=in_place).send(takes)
+        sums = ParcelSender(parcels, [shard], {0: 1}, torch.device("cpu"), in_place=in_place).send(
+            takes, lambda _: True
+        )
         assert (takes.sent.data_ptr() == weight.data_ptr()) == in_place
         assert torch.equal(takes.sent, weight.flatten().view(torch.uint8)) and len(sums) == 1

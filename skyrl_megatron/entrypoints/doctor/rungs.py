@@ -96,6 +96,9 @@ class Tensors:
         shards = self.shards()
         return shards, [0] * len(shards)
 
+    def travels(self, meta: TensorMeta) -> bool:
+        return True
+
     def refresh(self) -> None:
         """Do nothing: what is sent does not change."""
 

@@ -308,7 +308,8 @@ class VLLMEngine(InferenceEngine):
 
         with self._alive("connect"):
             (tensors,) = plain_metadata([metadata])
-            routes = await compat.on_every_worker(self._llm, "skyrl_record_route", tensors)
+            method = "skyrl_record_route" if self._adapters is None else "skyrl_record_adapter_route"
+            routes = await compat.on_every_worker(self._llm, method, tensors)
         return next((route for route in routes if isinstance(route, str)), routes)
 
     async def start_update(self) -> None:

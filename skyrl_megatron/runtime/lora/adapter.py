@@ -171,10 +171,6 @@ class LowRank(torch.nn.Module):
                 hidden = reduce_scatter_to_sequence_parallel_region(hidden, group=self.groups.tp)
         return hidden
 
-    def product(self) -> Tensor:
-        """Return this rank's share of B·A in fp32, [out, in] or [experts, out, in]."""
-        return self.B.detach().float() @ self.A.detach().float()
-
 
 class EmbeddingLowRank(LowRank):
     """The factors of an embedding, a map of one-hot rows: ``A`` [rank, hidden], ``B`` [vocabulary / tp, rank]. PEFT's
@@ -277,15 +273,29 @@ class Adapter(torch.nn.Module):
 
     @torch.no_grad()
     def delta(self) -> Tensor:
-        """Return this rank's share of scale · B·A, in fp32 and Megatron's order of rows."""
+        """Return this rank's share of scale · B·A, [out, in] or [experts, out, in], in fp32 and Megatron's order of
+        rows."""
+        a, b = self.whole_factors()
+        return b @ a * self.scale
+
+    @torch.no_grad()
+    def whole_factors(self) -> tuple[Tensor, Tensor]:
+        """Return A [R, in] and B [out, R] in fp32, of experts with a leading axis unless they share one: this rank's
+        share of B·A, in Megatron's order of rows. R: the ranks of all projections, of which each has rows of its own.
+        """
+        factors = {name: low_rank_of(self, name) for name in self.low_ranks}
         if self.is_joined:
-            return low_rank_of(self, JOINED).product() * self.scale
-        products = {name: low_rank_of(self, name).product() for name in self.low_ranks}
-        some = next(iter(products.values()))
-        ordered = self.order.join(
-            [_rows_last(products.get(name)) for name in self.projections], some.transpose(-1, -2)
-        )
-        return ordered.transpose(-1, -2) * self.scale
+            return factors[JOINED].A.float(), factors[JOINED].B.float()
+        lead = () if self.experts is None else (len(self.experts),)
+        a = torch.cat([each.A.float().expand(*lead, -1, -1) for each in factors.values()], -2)
+        columns: dict[str, Tensor] = {}  # of B, transposed
+        before = 0
+        for name, each in factors.items():
+            own = each.B.float().expand(*lead, -1, -1).transpose(-1, -2)
+            behind = a.shape[-2] - before - own.shape[-2]
+            columns[name] = F.pad(own, (0, 0, before, behind))
+            before += own.shape[-2]
+        return a, self.order.join([columns.get(name) for name in self.projections], a).transpose(-1, -2)
 
     def factors(self) -> list[Factor]:
         """List the parameters."""
@@ -311,10 +321,6 @@ def low_rank_of(adapter: Adapter, projection: str) -> LowRank:
     found = adapter.low_ranks[projection]
     assert isinstance(found, LowRank)
     return found
-
-
-def _rows_last(product: Tensor | None) -> Tensor | None:
-    return None if product is None else product.transpose(-1, -2)
 
 
 def first_factor(name: str, shape: tuple[int, int], settings: AdapterSettings) -> Tensor:
