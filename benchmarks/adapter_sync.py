@@ -1,12 +1,14 @@
 """Sync of an adapter alone into a live engine: as many tensors as expert adapters of Qwen3-30B-A3B have.
 
-    python benchmarks/adapter_sync.py [--rounds 5] [--layers 48] [--experts 128]
+    python benchmarks/adapter_sync.py [--rounds 5] [--layers 48] [--experts 128] [--tensor-parallel 1]
 
 A Megatron rank sends, one vLLM engine receives, on this machine; 48 layers of 128 experts of small sizes, so that the
-number of tensors is what costs. In one run: the median of syncs without their probe, and the fastest of as many raw
-broadcasts of the same bytes. Wanted: at most 20 ms + the bytes at the rate of the raw broadcast + 2 µs a tensor, as
-engines count them (A and B of every projection of every expert). On a machine that is busy with other work the
-processor time of all processes, counted in ticks of 10 ms and averaged over the rounds, says what a sync costs.
+number of tensors is what costs. In one run, in turns: the median of syncs without their probe, by buckets that every
+worker gets and by routes, where each gets its own bytes alone; and the fastest of as many raw broadcasts of the bytes
+of buckets. Wanted: at most 20 ms + the bytes at the rate of the raw broadcast + 2 µs a tensor, as engines count them
+(A and B of every projection of every expert); by routes at most 1.05 times a worker's own bytes. On a machine that is
+busy with other work the processor time of all processes, counted in ticks of 10 ms and averaged over the rounds, says
+what a sync costs.
 """
 
 from __future__ import annotations
@@ -37,23 +39,35 @@ FIXED_S, PER_TENSOR_S = 0.020, 2e-6
 
 
 @dataclass(frozen=True)
-class AdapterSync:
-    """Medians over the rounds."""
+class Way:
+    """Syncs by buckets or by routes: medians over the rounds."""
 
-    seconds: float
-    """From the first pause to the last resume, probe apart."""
     phases: dict[str, float]
-    nbytes: int
+    """From the first pause to the last resume, probe apart."""
+    fastest: float
+    """Seconds of the fastest round."""
+    processor: dict[str, float]
+    """Processor seconds of a round, by process; means."""
+    received: int
+    """Bytes that each worker receives, at most."""
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.phases.values())
+
+
+@dataclass(frozen=True)
+class AdapterSync:
+    buckets: Way
+    routes: Way
+    own: int
+    """Bytes of factors that the worker of ``routes.received`` has a place for, each once."""
     sent: int
     """Tensors that travel."""
     tensors: int
     """Tensors as engines count them: two for each projection of each expert."""
     raw_seconds: float
-    """The fastest raw broadcast of the same bytes."""
-    fastest: float
-    """Seconds of the fastest round."""
-    processor: dict[str, float]
-    """Processor seconds of a round, by process; means."""
+    """The fastest raw broadcast of the bytes of buckets."""
 
     @property
     def wanted(self) -> float:
@@ -93,6 +107,10 @@ def trainer(pipe: Any, bucket_bytes: int) -> None:
             sender = WeightSender(AdapterSource({"": adapters}, groups), bucket_bytes=bucket_bytes)
         elif method == "metadata":
             answer = list(sender.metadata())
+        elif method == "holdings":
+            answer = sender.holdings()
+        elif method == "route":
+            sender.take_route(*arguments)
         elif method == "listen":
             answer = address = sender.listen("127.0.0.1")
         elif method == "connect":
@@ -120,9 +138,9 @@ def _processor_seconds(trainer: int) -> dict[str, float]:
 
 
 async def _syncs(
-    folder: Path, rank: Rank, trainer: int, rounds: int, bucket_bytes: int
-) -> tuple[list[dict[str, float]], dict[str, float], int, int]:
-    """Return the phases of each round, processor seconds of a round, bytes, and tensors of engines."""
+    folder: Path, rank: Rank, trainer: int, rounds: int, bucket_bytes: int, workers: int
+) -> tuple[dict[bool, Way], int, int]:
+    """Return what syncs cost, by whether they go by routes, the own bytes of a worker, and tensors of engines."""
     from bridges.plan import Plan
     from skyrl_megatron.inference.pool import EnginePool
     from skyrl_megatron.inference.vllm.adapters import adapter_slots
@@ -144,6 +162,7 @@ async def _syncs(
         max_num_seqs=8,
         max_num_batched_tokens=512,
         kv_cache_bytes=64 << 20,
+        tensor_parallel_size=workers,
         adapters=adapter_slots(pairs),
     )
     pool = EnginePool([lambda: VLLMEngine(settings)])
@@ -154,21 +173,37 @@ async def _syncs(
         rank.ask("load", str(folder))
         ranks: list[Any] = [rank]
         options: dict[str, Any] = dict(hf_config=hf, dtype="bfloat16", bucket_bytes=bucket_bytes, adapters=pairs)
-        synchronizer = WeightSynchronizer(pool, ranks, **options)
-        await synchronizer.sync("first")
-        before, found = _processor_seconds(trainer), []
-        for number in range(rounds):
-            report = await synchronizer.sync(str(number))
-            found.append(dict(report.seconds))
-        after = _processor_seconds(trainer)
+        ways = {}
+        for routed in (False, True):
+            synchronizer = WeightSynchronizer(pool, ranks, routes=routed, **options)
+            await synchronizer.sync(f"first {routed}")
+            before, found = _processor_seconds(trainer), []
+            for number in range(rounds):
+                report = await synchronizer.sync(f"{number} {routed}")
+                found.append(dict(report.seconds))
+            after = _processor_seconds(trainer)
+            phases = {phase: statistics.median(each[phase] for each in found) for phase in found[0]}
+            fastest = min(sum(each.values()) for each in found)
+            spent = {name: (after[name] - before[name]) / rounds for name in after}
+            plan = synchronizer.plan
+            assert (plan is not None) == routed
+            received = report.nbytes if plan is None else max(each.nbytes for each in plan.plan.workers)
+            ways[routed] = Way(phases, fastest, spent, received)
+        assert plan is not None
+        (needed,) = synchronizer.planner._recorded.values()
+        itemsize = [meta.torch_dtype.itemsize for meta in plan.tensors]
+        own = max(
+            sum(rows * columns * itemsize[tensor] for tensor, _, _, rows, _, columns, *_ in route.copies.tolist())
+            for route in needed
+        )
     finally:
         await pool.shutdown()
-    tensors = sum(2 * (pair.experts or 1) for pair in pairs[""].values())
-    return found, {name: (after[name] - before[name]) / rounds for name in after}, report.nbytes, tensors
+    return ways, own, sum(2 * (pair.experts or 1) for pair in pairs[""].values())
 
 
-def measure(*, layers: int = 48, experts: int = 128, rounds: int = 5) -> AdapterSync:
-    """Sync the adapter of a model of so many layers and experts, ``rounds`` times after a first one."""
+def measure(*, layers: int = 48, experts: int = 128, rounds: int = 5, workers: int = 1) -> AdapterSync:
+    """Sync the adapter of a model of so many layers and experts to an engine of ``workers`` (tensor parallel), each
+    way ``rounds`` times after a first one."""
     from skyrl_megatron.weight_sync import DEFAULT_BUCKET_BYTES
     from skyrl_megatron.weight_sync.transport import default_transport, listen, open_transport
     from tests.support.tiny_models import write_tiny_model
@@ -183,8 +218,9 @@ def measure(*, layers: int = 48, experts: int = 128, rounds: int = 5) -> Adapter
             sizes = SIZES | dict(num_hidden_layers=layers, num_experts=experts, num_experts_per_tok=2)
             folder = write_tiny_model("qwen3_moe", Path(root) / "model", dtype="bfloat16", **sizes)
             assert process.pid is not None
-            work = _syncs(folder, rank, process.pid, rounds, bucket_bytes)
-            found, processor, nbytes, tensors = asyncio.run(work)
+            work = _syncs(folder, rank, process.pid, rounds, bucket_bytes, workers)
+            ways, own, tensors = asyncio.run(work)
+            nbytes = ways[False].received
             sent = len(rank.ask("metadata"))
         raw = []
         for _ in range(rounds):
@@ -197,10 +233,7 @@ def measure(*, layers: int = 48, experts: int = 128, rounds: int = 5) -> Adapter
     finally:
         pipe.send(None)
         process.join(10)
-    phases = {phase: statistics.median(each[phase] for each in found) for phase in found[0]}
-    fastest = min(sum(each.values()) for each in found)
-    seconds, raw_seconds = sum(phases.values()), min(raw)  # the fastest, as the stricter limit
-    return AdapterSync(seconds, phases, nbytes, sent, tensors, raw_seconds, fastest, processor)
+    return AdapterSync(ways[False], ways[True], own, sent, tensors, min(raw))  # the fastest, as the stricter limit
 
 
 def main() -> None:
@@ -208,15 +241,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--experts", type=int, default=128)
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="workers of the engine")
     args = parser.parse_args()
-    found = measure(layers=args.layers, experts=args.experts, rounds=args.rounds)
-    print(f"{found.tensors:,} tensors of engines, sent as {found.sent:,}: {found.nbytes / 1e6:.1f} MB")
-    print(f"sync, probe apart   {found.seconds * 1e3:7.1f} ms (wanted: at most {found.wanted * 1e3:.1f})")
-    print("  " + ", ".join(f"{phase} {value * 1e3:.1f}" for phase, value in found.phases.items()))
-    print(f"fastest round       {found.fastest * 1e3:7.1f} ms")
-    spent = ", ".join(f"{name} {value * 1e3:.0f}" for name, value in found.processor.items())
-    print(f"processor time      {sum(found.processor.values()) * 1e3:7.1f} ms a sync ({spent})")
+    found = measure(layers=args.layers, experts=args.experts, rounds=args.rounds, workers=args.tensor_parallel)
+    print(f"{found.tensors:,} tensors of engines, sent as {found.sent:,}")
     print(f"raw broadcast       {found.raw_seconds * 1e3:7.1f} ms")
+    for name, way in (("buckets", found.buckets), ("routes", found.routes)):
+        print(f"by {name}: {way.received / 1e6:.1f} MB to a worker")
+        print(f"  sync, probe apart {way.seconds * 1e3:7.1f} ms (wanted: at most {found.wanted * 1e3:.1f})")
+        print("    " + ", ".join(f"{phase} {value * 1e3:.1f}" for phase, value in way.phases.items()))
+        print(f"  fastest round     {way.fastest * 1e3:7.1f} ms")
+        spent = ", ".join(f"{process} {value * 1e3:.0f}" for process, value in way.processor.items())
+        print(f"  processor time    {sum(way.processor.values()) * 1e3:7.1f} ms a sync ({spent})")
+    routes, buckets, own = found.routes, found.buckets, found.own
+    print(
+        f"routes / buckets: {routes.seconds / buckets.seconds:.2f} of the time, {routes.received / own:.3f}x own bytes"
+    )
 
 
 if __name__ == "__main__":

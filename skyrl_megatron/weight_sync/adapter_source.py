@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from skyrl_megatron.config.hf_model import ENGINE_KWARGS
@@ -33,13 +33,15 @@ class AdapterSource:
     adapter after the other, each in module order.
 
     Of the ranks that hold shares or copies of a factor, the first of the first replica sends it, where it goes to all
-    workers. What products are multiplied by is multiplied into ``lora_B`` when it is copied into a bucket.
+    workers. What products are multiplied by is in the ``lora_B`` that are sent: copies, made anew by :meth:`refresh`.
     """
 
     def __init__(self, adapters: Mapping[str, Adapters], groups: ProcessGroups) -> None:
         self.adapters, self.groups = dict(adapters), groups
         self.chosen: Sequence[str] = tuple(adapters)
         """The adapters that are sent, and listed in :meth:`shards`: the same ones on all ranks."""
+        self._scaled: dict[torch.nn.Parameter, Tensor] = {}
+        """What is sent instead of a factor."""
 
     def metadata(self) -> Sequence[TensorMeta]:
         return [shard.meta for shard in self.shards() if shard.rank == 0]
@@ -56,18 +58,26 @@ class AdapterSource:
     def travels(self, meta: TensorMeta) -> bool:
         return meta.adapter in self.chosen
 
+    @torch.no_grad()
     def refresh(self) -> None:
-        """Do nothing: shards are views of the factors themselves."""
+        for name in self.chosen:
+            for adapter, factor in self._factors(name):
+                if (scaled := self._scaled.get(factor.tensor)) is not None:
+                    torch.mul(factor.tensor, adapter.scale, out=scaled)
 
     def _all(self, adapters: Iterable[str]) -> Iterator[tuple[Factor, TensorShard]]:
         """Yield what this rank holds of these adapters."""
         place = 0  # of a tensor, the same on all ranks of the groups it is put together in
         for name in adapters:
-            for adapter in (each for hung in self.adapters[name].hung for each in adapter_modules(hung)):
-                for factor in adapter.factors():
-                    for each in self._tensors(name, adapter, factor):
-                        yield factor, self._shard(adapter, factor, place, *each)
-                        place += 1
+            for adapter, factor in self._factors(name):
+                for each in self._tensors(name, adapter, factor):
+                    yield factor, self._shard(adapter, factor, place, *each)
+                    place += 1
+
+    def _factors(self, name: str) -> Iterator[tuple[Adapter, Factor]]:
+        for adapter in (each for hung in self.adapters[name].hung for each in adapter_modules(hung)):
+            for factor in adapter.factors():
+                yield adapter, factor
 
     def addresses(self) -> list[int]:
         factors = (factor for name in self.chosen for factor in self.adapters[name].factors())
@@ -122,9 +132,10 @@ class AdapterSource:
         elif adapter.experts is not None:
             shape = (1, *shape)
         meta = TensorMeta(str(name), dtype_name(factor.tensor), shape, sent, position=place)
-        shard = TensorShard(meta, as_rows(factor.name, factor.tensor), ranges, over if size > 1 else None)
-        scales = name.letter == "B" and adapter.scale != 1
-        return replace(shard, make=partial(_multiplied, shard.local, adapter.scale)) if scales else shard
+        sent_tensor = factor.tensor.data
+        if name.letter == "B" and adapter.scale != 1:
+            sent_tensor = self._scaled.setdefault(factor.tensor, torch.empty_like(sent_tensor))
+        return TensorShard(meta, as_rows(factor.name, sent_tensor), ranges, over if size > 1 else None)
 
 
 def _of_every_expert(ranges: Sequence[RowRange], experts: int, rows: int, held: int) -> list[RowRange]:
@@ -136,10 +147,6 @@ def _of_every_expert(ranges: Sequence[RowRange], experts: int, rows: int, held: 
         for expert in range(experts)
         for span in ranges
     ]
-
-
-def _multiplied(factor: Tensor, scale: float, rows: slice, columns: slice) -> Tensor:
-    return factor[rows, columns] * scale
 
 
 def weight_source(

@@ -98,6 +98,7 @@ class ParcelReceiver:
         self._free: list[Tensor] = []
         self._buckets = parcels.buckets.tolist()
         self._largest = max((nbytes for _, nbytes, direct, *_ in self._buckets if not direct), default=0)
+        self._runs = parcels.runs()
         self._ends = _last_uses(parcels)
 
     def receive(self, targets: Targets, numbers: Sequence[int] | None = None) -> None:
@@ -167,19 +168,16 @@ class ParcelReceiver:
 
     def _begun(self, number: int, targets: Targets) -> _Bucket:
         """Start receiving a bucket, into the memory that it belongs in or beside it."""
-        rank, nbytes, direct, first, stop, _ = self._buckets[number]
-        copies = self.parcels.copies[first:stop].tolist()
-        places = [_place(targets.memory(copy[4]), copy) for copy in copies]
+        rank, nbytes, direct, *_ = self._buckets[number]
+        runs = self._runs[number]
+        places = [run.of(_place(targets.memory(run.copy[4]), run.copy), run.apart) for run in runs]
         if direct:
             (place,) = places
             bucket = _Bucket(number, place.as_strided((place.numel(),), (1,)).view(torch.uint8))
         else:
             memory = self._free.pop() if self._free else self._new()
             bucket = _Bucket(number, memory[:nbytes], places)
-            for tensor, at, rows, columns, *_ in copies:
-                dtype = self.dtypes[tensor]
-                piece = memory[at : at + rows * columns * dtype.itemsize]
-                bucket.pieces.append(piece.view(dtype).view(rows, columns))
+            bucket.pieces = [run.piece(memory, self.dtypes[run.copy[0]]) for run in runs]
         with self._raising(rank):
             bucket.wait = self.transports[rank].receive(bucket.buffer)
         return bucket

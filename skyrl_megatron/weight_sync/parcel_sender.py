@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from skyrl_megatron.errors import WeightSyncError
 from skyrl_megatron.weight_sync.bucket import TensorMeta, checksum
-from skyrl_megatron.weight_sync.parcels import Parcels
+from skyrl_megatron.weight_sync.parcels import Parcels, Run
 from skyrl_megatron.weight_sync.plan import Copies
 from skyrl_megatron.weight_sync.source import TensorShard
 from skyrl_megatron.weight_sync.transport import Transport
@@ -38,23 +38,23 @@ class ParcelSender:
         self._firsts: list[TensorMeta] = []
         """The first tensor in each bucket."""
         self._contents: list[tuple[Tensor, Copies | None]] = []
-        buckets, copies = parcels.buckets.tolist(), parcels.copies.tolist()
-        parts = [[_part(shards[copy[4]], copy) for copy in copies[first:stop]] for _, _, _, first, stop, _ in buckets]
+        buckets = parcels.buckets.tolist()
+        runs = [[each for run in of_bucket for each in _made_alone(run, shards)] for of_bucket in parcels.runs()]
+        parts = [[_part(shards[run.copy[4]], run) for run in of_bucket] for of_bucket in runs]
         alone = [in_place and bool(bucket[2]) for bucket in buckets]
         direct = [_in_place(each[0]) if is_alone else None for is_alone, each in zip(alone, parts, strict=True)]
         sizes = zip(buckets, direct, strict=True)
         largest = max((nbytes for (_, nbytes, *_), content in sizes if content is None), default=0)
         self._buffers = [torch.zeros(largest, dtype=torch.uint8, device=device) for _ in range(STAGED)]
         free = itertools.cycle(self._buffers)
-        for (_, nbytes, _, first, stop, _), each, content in zip(buckets, parts, direct, strict=True):
-            self._firsts.append(shards[copies[first][4]].meta)
+        for (_, nbytes, *_), of_bucket, each, content in zip(buckets, runs, parts, direct, strict=True):
+            self._firsts.append(shards[of_bucket[0].copy[4]].meta)
             if content is not None:
                 self._contents.append((content, None))
                 continue
             buffer, packing = next(free)[:nbytes], Copies()
-            for part, (_, at, rows, columns, shard, *_) in zip(each, copies[first:stop], strict=True):
-                dtype = shards[shard].local.dtype
-                packing.add(buffer[at : at + rows * columns * dtype.itemsize].view(dtype).view(rows, columns), part)
+            for run, part in zip(of_bucket, each, strict=True):
+                packing.add(run.piece(buffer, shards[run.copy[4]].local.dtype), part)
             self._contents.append((buffer, packing))
 
     def send(self, transport: Transport, travels: Callable[[TensorMeta], bool]) -> list[list[int]]:
@@ -84,13 +84,24 @@ def _same_memory(one: Tensor, other: Tensor) -> bool:
     return one.data_ptr() == other.data_ptr()
 
 
-def _part(shard: TensorShard, copy: Sequence[int]) -> Tensor | Callable[[], Tensor]:
-    """View the rows and columns of a copy in its shard, or return what makes them."""
-    _, _, rows, columns, _, first, step, column = copy
+def _made_alone(run: Run, shards: Sequence[TensorShard]) -> Iterator[Run]:
+    """Yield the run, or copy by copy what is made when it is copied."""
+    if run.count == 1 or shards[run.copy[4]].make is None:
+        yield run
+        return
+    tensor, at, rows, columns, shard, first, *rest = run.copy
+    for n in range(run.count):
+        yield Run([tensor, at + n * run.bytes_apart, rows, columns, shard, first + n * run.apart, *rest], 1, 0, 0)
+
+
+def _part(shard: TensorShard, run: Run) -> Tensor | Callable[[], Tensor]:
+    """View the rows and columns of copies in their shard, or return what makes them."""
+    _, _, rows, columns, _, first, step, column = run.copy
     shape = shard.local.shape
-    if first + (rows - 1) * step >= shape[0] or column + columns > shape[1]:
+    if first + (run.count - 1) * run.apart + (rows - 1) * step >= shape[0] or column + columns > shape[1]:
         raise WeightSyncError(f"rows {first} … of a shard {list(shape)} are planned, which it does not have")
-    return shard.part(slice(first, first + (rows - 1) * step + 1, step), slice(column, column + columns))
+    part = shard.part(slice(first, first + (rows - 1) * step + 1, step), slice(column, column + columns))
+    return run.of(part, run.apart * shard.local.stride(0)) if isinstance(part, Tensor) else part
 
 
 def _in_place(part: Tensor | Callable[[], Tensor]) -> Tensor | None:

@@ -5,8 +5,38 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from skyrl_megatron.weight_sync.routes import Route, Table, Unroutable, name_of
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Copies of one bucket, evenly spaced."""
+
+    copy: list[int]
+    """The first of them, a row of :attr:`Parcels.copies`."""
+    count: int
+    bytes_apart: int
+    """In the bucket, from one to the next."""
+    apart: int
+    """On this side, from one to the next: elements of a target, rows of a shard."""
+
+    def piece(self, bucket: Tensor, dtype: torch.dtype) -> Tensor:
+        """View the copies in the bytes of a bucket: [rows, columns], of several [count, rows, columns]."""
+        _, at, rows, columns, *_ = self.copy
+        size = rows * columns * dtype.itemsize
+        whole = bucket[at : at + (self.count - 1) * self.bytes_apart + size].view(dtype)
+        if self.count == 1:
+            return whole.view(rows, columns)
+        return whole.as_strided((self.count, rows, columns), (self.bytes_apart // dtype.itemsize, columns, 1))
+
+    def of(self, first: Tensor, apart: int) -> Tensor:
+        """View all of them where the first is. ``apart``: elements from one to the next."""
+        if self.count == 1:
+            return first
+        return first.as_strided((self.count, *first.shape), (apart, *first.stride()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +61,23 @@ class Parcels:
     def of_plain(cls, buckets: bytes, copies: bytes) -> Parcels:
         """Undo :attr:`plain`."""
         return cls(np.frombuffer(buckets, np.int64).reshape(-1, 6), np.frombuffer(copies, np.int64).reshape(-1, 8))
+
+    def runs(self) -> list[list[Run]]:
+        """Return the copies of each bucket, joined where they are alike but for their places in the bucket and on this
+        side, which are evenly spaced: a projection's rows of every expert."""
+        steps = np.diff(self.copies, axis=0)
+        alike = ~steps[:, [0, 2, 3, 4, 6, 7]].any(1)
+        begins = np.ones(len(self.copies), bool)
+        begins[1:] = ~alike
+        begins[2:] |= alike[:-1] & (steps[1:, [1, 5]] != steps[:-1, [1, 5]]).any(1)
+        begins[self.buckets[:, 3][self.buckets[:, 3] < self.buckets[:, 4]]] = True
+        first = np.flatnonzero(begins)
+        count = np.diff(first, append=len(begins))
+        apart = np.zeros((len(first), 2), np.int64)
+        apart[count > 1] = steps[first[count > 1]][:, [1, 5]]
+        found = list(map(Run, self.copies[first].tolist(), count.tolist(), *apart.T.tolist()))
+        bounds = np.searchsorted(first, self.buckets[:, 3:5]).tolist()
+        return [found[begin:end] for begin, end in bounds]
 
     @property
     def peers(self) -> list[int]:

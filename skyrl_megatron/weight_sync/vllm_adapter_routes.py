@@ -77,6 +77,8 @@ class AdapterRoute:
     """Of each target, its adapter and the tensor whose slots it is one of."""
     again: Sequence[tuple[_Place, _Place]]
     """Parts of targets that are the same factor: it comes once, and is copied from the first to the second."""
+    filled: dict[int, str] = field(default_factory=dict)
+    """Slot → the adapter that it held last, by this route: all else in it is zero, and flags are set."""
 
 
 def record_adapter_route(manager: Any, tensors: Sequence[TensorMeta]) -> AdapterRoute:
@@ -196,7 +198,9 @@ class SlotTargets:
         self.route, self.slots = route, slots
         with torch.no_grad(), _Copies(dry=False):
             for adapter, slot in slots.items():
-                fill_slot(manager.modules, slot, route.modules[adapter])
+                if route.filled.get(slot) != adapter:
+                    fill_slot(manager.modules, slot, route.modules[adapter])
+                    route.filled[slot] = adapter
 
     def memory(self, target: int) -> Tensor:
         adapter, stack = self.route.stacks[target]

@@ -29,7 +29,7 @@ class AdapterExtension:
     model_runner: Any
     skyrl_slots: Mapping[str, int] = {}
     """Adapter → the slot that it was received into, and not activated."""
-    skyrl_route: AdapterRoute
+    skyrl_route: AdapterRoute | None = None
     """What :meth:`skyrl_record_adapter_route` found."""
     skyrl_travelling: Sequence[str] = ()
     """The adapters of the last update by routes."""
@@ -70,6 +70,7 @@ class AdapterExtension:
         manager, left = self._manager(), []
         adapters = pairs_of(tensors)
         slots = self._free_slots(list(adapters))
+        self.skyrl_route = None  # it knows what was in slots
         for name, pairs in adapters.items():
             modules, unplaced = modules_of(manager, pairs)
             fill_slot(manager.modules, slots[name], modules)
@@ -83,6 +84,7 @@ class AdapterExtension:
             named = (FactorName.parse(name).adapter for sender in senders for name, *_ in sender)
             self.skyrl_travelling = list(dict.fromkeys(named))
         receiver, route = self.weight_transfer_engine.receiver, self.skyrl_route
+        assert route is not None, "a worker without a route has no parcels"
         slots = self._free_slots(self.skyrl_travelling)
         targets = SlotTargets(self._manager(), route, slots)
         device.mark()()  # what is received is written by a stream of its own
