@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 from tests.lora import bodies, reference
 from tests.support.engines import tiny_settings
@@ -20,8 +21,12 @@ class AdapterRank(Rank):
         from skyrl_megatron.runtime.lora.names import by_module, fill_factors
 
         self.engine.set_adapter(name)
-        adapters = self.engine.adapters
-        factors = reference.start_factors(adapters.model.hf.plan, separate=False, seed=seed)
+        adapters, how = self.engine.adapters, self.engine.cfg.trainer.policy.megatron_config.lora_config
+        separate, shared = how.lora_type == "canonical_lora", how.experts_shared_outer_loras
+        factors = reference.start_factors(adapters.model.hf.plan, separate=separate, seed=seed)
+        if shared:
+            outer = re.compile(r"(experts)\.\d+\.((?:gate|up)_proj\.A|down_proj\.B)$")
+            factors = {name: factors[outer.sub(r"\1.0.\2", name)] for name in factors}
         fill_factors(adapters, self.engine.groups, by_module(factors))
 
     def export(self, folder, name: str = "") -> None:
@@ -77,11 +82,20 @@ class AdapterRank(Rank):
         self.mistake = mistake
 
 
-def ranks_with_adapters(pool, folder, layout, overrides=None):
+class MergedRank(AdapterRank):
+    """One rank whose adapters are added to the weights that it sends."""
+
+    def source(self):
+        from skyrl_megatron.weight_sync.merged_source import MergedWeightSource
+
+        return MergedWeightSource(self.engine.adapters, self.engine.groups)
+
+
+def ranks_with_adapters(pool, folder, layout, overrides=None, kind=AdapterRank):
     """``MegatronRanks`` on ``layout`` (``world`` included) of a model with adapters of rank 4."""
     degrees = {name: degree for name, degree in layout.items() if name != "world"}
     keys = bodies.KEYS | {f"{bodies.LORA}sync_mode": "memory"} | (overrides or {})
-    return MegatronRanks(pool, folder, layout["world"], degrees | {"overrides": keys}, BUCKET_BYTES, kind=AdapterRank)
+    return MegatronRanks(pool, folder, layout["world"], degrees | {"overrides": keys}, BUCKET_BYTES, kind=kind)
 
 
 def pairs_of(folder, overrides=None):

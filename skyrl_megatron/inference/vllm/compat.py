@@ -18,6 +18,7 @@ import torch
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.inputs.engine import tokens_input
@@ -188,8 +189,14 @@ class WorkerExtension(WeightExtension, AdapterExtension, LayerExtension, AnswerE
 
     def skyrl_compile_nothing(self) -> None:
         """Turn compilation off altogether. ``enforce_eager`` is about the model; a few functions of the sampler are
-        compiled all the same, which on CPU holds up the first log-probs of every engine by 4 s."""
+        compiled all the same, which on CPU holds up the first log-probs of every engine by 4 s. What a pipeline stage
+        receives into is made here, as vLLM makes it when it warms up for compilation, and dies without."""
         torch._dynamo.config.disable = True
+        runner = self.model_runner
+        if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.dtype, device=runner.device
+            )
 
 
 # ------------------------------------------------------------------ log-probabilities
