@@ -19,6 +19,8 @@ from pathlib import Path
 PARTS = {"gcs_server": "Ray's head (gcs_server)", "raylet": "Ray's node (raylet)"}
 """Processes of a Ray of our own without which a run cannot go on: name of the process → as it is called here. Ray
 itself ends the run's process then, at once or a minute later, without a message."""
+LOST = {"Failed to connect to GCS": "gcs_server"}
+"""What Ray's library says, last of all, where a part is there and does not answer: it ends the run's process."""
 DONE = b"."
 LINE = 300
 """Characters of the log that are quoted, at most."""
@@ -93,7 +95,11 @@ def _tell(own: int, pid: int, parts: dict[str, tuple[str, int]], terminal: int, 
         name, number = parts[said.decode()]
         what = f"{name}, pid {number}, died, and the run with it"
     else:
-        what = f"the run's process, pid {pid}, was killed, or ended by a library; the last line of {log}: {_last(log)}"
+        last = _last(log)
+        what = f"the run's process, pid {pid}, was killed, or ended by a library; the last line of {log}: {last}"
+        for words, name in LOST.items():
+            if words in last:
+                what = f"{PARTS[name]} does not answer any more, and Ray ended the run"
     os.write(terminal, f"{what}; the same command continues from the last checkpoint\n".encode())
 
 

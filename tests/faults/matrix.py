@@ -137,7 +137,7 @@ PROMISES = (
     Promised(Promise.HEALED, "70 s until it is known, then a start of an engine", NOTHING, ENGINES, ("SIGSTOP",)),
     Promised(Promise.HEALED, "no hurry", NOTHING, ENGINES, ("slow ×10",)),
     # Ray
-    Promised(Promise.HEALED, "at once", NOTHING, RAY, (*OF_PROCESSES,), ("shutdown",)),
+    Promised(Promise.HEALED, "30 s: it goes on", NOTHING, RAY, ("SIGSTOP",), ("shutdown",)),
     Promised(Promise.HEALED, "once it goes on", NOTHING, RAY, ("slow ×10",)),
     Promised(Promise.ENDED, AS_STOPPED, STEP_LOST, RAY, ("SIGSTOP",)),
     Promised(Promise.ENDED, "90 s", STEP_LOST, RAY, (*DEATHS, "exception", "out of memory")),

@@ -17,8 +17,8 @@ with last_words(Path({log!r}), 2):
 """
 
 
-def ended(tmp_path, end):
-    (tmp_path / "log").write_text("earlier\nthe last thing\n\n")
+def ended(tmp_path, end, last="the last thing"):
+    (tmp_path / "log").write_text(f"earlier\n{last}\n\n")
     script = SCRIPT.format(log=str(tmp_path / "log"), end=end)
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
 
@@ -31,6 +31,12 @@ def test_it_is_told(tmp_path, end, code):
     assert done.returncode == code
     (line,) = done.stderr.splitlines()
     assert "was killed, or ended by a library" in line and "the last thing; the same command continues" in line
+
+
+def test_a_head_that_hangs_is_named(tmp_path):
+    said = "[E 4897] rpc_client.h:204: Failed to connect to GCS within 60 seconds. GCS may have been killed."
+    (line,) = ended(tmp_path, "os._exit(1)", said).stderr.splitlines()
+    assert line.startswith("Ray's head (gcs_server) does not answer any more") and "the same command continues" in line
 
 
 @pytest.mark.parametrize(("end", "code"), [("pass", 0), ("sys.exit('an error of its own')", 1)], ids=["done", "error"])

@@ -136,7 +136,7 @@ def _cpu_engines(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     engine = cfg.generator.inference_engine
     if not engine.run_engines_locally or engine.backend != "vllm":
         return
-    for name in ("pipeline", "data", "expert"):
+    for name in ("data", "expert"):
         if (size := getattr(engine, f"{name}_parallel_size")) > 1:
             fix = "vLLM's engines for CPU end at their first request so: set it to 1, or run on GPUs"
             yield Problem(f"generator.inference_engine.{name}_parallel_size", size, fix)
