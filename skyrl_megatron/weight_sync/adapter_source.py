@@ -62,8 +62,8 @@ class AdapterSource:
     def refresh(self) -> None:
         for name in self.chosen:
             for adapter, factor in self._factors(name):
-                if (scaled := self._scaled.get(factor.tensor)) is not None:
-                    torch.mul(factor.tensor, adapter.scale, out=scaled)
+                if (sent := self._sent(adapter, factor)) is not factor.tensor:
+                    torch.mul(factor.tensor, adapter.scale, out=sent)
 
     def _all(self, adapters: Iterable[str]) -> Iterator[tuple[Factor, TensorShard]]:
         """Yield what this rank holds of these adapters."""
@@ -73,6 +73,14 @@ class AdapterSource:
                 for each in self._tensors(name, adapter, factor):
                     yield factor, self._shard(adapter, factor, place, *each)
                     place += 1
+
+    def _sent(self, adapter: Adapter, factor: Factor) -> Tensor:
+        """Return what is sent of a factor: itself, or memory for what it is with the scale in it."""
+        if factor.name[-1] == "A" or adapter.scale == 1:
+            return factor.tensor
+        if factor.tensor not in self._scaled:
+            self._scaled[factor.tensor] = torch.empty_like(factor.tensor, requires_grad=False)
+        return self._scaled[factor.tensor]
 
     def _factors(self, name: str) -> Iterator[tuple[Adapter, Factor]]:
         for adapter in (each for hung in self.adapters[name].hung for each in adapter_modules(hung)):
@@ -132,10 +140,8 @@ class AdapterSource:
         elif adapter.experts is not None:
             shape = (1, *shape)
         meta = TensorMeta(str(name), dtype_name(factor.tensor), shape, sent, position=place)
-        sent_tensor = factor.tensor.data
-        if name.letter == "B" and adapter.scale != 1:
-            sent_tensor = self._scaled.setdefault(factor.tensor, torch.empty_like(sent_tensor))
-        return TensorShard(meta, as_rows(factor.name, sent_tensor), ranges, over if size > 1 else None)
+        local = as_rows(factor.name, self._sent(adapter, factor).detach())
+        return TensorShard(meta, local, ranges, over if size > 1 else None)
 
 
 def _of_every_expert(ranges: Sequence[RowRange], experts: int, rows: int, held: int) -> list[RowRange]:

@@ -62,13 +62,9 @@ class MergedWeightSource(MegatronWeightSource):
 
     def _all(self) -> Iterator[tuple[LocalWeight, Any, Any, TensorShard]]:
         for weight, over, replicas, shard in super()._all():
-            found = self._of_weight.get(weight.entry.name)
-            yield (
-                weight,
-                over,
-                replicas,
-                shard if found is None else replace(shard, make=partial(_merged, shard, *found)),
-            )
+            if found := self._of_weight.get(weight.entry.name):
+                shard = replace(shard, make=partial(_merged, shard, *found))
+            yield weight, over, replicas, shard
 
 
 @torch.no_grad()

@@ -6,26 +6,13 @@ import pytest
 
 from tests.lora import bodies
 from tests.lora.adapter_ranks import engine, ranks_with_adapters, synchronizer
-from tests.support.engines import LoopThread, largest_gap, reference_logprobs
-from tests.support.tiny_models import write_tiny_model
+from tests.support.engines import largest_gap, reference_logprobs
 
 pytestmark = [pytest.mark.vllm, pytest.mark.full_matrix]
 TOKENS = [(7 * i + 3 * i * i) % 400 + 5 for i in range(64)]
 EXACT = 1e-5
 """Nats: how far an engine with an adapter may be from the merged model."""
 ATTENTION = {f"{bodies.LORA}train_mlp": False}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_tiny_model("qwen3_moe", tmp_path_factory.mktemp("model"), 0)
-
-
-@pytest.fixture(scope="module")
-def loop():
-    loop = LoopThread()
-    yield loop
-    loop.close()
 
 
 def test_adapters_of_attention_alone(ranks, loop, folder, tmp_path):

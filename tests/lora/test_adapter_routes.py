@@ -6,8 +6,7 @@ import pytest
 
 from tests.lora.adapter_ranks import MergedRank, engine, ranks_with_adapters, synchronizer
 from tests.lora.bodies import HOW
-from tests.support.engines import LoopThread, largest_gap, reference_logprobs, tiny_settings
-from tests.support.tiny_models import write_tiny_model
+from tests.support.engines import largest_gap, reference_logprobs, tiny_settings
 
 pytestmark = [pytest.mark.vllm, pytest.mark.full_matrix]
 TOKENS = [(7 * i + 3 * i * i) % 400 + 5 for i in range(64)]
@@ -28,18 +27,6 @@ CASES = [
     (dict(world=4, tp=2, cp=2, ep=4), CANONICAL),
     (dict(world=2, ep=2), SHARED),
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_tiny_model("qwen3_moe", tmp_path_factory.mktemp("model"), 0)
-
-
-@pytest.fixture(scope="module")
-def loop():
-    loop = LoopThread()
-    yield loop
-    loop.close()
 
 
 def started(loop, makers):

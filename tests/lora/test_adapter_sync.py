@@ -11,8 +11,7 @@ from itertools import pairwise
 import pytest
 
 from tests.lora.adapter_ranks import engine, ranks_with_adapters, synchronizer
-from tests.support.engines import LoopThread, largest_gap, reference_logprobs, tiny_settings
-from tests.support.tiny_models import write_tiny_model
+from tests.support.engines import largest_gap, reference_logprobs, tiny_settings
 
 pytestmark = [pytest.mark.vllm, pytest.mark.full_matrix]
 TOKENS = [(7 * i + 3 * i * i) % 400 + 5 for i in range(64)]
@@ -24,18 +23,6 @@ SWAPS = 20
 GROWTH = 256 << 10
 """Bytes that a worker may grow by with most swaps of the second half: one adapter is as large as the base, 2.6 MB.
 Memory that a process takes once, for a batch of a new shape, comes in steps of 3 MB."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_tiny_model("qwen3_moe", tmp_path_factory.mktemp("model"), 0)
-
-
-@pytest.fixture(scope="module")
-def loop():
-    loop = LoopThread()
-    yield loop
-    loop.close()
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,7 @@ import pytest
 
 from tests.lora import bodies
 from tests.lora.adapter_ranks import engine, ranks_with_adapters, synchronizer
-from tests.support.engines import LoopThread, largest_gap, reference_logprobs
-from tests.support.tiny_models import write_tiny_model
+from tests.support.engines import largest_gap, reference_logprobs
 
 pytestmark = pytest.mark.vllm
 TOKENS = [(7 * i + 3 * i * i) % 400 + 5 for i in range(64)]
@@ -16,18 +15,6 @@ GREEDY = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
 EXACT = 1e-5
 """Nats: how far an engine with an adapter may be from the merged model."""
 SEVERAL = {f"{bodies.LORA}adapters": {"math": {}, "code": {"alpha": 20}}}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_tiny_model("qwen3_moe", tmp_path_factory.mktemp("model"), 0)
-
-
-@pytest.fixture(scope="module")
-def loop():
-    loop = LoopThread()
-    yield loop
-    loop.close()
 
 
 @pytest.fixture(scope="module")
