@@ -55,7 +55,14 @@ VLLM_FILES = {
     ),
     *(
         f"skyrl_megatron.weight_sync.{name}"
-        for name in ("vllm_backend", "vllm_adapters", "vllm_drafts", "vllm_routes", "vllm_targets")
+        for name in (
+            "vllm_backend",
+            "vllm_adapters",
+            "vllm_adapter_modules",
+            "vllm_drafts",
+            "vllm_routes",
+            "vllm_targets",
+        )
     ),
 }
 
