@@ -91,11 +91,13 @@ class MergedRank(AdapterRank):
         return MergedWeightSource(self.engine.adapters, self.engine.groups)
 
 
-def ranks_with_adapters(pool, folder, layout, overrides=None, kind=AdapterRank):
+def ranks_with_adapters(pool, folder, layout, overrides=None, kind=AdapterRank, **options):
     """``MegatronRanks`` on ``layout`` (``world`` included) of a model with adapters of rank 4."""
     degrees = {name: degree for name, degree in layout.items() if name != "world"}
     keys = bodies.KEYS | {f"{bodies.LORA}sync_mode": "memory"} | (overrides or {})
-    return MegatronRanks(pool, folder, layout["world"], degrees | {"overrides": keys}, BUCKET_BYTES, kind=kind)
+    return MegatronRanks(
+        pool, folder, layout["world"], degrees | {"overrides": keys}, BUCKET_BYTES, kind=kind, **options
+    )
 
 
 def pairs_of(folder, overrides=None):

@@ -19,7 +19,7 @@ SAMPLING = {"max_tokens": 96, "temperature": 1.0, "ignore_eos": True}
 EXACT = 1e-5
 """Nats: how far an engine with an adapter may be from the merged model."""
 LAYOUT = dict(world=2, tp=2, ep=2)
-SWAPS = 20
+SWAPS = 14
 GROWTH = 256 << 10
 """Bytes that a worker may grow by with most swaps of the second half: one adapter is as large as the base, 2.6 MB.
 Memory that a process takes once, for a batch of a new shape, comes in steps of 3 MB."""
@@ -38,7 +38,7 @@ def pool(folder, loop):
 
 @pytest.fixture
 def trainer(ranks, folder):  # of each test: the pool of ranks ends one that lasts longer than it allows a body to
-    with ranks_with_adapters(ranks, folder, LAYOUT) as trainer:
+    with ranks_with_adapters(ranks, folder, LAYOUT, timeout_s=480.0) as trainer:  # all swaps, beside other work
         yield trainer
 
 

@@ -91,14 +91,24 @@ class Rank:
 
 class MegatronRanks:
     """A model in a layout, until the ``with`` block ends. ``handles``: one ``TrainerRank`` per rank; ``kind``: of the
-    ranks."""
+    ranks; ``timeout_s``: how long the block may take."""
 
     def __init__(
-        self, pool, folder: Path, world: int, layout: dict[str, Any], bucket_bytes: int, *, kind: type[Rank] = Rank
+        self,
+        pool,
+        folder: Path,
+        world: int,
+        layout: dict[str, Any],
+        bucket_bytes: int,
+        *,
+        kind: type[Rank] = Rank,
+        timeout_s: float = 180.0,
     ) -> None:
         self._sockets = tempfile.mkdtemp(prefix="ranks")
         self._thread = ThreadPoolExecutor(1)
-        self._run = self._thread.submit(pool, world, serve, kind, folder, world, layout, self._sockets, bucket_bytes)
+        self._run = self._thread.submit(
+            pool, world, serve, kind, folder, world, layout, self._sockets, bucket_bytes, timeout_s=timeout_s
+        )
         self._world, self.folder = world, folder
         self.may_die = False
         """Whether it is no failure of the test when a rank's process ends."""
