@@ -23,6 +23,25 @@ ROOM = 100_000
 PETABYTE = 1 << 50
 EXITED = 3
 UNEXPECTED = "an exception that nobody expects"
+OWN = {"exit": 1, "exception": 2, "out of memory": 3}
+"""Comes from a process's own code → which real-time signal lets it come from an engine's (``LISTENS``)."""
+LISTENS = f"""\
+import os
+import signal
+
+
+def fail(number, frame):
+    if number == signal.SIGRTMIN + {OWN["exit"]}:
+        os._exit({EXITED})
+    if number == signal.SIGRTMIN + {OWN["out of memory"]}:
+        bytearray({PETABYTE})
+    raise RuntimeError("{UNEXPECTED}")
+
+
+for number in {sorted(OWN.values())}:
+    signal.signal(signal.SIGRTMIN + number, fail)
+"""
+"""``sitecustomize.py`` of a run: each of its Python processes fails in its main thread when it is told to."""
 FOUND_S = 300.0
 """Time in which a process that is being started has to appear."""
 
@@ -32,11 +51,11 @@ def arm(who: str, what: str, when: str, step: int = 0, *, delay_s: float = 0.05,
     follows ``step`` whole ones; 0: before the phase begins. ``lasts_s``: how long one that becomes slow stays so, or a
     driver that is stopped.
 
-    ``build_models``: as soon as the process is there. ``between updates``: behind a step's first optimizer step.
-    ``finish``: when all is done. May be called several times.
+    ``build_models``, ``heal``: as soon as the process is there. ``between updates``: behind a step's first optimizer
+    step. ``finish``: when all is done. May be called several times.
 
     In a rank ``exit``, ``exception`` and ``out of memory`` (of a petabyte, which its allocator refuses) come with its
-    next call, as that is where its own code runs."""
+    next call, as that is where its own code runs; in an engine wherever its main thread is."""
     from skyrl_megatron.trainer.phases import Phases
     from skyrl_megatron.trainer.ppo import RayPPOTrainer
     from skyrl_megatron.workers.worker_group import WorkerGroup
@@ -54,19 +73,19 @@ def arm(who: str, what: str, when: str, step: int = 0, *, delay_s: float = 0.05,
             done.set()
             trainer = trainers[-1]
             _note(trainer, f"{who} · {what} · {when} at step {trainer.global_step}")
-            if who == "driver" and what in ("exit", "exception", "out of memory"):
+            if who == "driver" and what in OWN:
                 _in_own_code(what)
             if who == "environment":
                 _in_environment(what)
             elif who in ("disk", "network link"):
                 _around(trainer, who, what, lasts_s)
-            elif what in ("exit", "exception", "out of memory"):
+            elif what in OWN and not who.startswith("engine"):
                 if when == "build_models":
                     threading.Thread(target=_in_rank, args=(trainer, who, what), daemon=True).start()
                 else:
                     _in_rank(trainer, who, what)
             else:
-                starts = when == "build_models"
+                starts = when in ("build_models", "heal")
                 victims = [] if starts else _there(trainer, who)
                 arguments = (trainer, who, victims, what, delay_s, lasts_s)
                 maker = threading.Thread(target=_happen, args=arguments, daemon=True)
@@ -232,6 +251,8 @@ def _happen(trainer, who: str, victims: list[psutil.Process], what: str, delay_s
             subprocess.Popen(["sh", "-c", f"sleep {lasts_s}; kill -CONT {victim.pid}"], start_new_session=True)
         if what in SIGNALS:
             victim.send_signal(SIGNALS[what])
+        elif what in OWN:
+            victim.send_signal(signal.SIGRTMIN + OWN[what])
         elif what == "full disk":
             victim.rlimit(psutil.RLIMIT_FSIZE, (ROOM, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.faults.injection import LISTENS
 from tests.faults.places import place
 from tests.job import runs
 
@@ -55,6 +56,7 @@ class Lives:
         folder.mkdir(exist_ok=True)
         self.place = place(kind, folder)
         self.folder = runs.prepare(folder)
+        (folder / "sitecustomize.py").write_text(LISTENS)
         self.saved = 0
 
     def live(self, fault: str, *, planted: str = "", timeout_s: float = runs.TIMEOUT_S, **overrides: object) -> Life:

@@ -59,6 +59,8 @@ MEANINGLESS = (
         ("driver", *ROLES, *ENGINES, *RAY, "environment", "registry"),
         ("cut link", *DISK, *BYTES),
     ),
+    Meaningless("nothing is called in a rank any more", ROLES, ("exception", "out of memory"), ("shutdown",)),
+    Meaningless("no Python: what fails there ends the process, as exit does", RAY, ("exception", "out of memory")),
     Meaningless("not a process", ("object store", "network link", "disk"), (*DEATHS, "SIGSTOP", "out of memory")),
     Meaningless(
         "a link has no disk",
@@ -140,7 +142,7 @@ PROMISES = (
     Promised(Promise.HEALED, "30 s: it goes on", NOTHING, RAY, ("SIGSTOP",), ("shutdown",)),
     Promised(Promise.HEALED, "once it goes on", NOTHING, RAY, ("slow ×10",)),
     Promised(Promise.ENDED, AS_STOPPED, STEP_LOST, RAY, ("SIGSTOP",)),
-    Promised(Promise.ENDED, "90 s", STEP_LOST, RAY, (*DEATHS, "exception", "out of memory")),
+    Promised(Promise.ENDED, "90 s", STEP_LOST, RAY, DEATHS),
     # what runs in the driver
     Promised(Promise.HEALED, "at once: it is left out", "the trajectory", ("environment",), ("exception",)),
     Promised(Promise.HEALED, "the environment's timeout", NOTHING, ("environment",), ("slow ×10",)),

@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cache
 
-from tests.faults.injection import EXITED, UNEXPECTED
+from tests.faults.injection import EXITED, OWN, UNEXPECTED
 from tests.faults.matrix import HEALING, Promised, entry
-from tests.faults.words import DEATHS, ENGINES, RANKS, STEP, Cell, Promise, cells
+from tests.faults.words import DEATHS, ENGINES, RANKS, RAY, STEP, Cell, Promise, cells
 
 PHASES = {
     "start": "build_models",
@@ -69,8 +69,6 @@ SAID = {
     **dict.fromkeys(RANKS[1:], "policy rank 1"),
 }
 """What the one message holds."""
-OWN = ("exit", "exception", "out of memory")
-"""Happen in code of the process itself: of a rank and of the driver."""
 PHASE_TIMEOUT_S = 90
 REFUSES = {"full disk": "No space left on device", "read-only disk": "Read-only file system"}
 
@@ -100,7 +98,6 @@ def way(cell: Cell) -> Way | None:
     who, what, when = cell
     if not isinstance(entry(cell), Promised) or who not in VICTIMS:
         return None
-    ranks = who in (*RANKS, "reference", "critic")
     phase, name, delay_s, code = PHASES[when], what, 0.05, 1
     if who in PLACES:
         if who == "disk" and what not in ("full disk", "read-only disk"):
@@ -113,15 +110,10 @@ def way(cell: Cell) -> Way | None:
     elif what == "slow ×10":
         name = "slow"
     elif what in OWN:
-        delay_s = 0.0
-        if what == "exit" and not ranks and who != "driver":
+        if who in RAY:
             name = "SIGTERM"
-            if when == "start" and who in ENGINES:
-                return None  # it does not listen to a signal yet
-        elif not ranks and who != "driver":
-            return None  # nothing of ours runs there that could be made to raise
-        elif ranks and when == "shutdown":
-            return None  # nothing is called any more
+        elif who not in ENGINES:
+            delay_s = 0.0
     if who == "driver":
         code = {"SIGKILL": -9, "SIGSEGV": -11, "exit": EXITED}.get(what, 1)
     if who == "critic" and when == "train":
