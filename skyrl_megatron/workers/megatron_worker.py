@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import gc
+import importlib
 import os
 import re
 import socket
@@ -59,6 +60,13 @@ class RankProcess:
         self._port = take_port(host)
         return host, self._port.getsockname()[1]
 
+    def load(self, cfg: SkyRLTrainConfig, role: RoleName, log_folder: str | None = None) -> None:
+        """Import what :meth:`build` needs, without a word to other ranks. Output goes to ``log_folder``, if given."""
+        if log_folder is not None:
+            _redirect_output(Path(log_folder) / f"{role}_rank{self.rank}.log")
+        importlib.import_module("skyrl_megatron.runtime.critic")  # and with it the engine of all roles
+        load_plugins(cfg.trainer.plugins)
+
     def build(
         self,
         cfg: SkyRLTrainConfig,
@@ -67,9 +75,8 @@ class RankProcess:
         total_steps: int | None = None,
         log_folder: str | None = None,
     ) -> RankInfo:
-        """Join the process group, build the model and load its weights. Output goes to ``log_folder``, if given."""
-        if log_folder is not None:
-            _redirect_output(Path(log_folder) / f"{role}_rank{self.rank}.log")
+        """Join the process group, build the model and load its weights, behind :meth:`load`."""
+        self.load(cfg, role, log_folder)
         import torch
         import torch.distributed as dist
 
@@ -79,7 +86,6 @@ class RankProcess:
         from skyrl_megatron.runtime.engine import MegatronEngine
         from skyrl_megatron.workers.dispatch import RankInfo
 
-        load_plugins(cfg.trainer.plugins)
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         os.environ |= {"RANK": str(self.rank), "WORLD_SIZE": str(self.world_size), "LOCAL_RANK": "0"}
         device.set_local_device(0)  # Ray shows each actor its own device only

@@ -228,6 +228,8 @@ class WorkerGroup:
     def rebuild(self) -> None:
         """Build the model on all ranks, with the weights of its folder. Raises as a start does."""
         self._stepped, self._own_seconds, self._scored = None, [], Speed()
+        # one that is lost while it starts leaves nobody in a rendezvous, from which nobody returns before its deadline
+        self.group.call("load", self.cfg, self.name, self._built_with[1], phase="start")
         self.start_building(*self._built_with)
         self.finish_building()
 

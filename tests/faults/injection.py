@@ -194,6 +194,8 @@ def _around(trainer, who: str, what: str, lasts_s: float) -> None:
     folder = Path(trainer.cfg.trainer.ckpt_path).parent
     if who == "disk":
         places.break_disk(folder, what)
+        if what == "slow ×10":
+            threading.Timer(lasts_s, places.mend_disk, [folder]).start()
     else:
         places.break_link(what)
         if what != "cut link":

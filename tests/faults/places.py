@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.faults.words import BYTES
 
 OWN_NETWORK = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
 DISK_BYTES = 256 << 20
@@ -14,7 +17,7 @@ DISK_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Place:
-    """What a run is started with. ``kind``: ``disk``, ``network link`` or "" for none of its own."""
+    """What a run is started with. ``kind``: ``disk``, ``failing disk``, ``network link`` or "" for none of its own."""
 
     folder: Path
     kind: str = ""
@@ -26,27 +29,45 @@ class Place:
             while self.folder.is_mount() and os.statvfs(self.folder).f_flag & os.ST_RDONLY:
                 _run("umount", self.folder)
             (self.folder / "filler").unlink(missing_ok=True)
+        if self.kind == "failing disk":
+            mend_disk(self.folder)
 
     def close(self) -> None:
         """Give a disk back."""
-        while self.kind == "disk" and self.folder.is_mount():
+        while "disk" in self.kind and self.folder.is_mount():
             _run("umount", "--lazy", self.folder)
+
+
+def kind_of(who: str, what: str) -> str:
+    """Return the kind of place in which ``what`` may happen to ``who``; "": any will do."""
+    if who == "disk" and what not in BYTES:
+        return "disk" if what in ("full disk", "read-only disk") else "failing disk"
+    return who if who == "network link" else ""
 
 
 def place(kind: str, folder: Path) -> Place:
     """Make a place in ``folder``, which exists and is empty."""
+    if kind == "failing disk":
+        files = folder.with_name(f"{folder.name}.files")
+        files.mkdir()
+        mend_disk(folder)
+        _run(sys.executable, "-m", "tests.faults.failing_disk", files, folder, _state(folder))
+        assert folder.is_mount(), folder
     if kind == "disk":
         _run("mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", folder)
-        return Place(folder, kind)
-    if kind == "network link":
-        return Place(folder, kind, OWN_NETWORK)
-    return Place(folder)
+    return Place(folder, kind, OWN_NETWORK if kind == "network link" else ())
 
 
 def why_not(kind: str) -> str | None:
     """Return why such a place cannot be made here, None if it can."""
     if kind == "network link" and not (shutil.which("ip") and shutil.which("tc")):
         return "iproute2 is missing"
+    if kind == "failing disk":
+        try:
+            import mfusepy  # noqa: F401
+        except OSError:
+            return "libfuse is missing"
+        return None if os.access("/dev/fuse", os.W_OK) else "/dev/fuse cannot be opened"
     # a container may have a root that may do neither
     tries = {"disk": ("--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"), "network link": ("--net", "true")}
     if kind in tries and subprocess.run(["unshare", *tries[kind]], capture_output=True, timeout=30).returncode:
@@ -55,8 +76,12 @@ def why_not(kind: str) -> str | None:
 
 
 def break_disk(folder: Path, what: str) -> None:
-    """Let the disk that ``folder`` is be full, or read-only for whoever opens a file there from now on."""
+    """Let the disk that ``folder`` is be full, read-only for whoever opens a file there from now on, or fail or be
+    slow at whatever is asked of it."""
     assert folder.is_mount(), folder
+    if kind_of("disk", what) == "failing disk":
+        _state(folder).write_text(what)
+        return
     if what == "read-only disk":
         _run("mount", "--bind", folder, folder)
         _run("mount", "-o", "remount,bind,ro", folder)
@@ -67,6 +92,11 @@ def break_disk(folder: Path, what: str) -> None:
                 file.write(bytes(1 << 16))
     except OSError:
         pass
+
+
+def mend_disk(folder: Path) -> None:
+    """Let it be well again."""
+    _state(folder).write_text("well")
 
 
 def break_link(what: str) -> None:
@@ -80,6 +110,11 @@ def break_link(what: str) -> None:
 def mend_link() -> None:
     """Let packets be as fast again as they were; they may be already."""
     subprocess.run("tc qdisc del dev lo root".split(), check=False, capture_output=True, timeout=30)
+
+
+def _state(folder: Path) -> Path:
+    """Return the file that says how a failing disk is."""
+    return folder.with_name(f"{folder.name}.state")
 
 
 def _run(*command: object) -> None:

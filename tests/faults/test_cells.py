@@ -8,10 +8,10 @@ import pytest
 
 from tests.faults.lives import NO_FAULT, Lives
 from tests.faults.matrix import NOTHING, entry
-from tests.faults.places import why_not
+from tests.faults.places import kind_of, why_not
 from tests.faults.seen import named, seen
 from tests.faults.test_healing import exported, numbers
-from tests.faults.ways import ENGINE_OF_TWO, LAYOUTS, PLACES, TWO_ROLES, ending, going_on, in_order, way
+from tests.faults.ways import ENGINE_OF_TWO, LAYOUTS, TWO_ROLES, ending, going_on, in_order, way
 from tests.faults.words import DEATHS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.full_matrix]
@@ -27,10 +27,11 @@ def lives(tmp_path_factory):
     """One run for each set of roles, as a critic's checkpoint is no other run's, and for each place."""
     known = {}
 
-    def of(who, overrides):
-        kind = who if who in PLACES else "roles" if TWO_ROLES.items() <= overrides.items() else "policy"
+    def of(cell, overrides):
+        place = kind_of(*cell[:2])
+        kind = place or ("roles" if TWO_ROLES.items() <= overrides.items() else "policy")
         if kind not in known:
-            known[kind] = Lives(tmp_path_factory.mktemp(kind.replace(" ", "-")), kind if kind in PLACES else "")
+            known[kind] = Lives(tmp_path_factory.mktemp(kind.replace(" ", "-")), place)
         return known[kind]
 
     yield of
@@ -54,10 +55,10 @@ def marks(known):
     "cell", [pytest.param(cell, id=named(cell), marks=marks(cell in seen())) for cell in ending()]
 )
 def test_the_run_ends(lives, cell):
-    if cell[0] in PLACES and (reason := why_not(cell[0])):
+    if reason := why_not(kind_of(*cell[:2])):
         pytest.skip(reason)
     made = way(cell)
-    one = lives(cell[0], made.overrides)
+    one = lives(cell, made.overrides)
     before, began = len(one.faults), cell[2] != "start"
     step = one.saved + (2 if cell[2] == "save" else 1)  # a step is counted before it is saved
     last = {"trainer__max_training_steps": one.saved + (2 if cell[2] == "shutdown" else 4)}
@@ -110,8 +111,8 @@ def cases():
 @pytest.mark.one_in(12)
 @pytest.mark.timeout(1500)  # two lives, one of which may lose and replace a process seven times
 @pytest.mark.parametrize(("who", "what", "phases", "healing"), list(cases()))
-def test_the_run_goes_on(tmp_path, undisturbed, who, what, phases, healing):
-    if who in PLACES and (reason := why_not(who)):
+def test_the_run_goes_on(tmp_path, request, undisturbed, who, what, phases, healing):
+    if reason := why_not(place := kind_of(who, what)):
         pytest.skip(reason)
     faults = [(way((who, what, phase)), step) for phase, step in in_order(phases)]
     steps = 2 * len(faults) + 1
@@ -119,7 +120,8 @@ def test_the_run_goes_on(tmp_path, undisturbed, who, what, phases, healing):
     overrides |= {"trainer__max_training_steps": steps, "trainer__hf_save_interval": steps}
     overrides |= TWO_UPDATES | OFTEN
     overrides |= HEALS if healing else {}
-    one = Lives(tmp_path, who if who in PLACES else "")
+    one = Lives(tmp_path / "run", place)
+    request.addfinalizer(one.place.close)
     life = one.live(")\ninjection.arm(".join(made.armed(step) for made, step in faults), **for_roles(overrides, one))
     assert life.run.returncode == 0, f"{one.faults}\n{life.run.out[-4000:]}\n{life.run.err[-4000:]}"
     assert len(one.faults) == len(faults), one.faults

@@ -119,6 +119,26 @@ def test_a_stopped_rank_is_replaced(undisturbed, tmp_path):
     assert numbers(lives) == numbers(undisturbed)[:3]
 
 
+TWICE = [
+    ("policy 1", "SIGKILL", "policy_train", 0),
+    ("policy 1", "SIGKILL", "heal", 0),
+    ("policy 0", "SIGKILL", "policy_train", 2),
+    ("policy 1", "SIGKILL", "heal", 2),
+    ("engine core", "SIGKILL", "heal", 2),
+]
+"""One that is being started for a lost one; then the one that lived on and held all copies, and an engine."""
+
+
+def test_what_is_lost_while_others_are_replaced_is_replaced_too(undisturbed, tmp_path):
+    lives = Lives(tmp_path)
+    life = lives.live(armed(TWICE), **KEYS)
+    assert life.run.returncode == 0, f"{life.run.out[-4000:]}\n{life.run.err[-4000:]}"
+    assert len(lives.faults) == len(TWICE), lives.faults
+    told = [line for line in life.run.out.splitlines() if line.startswith("healed: ")]
+    assert ["left no copy" in line for line in told] == [False, True], told
+    assert numbers(lives) == numbers(undisturbed) and exported(lives, STEPS) == exported(undisturbed, STEPS)
+
+
 ROLES_LOST = [
     ("ref 0", "SIGKILL", "fwd_logprobs_values_reward", 0),
     ("critic 1", "SIGKILL", "critic_train", 1),

@@ -8,7 +8,7 @@ from functools import cache
 
 from tests.faults.injection import EXITED, OWN, UNEXPECTED
 from tests.faults.matrix import HEALING, Promised, entry
-from tests.faults.words import DEATHS, ENGINES, RANKS, RAY, STEP, Cell, Promise, cells
+from tests.faults.words import BYTES, DEATHS, ENGINES, RANKS, RAY, STEP, Cell, Promise, cells
 
 PHASES = {
     "start": "build_models",
@@ -70,7 +70,11 @@ SAID = {
 }
 """What the one message holds."""
 PHASE_TIMEOUT_S = 90
-REFUSES = {"full disk": "No space left on device", "read-only disk": "Read-only file system"}
+REFUSES = {
+    "full disk": "No space left on device",
+    "read-only disk": "Read-only file system",
+    "EIO": "Input/output error",
+}
 
 
 @dataclass(frozen=True)
@@ -100,10 +104,8 @@ def way(cell: Cell) -> Way | None:
         return None
     phase, name, delay_s, code = PHASES[when], what, 0.05, 1
     if who in PLACES:
-        if who == "disk" and what not in ("full disk", "read-only disk"):
-            return None
-        if what == "byte in bucket":
-            return None  # TCP would send the packet again
+        if what in BYTES:
+            return None  # of files: tests of their own; of a bucket: TCP would send the packet again
         name, delay_s = what, 0.0
     elif who == "environment":
         delay_s = 0.0
