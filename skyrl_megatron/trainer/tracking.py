@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from skyrl_megatron.config.run_folder import run_folder
+from skyrl_megatron.errors import SkyRLMegatronWarning
 from skyrl_megatron.trainer.checkpoints import resumed_step
 from skyrl_megatron.trainer.console import ConsoleSink
 from skyrl_megatron.trainer.exporters import PrometheusEndpoint
@@ -32,16 +35,19 @@ class MetricSink(Protocol):
 
 class JsonLines:
     """A JSON object for each step, on disk at once. ``after``: the step that the run continues from; lines of later
-    steps are dropped, and a line that a killed run wrote in part. Numbers that are not finite become null."""
+    steps are dropped, and those that are none. Numbers that are not finite become null."""
 
     def __init__(self, path: Path, after: int | None) -> None:
         kept = [] if after is None else [line for line in read_metrics(path) if line["step"] <= after]
         self.steps = {line["step"] for line in kept}
         """Steps that an earlier run logged."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w")
+        beside = path.with_name(f"{path.name}.new")  # what was logged stays until all that is kept is written again
+        self._file = beside.open("w")
         for line in kept:
             self._write(line)
+        os.fsync(self._file.fileno())
+        os.replace(beside, path)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in sorted(metrics.items())}
@@ -56,14 +62,19 @@ class JsonLines:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a ``metrics.jsonl``, without one that was cut off."""
-    lines: list[dict[str, Any]] = []
-    if path.is_file():
-        for text in path.read_text().splitlines():
-            try:
-                line = json.loads(text)
-            except ValueError:
-                break
+    """Return the lines of a ``metrics.jsonl``, without those that are none: the last one, where a run was killed as it
+    wrote it, and any that was damaged, of which a SkyRLMegatronWarning tells."""
+    texts = path.read_bytes().splitlines() if path.is_file() else []
+    lines = []
+    for number, text in enumerate(texts, 1):
+        try:
+            line = json.loads(text)
+            line["step"] + 0
+        except (ValueError, TypeError, KeyError):
+            if number < len(texts):
+                message = f"{path}: line {number} is damaged and left out"
+                warnings.warn(message, SkyRLMegatronWarning, stacklevel=2)
+        else:
             lines.append(line)
     return lines
 

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 import psutil
 
@@ -77,6 +78,11 @@ def arm(who: str, what: str, when: str, step: int = 0, *, delay_s: float = 0.05,
                 _in_own_code(what)
             if who == "environment":
                 _in_environment(what)
+            elif who == "registry":
+                asks = threading.Thread(target=_in_registry, args=(trainer, what), daemon=True)
+                asks.start()
+                if when == "finish":
+                    asks.join()
             elif who in ("disk", "network link"):
                 _around(trainer, who, what, lasts_s)
             elif what in OWN and not who.startswith("engine"):
@@ -185,13 +191,39 @@ def _in_environment(what: str) -> None:
     Digits.step = strange
 
 
+def _in_registry(trainer, what: str) -> None:
+    """Ask the registry of a run for its engines, of which it fails to tell, or tells late; the status of its answer
+    is a line of ``registry.txt``."""
+    import httpx
+
+    from skyrl_megatron.config.run_folder import run_folder
+
+    end = time.monotonic() + FOUND_S
+    while (registry := getattr(getattr(trainer, "inference_engine_client", None), "_registry", None)) is None:
+        assert time.monotonic() < end, "the run has no registry"
+        time.sleep(0.05)
+    fleet = trainer.inference_engine_client.fleet
+    describe = fleet.describe
+
+    def strange():
+        fleet.describe = describe
+        if what == "exception":
+            raise RuntimeError(UNEXPECTED)
+        time.sleep(1.0)
+        return describe()
+
+    fleet.describe = strange
+    token = (run_folder(trainer.cfg) / "registry_token").read_text().strip()
+    answer = httpx.get(f"{registry.url}/engines", headers={"Authorization": f"Bearer {token}"}, timeout=FOUND_S)
+    with (_place(trainer) / "registry.txt").open("a") as file:
+        file.write(f"{answer.status_code}\n")
+
+
 def _around(trainer, who: str, what: str, lasts_s: float) -> None:
     """What happens to a run that has a disk or a network of its own (``places.py``)."""
-    from pathlib import Path
-
     from tests.faults import places
 
-    folder = Path(trainer.cfg.trainer.ckpt_path).parent
+    folder = _place(trainer)
     if who == "disk":
         places.break_disk(folder, what)
         if what == "slow ×10":
@@ -261,9 +293,12 @@ def _happen(trainer, who: str, victims: list[psutil.Process], what: str, delay_s
 
 def _note(trainer, text: str) -> None:
     """Leave a line in ``faults.txt`` of the folder that the run was started in, before anything happens."""
-    from pathlib import Path
-
-    with (Path(trainer.cfg.trainer.ckpt_path).parent / "faults.txt").open("a") as file:
+    with (_place(trainer) / "faults.txt").open("a") as file:
         file.write(text + "\n")
         file.flush()
         os.fsync(file.fileno())
+
+
+def _place(trainer) -> Path:
+    """Return the folder that the run was started in."""
+    return Path(trainer.cfg.trainer.ckpt_path).parent

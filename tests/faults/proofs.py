@@ -126,6 +126,12 @@ PROOFS = (
         ("full disk",),
         ("sample",),
     ),
+    Proof(
+        "tests/job/test_tracking.py::test_a_damaged_line_is_left_out_and_costs_no_other",
+        ("disk",),
+        ("byte in metrics",),
+        ("start",),
+    ),
     Proof("tests/trainer/test_journal.py::test_any_flipped_bit_is_named", ("disk",), ("byte in segment",), ("start",)),
 )
 

@@ -8,7 +8,7 @@ from functools import cache
 
 from tests.faults.injection import EXITED, OWN, UNEXPECTED
 from tests.faults.matrix import HEALING, Promised, entry
-from tests.faults.words import BYTES, DEATHS, ENGINES, RANKS, RAY, STEP, Cell, Promise, cells
+from tests.faults.words import BYTES, DEATHS, ENGINES, IN_DRIVER, RANKS, RAY, STEP, Cell, Promise, cells
 
 PHASES = {
     "start": "build_models",
@@ -42,6 +42,10 @@ TWO_ROLES = {
 }
 """A critic on two ranks and a frozen reference on one."""
 ENGINE_OF_TWO = {"generator__inference_engine__tensor_parallel_size": 2}
+REGISTRY = {
+    "generator__inference_engine__enable_registry": "true",
+    "generator__inference_engine__registry_port": 0,
+}
 PLACES = ("disk", "network link")
 """What a run has for itself (``places.py``)."""
 VICTIMS = {
@@ -54,6 +58,7 @@ VICTIMS = {
     "Ray head": "gcs_server",
     "Ray node": "raylet",
     "environment": "environment",
+    "registry": "registry",
     **{name: name for name in PLACES},
 }
 """Who of the matrix → as ``injection`` calls it."""
@@ -107,7 +112,7 @@ def way(cell: Cell) -> Way | None:
         if what in BYTES:
             return None  # of files: tests of their own; of a bucket: TCP would send the packet again
         name, delay_s = what, 0.0
-    elif who == "environment":
+    elif who in IN_DRIVER:
         delay_s = 0.0
     elif what == "slow ×10":
         name = "slow"
@@ -128,6 +133,8 @@ def way(cell: Cell) -> Way | None:
         overrides |= TWO_ROLES
     if who in ENGINES:
         overrides |= ENGINE_OF_TWO
+    if who == "registry":
+        overrides |= REGISTRY
     if when == "eval":
         overrides |= {"trainer__eval_interval": 1}
     says = SAID.get(who, "") or REFUSES.get(what, "")

@@ -79,6 +79,38 @@ def test_a_resumed_run_goes_on_behind_its_checkpoint(tmp_path):
     assert [line["step"] for line in lines_of(tmp_path)] == [1], "a run that starts anew starts a new file"
 
 
+@pytest.mark.parametrize("byte", range(0, 60, 3))
+def test_a_damaged_line_is_left_out_and_costs_no_other(tmp_path, byte):
+    """Whichever bit of it is another; a number may then be another number, which no line can tell."""
+    from skyrl_megatron.errors import SkyRLMegatronWarning
+
+    tracked(tmp_path, [1, 2, 3])
+    path = tmp_path / "skyrl/run/metrics.jsonl"
+    first, damaged, last = path.read_bytes().splitlines()
+    damaged = bytearray(damaged)
+    damaged[byte] ^= 0x80  # no UTF-8 any more
+    path.write_bytes(b"\n".join((first, damaged, last, b"")))
+    with pytest.warns(SkyRLMegatronWarning, match=r"metrics.jsonl: line 2 is damaged and left out"):
+        tracked(tmp_path, [4], resumed_from=3, logged_before=True)
+    assert [line["step"] for line in lines_of(tmp_path)] == [1, 3, 4]
+
+
+def test_a_full_disk_costs_no_line(tmp_path):
+    """What a run goes on from is written anew beside what is there."""
+    import resource
+
+    tracked(tmp_path, [1, 2, 3])
+    path = tmp_path / "skyrl/run/metrics.jsonl"
+    before, limits = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            tracked(tmp_path, [4], resumed_from=3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == before
+
+
 @pytest.mark.process
 def test_the_run_leaves_curves_and_a_page(tmp_path):
     from skyrl_megatron.trainer.report import write_curves
