@@ -34,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return int(options.work(options))
         except BridgeError as error:
             raise LaunchError(str(error)) from error
+        except OSError as error:
+            reason = f"{error.filename or options.store}: {error.strerror or error}"
+            raise LaunchError(f"{reason}: mend that, and give the command again") from error
 
     return run_command(work)
 

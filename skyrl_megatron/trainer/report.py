@@ -59,11 +59,15 @@ def last_lines(cfg: SkyRLTrainConfig, saved_step: int | None, step: int) -> list
         "metrics": folder / METRICS_FILE,
         "curves": folder / "curves.png",
         "report": folder / "report.html",
-        "checkpoint": Path(cfg.trainer.ckpt_path) / f"global_step_{saved_step}",
-        "exported model": Path(cfg.trainer.export_path).expanduser() / f"global_step_{step}" / "policy",
     }
-    places = [f"{name}: {path}" for name, path in found.items() if path.exists()]
-    return [*([f"score: {before}{scores[-1]:.3f} after"] if scores else []), *places]
+    exported = Path(cfg.trainer.export_path).expanduser() / f"global_step_{step}" / "policy"
+    checkpoint = f"checkpoint: {cfg.trainer.ckpt_path}/global_step_{saved_step}"  # an address stays one
+    return [
+        *([f"score: {before}{scores[-1]:.3f} after"] if scores else []),
+        *(f"{name}: {path}" for name, path in found.items() if path.exists()),
+        *([checkpoint] if saved_step is not None else []),
+        *([f"exported model: {exported}"] if exported.exists() else []),
+    ]
 
 
 def _points(lines: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, float]]:

@@ -204,8 +204,8 @@ def test_object_store(tmp_path, scheme):
 def test_addresses_stay_whole():
     from skyrl_megatron.runtime.checkpoint.storage import open_storage
 
-    with pytest.raises(CheckpointError, match=r"s3://bucket/run: .*install"):
-        open_storage("s3://bucket/run")
+    with pytest.raises(CheckpointError, match=r"gs://bucket/run: .*install"):
+        open_storage("gs://bucket/run")
     with pytest.raises(CheckpointError, match=r"trainer.ckpt_path is empty"):
         open_storage("")
 

@@ -83,7 +83,7 @@ def arm(who: str, what: str, when: str, step: int = 0, *, delay_s: float = 0.05,
                 asks.start()
                 if when == "finish":
                     asks.join()
-            elif who in ("disk", "network link"):
+            elif who in ("disk", "network link", "object store"):
                 _around(trainer, who, what, lasts_s)
             elif what in OWN and not who.startswith("engine"):
                 if when == "build_models":
@@ -220,11 +220,13 @@ def _in_registry(trainer, what: str) -> None:
 
 
 def _around(trainer, who: str, what: str, lasts_s: float) -> None:
-    """What happens to a run that has a disk or a network of its own (``places.py``)."""
-    from tests.faults import places
+    """What happens to a run that has a disk, a network or a store of its own (``places.py``)."""
+    from tests.faults import object_store, places
 
     folder = _place(trainer)
-    if who == "disk":
+    if who == "object store":
+        object_store.spoil(what, lasts_s)
+    elif who == "disk":
         places.break_disk(folder, what)
         if what == "slow ×10":
             threading.Timer(lasts_s, places.mend_disk, [folder]).start()
@@ -301,4 +303,4 @@ def _note(trainer, text: str) -> None:
 
 def _place(trainer) -> Path:
     """Return the folder that the run was started in."""
-    return Path(trainer.cfg.trainer.ckpt_path).parent
+    return Path(trainer.cfg.trainer.log_path).parent

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.faults import object_store
 from tests.faults.injection import LISTENS
 from tests.faults.places import place
 from tests.job import runs
@@ -58,6 +59,7 @@ class Lives:
         self.folder = runs.prepare(folder)
         (folder / "sitecustomize.py").write_text(LISTENS)
         self.saved = 0
+        self.checkpoints = f"{object_store.BUCKET}{folder}" if kind == "object store" else str(folder / "ckpts")
 
     def live(self, fault: str, *, planted: str = "", timeout_s: float = runs.TIMEOUT_S, **overrides: object) -> Life:
         """Go on, with the arguments of ``injection.arm`` in ``fault``, until the fault ends the run or it comes to its
@@ -65,7 +67,8 @@ class Lives:
         a guard away first."""
         began, logged = self.saved, self._logged()
         body = planted + (f"\nfrom tests.faults import injection\ninjection.arm({fault})\n" if fault else "\n")
-        process = runs.start(self.folder, body, prefix=self.place.prefix, **KEYS | overrides)
+        keys = KEYS | {"trainer__ckpt_path": self.checkpoints}
+        process = runs.start(self.folder, body, prefix=self.place.prefix, **keys | overrides)
         children: dict[int, psutil.Process] = {}
         try:
             out, err = self._watched(process, children, timeout_s)
@@ -78,7 +81,7 @@ class Lives:
         assert not alive, f"left behind: {alive}"
         self.saved = self.newest()
         ended = runs.Run(process.returncode, out, err, self.folder)
-        if began and "\nmodels: " in out:  # it came to where it goes on
+        if began and "\nweights: version" in out:  # it came to where it goes on
             assert f"(step {began} of" in out, f"it did not go on from step {began}: {out[-2000:]}{err[-4000:]}"
         return Life(ended, began, self.saved, self._logged().removeprefix(logged))
 
@@ -90,11 +93,11 @@ class Lives:
         """Return the step of the newest checkpoint, all of whose files are as they were written; 0: there is none."""
         from skyrl_megatron.runtime.checkpoint.store import CheckpointStore
 
-        pointer = self.folder / "ckpts/latest_ckpt_global_step.txt"
-        if not pointer.is_file():
+        store = CheckpointStore(self.checkpoints)
+        step = store.pointer()
+        if step is None:
             return 0
-        step = int(pointer.read_text())
-        CheckpointStore(self.folder / "ckpts").verify(f"{self.folder}/ckpts/global_step_{step}")
+        store.verify(store.folder(step))
         return step
 
     def _watched(self, process, children: dict[int, psutil.Process], timeout_s: float) -> tuple[str, str]:

@@ -100,6 +100,7 @@ MEANINGLESS = (
 
 NOTHING, STEP_LOST = "nothing", "the step under way"
 AS_STOPPED = "trainer.phase_timeout_s"
+GIVES_UP = "when the store's client gives up: s3fs 7 min, with AWS_MAX_ATTEMPTS=1 1 to 2 min"
 
 PROMISES = (
     # the driver
@@ -148,10 +149,10 @@ PROMISES = (
     Promised(Promise.HEALED, "the environment's timeout", NOTHING, ("environment",), ("slow ×10",)),
     Promised(Promise.HEALED, "at once: the request is refused", NOTHING, ("registry",), ("exception", "slow ×10")),
     # stores, links, disks
-    Promised(
-        Promise.ENDED, "at once", "the checkpoint in work", ("object store",), ("exception", "cut link"), ("save",)
-    ),
-    Promised(Promise.ENDED, "at once", NOTHING, ("object store",), ("exception", "cut link")),
+    Promised(Promise.ENDED, "at once", "the checkpoint in work", ("object store",), ("exception",), ("save",)),
+    Promised(Promise.ENDED, "at once", NOTHING, ("object store",), ("exception",)),
+    Promised(Promise.ENDED, GIVES_UP, "the checkpoint in work", ("object store",), ("cut link",), ("save",)),
+    Promised(Promise.ENDED, GIVES_UP, NOTHING, ("object store",), ("cut link",)),
     Promised(Promise.HEALED, "no hurry", NOTHING, ("object store",), ("slow ×10",)),
     Promised(
         Promise.HEALED,

@@ -1,4 +1,4 @@
-"""Where a run lives whose disk or network a test has for itself: both are real, and nobody else's."""
+"""Where a run lives whose disk, network or object store a test has for itself: all are real, and nobody else's."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.faults import object_store
 from tests.faults.words import BYTES
 
 OWN_NETWORK = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
@@ -17,7 +18,8 @@ DISK_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Place:
-    """What a run is started with. ``kind``: ``disk``, ``failing disk``, ``network link`` or "" for none of its own."""
+    """What a run is started with. ``kind``: ``disk``, ``failing disk``, ``network link``, ``object store`` or "" for
+    none of its own."""
 
     folder: Path
     kind: str = ""
@@ -31,6 +33,8 @@ class Place:
             (self.folder / "filler").unlink(missing_ok=True)
         if self.kind == "failing disk":
             mend_disk(self.folder)
+        if self.kind == "object store":
+            object_store.mend()
 
     def close(self) -> None:
         """Give a disk back."""
@@ -42,7 +46,7 @@ def kind_of(who: str, what: str) -> str:
     """Return the kind of place in which ``what`` may happen to ``who``; "": any will do."""
     if who == "disk" and what not in BYTES:
         return "disk" if what in ("full disk", "read-only disk") else "failing disk"
-    return who if who == "network link" else ""
+    return who if who in ("network link", "object store") else ""
 
 
 def place(kind: str, folder: Path) -> Place:
@@ -53,6 +57,8 @@ def place(kind: str, folder: Path) -> Place:
         mend_disk(folder)
         _run(sys.executable, "-m", "tests.faults.failing_disk", files, folder, _state(folder))
         assert folder.is_mount(), folder
+    if kind == "object store":
+        object_store.start(folder.with_name(f"{folder.name}.log"))
     if kind == "disk":
         _run("mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", folder)
     return Place(folder, kind, OWN_NETWORK if kind == "network link" else ())
@@ -62,6 +68,8 @@ def why_not(kind: str) -> str | None:
     """Return why such a place cannot be made here, None if it can."""
     if kind == "network link" and not (shutil.which("ip") and shutil.which("tc")):
         return "iproute2 is missing"
+    if kind == "object store":
+        return object_store.why_not()
     if kind == "failing disk":
         try:
             import mfusepy  # noqa: F401

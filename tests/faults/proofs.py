@@ -112,6 +112,12 @@ PROOFS = (
         ("sync",),
     ),
     Proof(
+        "tests/faults/test_object_store.py::test_what_was_published_stays",
+        ("object store",),
+        ("exception", "slow ×10", "cut link"),
+        ("sync",),
+    ),
+    Proof(
         "tests/weight_sync/test_versions.py::test_damage_is_named_and_never_served",
         ("object store",),
         BYTES[:1],

@@ -80,7 +80,8 @@ def check_end(life, cell):
 
 def foreign(cell):
     """Whether what ends the run is an error that is not the run's: of a loss, say. Where it comes from is shown."""
-    return cell[1] == "exception" or cell[:2] == ("driver", "out of memory")
+    own = cell[0] == "object store"
+    return (cell[1] == "exception" and not own) or cell[:2] == ("driver", "out of memory")
 
 
 @pytest.fixture(scope="module")

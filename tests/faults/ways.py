@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cache
 
+from tests.faults import object_store
 from tests.faults.injection import EXITED, OWN, UNEXPECTED
 from tests.faults.matrix import HEALING, Promised, entry
 from tests.faults.words import BYTES, DEATHS, ENGINES, IN_DRIVER, RANKS, RAY, STEP, Cell, Promise, cells
@@ -46,7 +47,7 @@ REGISTRY = {
     "generator__inference_engine__enable_registry": "true",
     "generator__inference_engine__registry_port": 0,
 }
-PLACES = ("disk", "network link")
+PLACES = ("disk", "network link", "object store")
 """What a run has for itself (``places.py``)."""
 VICTIMS = {
     "driver": "driver",
@@ -111,6 +112,8 @@ def way(cell: Cell) -> Way | None:
     if who in PLACES:
         if what in BYTES:
             return None  # of files: tests of their own; of a bucket: TCP would send the packet again
+        if cell[::2] == ("object store", "sync"):
+            return None  # versions are published beside a run
         name, delay_s = what, 0.0
     elif who in IN_DRIVER:
         delay_s = 0.0
@@ -126,7 +129,7 @@ def way(cell: Cell) -> Way | None:
     if who == "critic" and when == "train":
         phase = "critic_train"
     overrides: dict[str, object] = {}
-    if what in ("SIGSTOP", "cut link"):
+    if what == "SIGSTOP" or (who == "network link" and what == "cut link"):
         overrides = {"trainer__phase_timeout_s": PHASE_TIMEOUT_S}
     overrides |= LAYOUTS.get(who, {})
     if who in ("reference", "critic"):
@@ -142,6 +145,8 @@ def way(cell: Cell) -> Way | None:
         says = UNEXPECTED
     elif who == "driver" and what not in DEATHS:
         says = "MemoryError"
+    if who == "object store":
+        says = object_store.BUCKET
     if what == "SIGSTOP":
         says = "trainer.phase_timeout_s"
     return Way(VICTIMS[who], name, phase, delay_s, 10.0, overrides, code, says)

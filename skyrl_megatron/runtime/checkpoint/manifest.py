@@ -185,8 +185,10 @@ def check_files(storage: Storage, folder: str, manifest: Manifest) -> None:
         storage.refuse_escape(folder, path)
         try:
             size = storage.size(path)
-        except OSError as error:
+        except FileNotFoundError as error:
             raise CheckpointError(f"{path} is missing") from error
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read ({error})") from error
         if size != entry.bytes:
             raise CheckpointError(f"{path} has {size} bytes instead of {entry.bytes}")
 

@@ -8,11 +8,16 @@ checkpoint once it holds its manifest, which is written last. Addresses such as 
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import functools
+import io
 import os
 import posixpath
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 from bridges.staging import FileWriter, LocalFile
 from skyrl_megatron.errors import CheckpointError
@@ -103,8 +108,46 @@ class LocalStorage:
             raise CheckpointError(f"{path} is a link to {target}, outside of the checkpoint: refused; copy the file")
 
 
+@contextlib.contextmanager
+def _as_of_a_disk(address: str) -> Iterator[None]:
+    """Raise whatever a store's client raises as the OSError of a disk that fails. What is not there stays so."""
+    try:
+        yield
+    except (FileNotFoundError, FileExistsError):
+        raise
+    except Exception as error:
+        lines = str(error).splitlines() or [""]
+        raise OSError(errno.EIO, f"{type(error).__name__}: {lines[0]}", address) from error
+
+
+@contextlib.contextmanager
+def _readable(address: str) -> Iterator[None]:
+    """Raise CheckpointError where a store does not say what it has."""
+    try:
+        with _as_of_a_disk(address):
+            yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise CheckpointError(
+            f"{address} cannot be read ({error.strerror}); check that the store can be reached from here, and that "
+            "it takes these credentials"
+        ) from error
+
+
+def _of_a_store[**P, T](method: Callable[P, T]) -> Callable[P, T]:
+    """Let a method of a store, whose first argument is an address, raise OSError alone."""
+
+    @functools.wraps(method)
+    def raises(*args: P.args, **kwargs: P.kwargs) -> T:
+        with _as_of_a_disk(cast(str, args[1])):
+            return method(*args, **kwargs)
+
+    return raises
+
+
 class ObjectStorage:
-    """An object store (``s3://``, ``gs://``, …) through fsspec."""
+    """An object store (``s3://``, ``gs://``, …) through fsspec. Whatever its client raises comes as an OSError."""
 
     renames = False
     request_bytes = 64 * 2**20  # a request costs a round trip
@@ -132,37 +175,44 @@ class ObjectStorage:
         """Return sorted names under a prefix; none when nothing is there."""
         self._files.invalidate_cache(self._at(path))
         try:
-            return sorted(
-                posixpath.basename(found.rstrip("/")) for found in self._files.ls(self._at(path), detail=False)
-            )
+            with _readable(path):
+                found = self._files.ls(self._at(path), detail=False)
         except FileNotFoundError:
             return []
+        return sorted(posixpath.basename(name.rstrip("/")) for name in found)
 
     def exists(self, path: str) -> bool:
         """Return whether there is an object or a prefix."""
         self._files.invalidate_cache(self._at(path))
-        return bool(self._files.exists(self._at(path)))
+        with _readable(path):
+            return bool(self._files.exists(self._at(path)))
 
+    @_of_a_store
     def size(self, path: str) -> int:
         """Return bytes of an object. Raises FileNotFoundError."""
         return int(self._files.size(self._at(path)))
 
+    @_of_a_store
     def make_folder(self, path: str) -> None:
         """Do nothing: prefixes need not be made; a store with real folders makes one."""
         self._files.makedirs(self._at(path), exist_ok=True)
 
+    @_of_a_store
     def create(self, path: str) -> FileWriter:
         """Create an object; it exists once finished."""
-        return _ObjectFile(self._files.open(self._at(path), "wb"))
+        return _WrittenObject(path, self._files.open(self._at(path), "wb"))
 
+    @_of_a_store
     def open(self, path: str) -> IO[bytes]:
         """Open an object for reading by ranges. Raises FileNotFoundError."""
-        return cast(IO[bytes], self._files.open(self._at(path), "rb", cache_type="none"))
+        return cast(IO[bytes], _ReadObject(path, self._files.open(self._at(path), "rb", cache_type="none")))
 
+    @_of_a_store
     def read(self, path: str) -> bytes:
         """Return all of a small object. Raises FileNotFoundError."""
         return bytes(self._files.cat_file(self._at(path)))
 
+    @_of_a_store
     def write(self, path: str, data: bytes) -> None:
         """Put a small object in place."""
         self._files.pipe_file(self._at(path), data)
@@ -171,6 +221,7 @@ class ObjectStorage:
         """Raise NotImplementedError: an object store would copy every byte."""
         raise NotImplementedError("object stores do not rename")
 
+    @_of_a_store
     def remove(self, path: str) -> None:
         """Remove an object, or all under a prefix; fine when nothing is there."""
         if self._files.exists(self._at(path)):
@@ -183,21 +234,46 @@ class ObjectStorage:
         """Do nothing: object stores have no links."""
 
 
-class _ObjectFile:
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
+class _WrittenObject:
+    def __init__(self, address: str, file: IO[bytes]) -> None:
+        self._address, self._file = address, file
 
     def write(self, *parts: memoryview | bytes) -> None:
-        for part in parts:
-            self._file.write(part)
+        with _as_of_a_disk(self._address):
+            for part in parts:
+                self._file.write(part)
 
     def finish(self) -> None:
-        self._file.close()
+        with _as_of_a_disk(self._address):
+            self._file.close()
 
     def abandon(self) -> None:
         discard = getattr(self._file, "discard", None)
         if discard is not None and not self._file.closed:
-            discard()
+            with _as_of_a_disk(self._address):
+                discard()
+
+
+class _ReadObject(io.RawIOBase):
+    def __init__(self, address: str, file: IO[bytes]) -> None:
+        self._address, self._file = address, file
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def readinto(self, buffer: Any) -> int:
+        with _as_of_a_disk(self._address):
+            return int(self._file.readinto(buffer))  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 Storage = LocalStorage | ObjectStorage
