@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from skyrl_megatron.config.rules.role_layout import is_frozen
-from skyrl_megatron.errors import RankLostError, WeightSyncError
+from skyrl_megatron.errors import RankLostError
 from skyrl_megatron.trainer.stop import StopRequested
 
 
@@ -108,9 +108,7 @@ class Healing:
         """Return the lost ranks of each role."""
         found = {}
         for name, role in self.trainer.roles.items():
-            silent = isinstance(error, WeightSyncError) or (
-                isinstance(error, RankLostError) and error.role == role.group.role
-            )
+            silent = not isinstance(error, RankLostError) or error.role == role.group.role
             if ranks := role.group.lost(stopped=silent):
                 found[name] = ranks
         return found

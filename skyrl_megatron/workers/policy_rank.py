@@ -9,7 +9,7 @@ import ray
 
 from skyrl_megatron.config.hf_model import engines_quantise, read_hf_config
 from skyrl_megatron.config.rules.role_layout import trains_draft, weight_transport
-from skyrl_megatron.errors import DistributedError, SkyRLMegatronError
+from skyrl_megatron.errors import RankLostError, SkyRLMegatronError
 from skyrl_megatron.weight_sync.adapter_tensors import configured_pairs
 from skyrl_megatron.weight_sync.probe import QUANTISED
 from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
@@ -44,6 +44,7 @@ def weight_synchronizer(
         routes=bool(cfg.generator.inference_engine.weight_sync_routes),
         adapters=configured_pairs(cfg),
         draft=trains_draft(cfg, "policy"),
+        look=lambda: policy.group.look(),
     )
 
 
@@ -90,12 +91,12 @@ class PolicyRank:
         await self._call("offload", parts)
 
     async def _call(self, method: str, *args: Any) -> Any:
-        """Call the actor. Raises the rank's own error, or DistributedError when its process is gone."""
+        """Call the actor. Raises the rank's own error, or RankLostError when its process is gone."""
         try:
             return await getattr(self.actor, method).remote(*args)
         except ray.exceptions.RayActorError as error:
             name = self.policy.group.names[self.rank]
-            raise DistributedError(f"{name}, phase sync weights: the process died") from error
+            raise RankLostError(f"{name}, phase sync weights: the process died", self.policy.group.role) from error
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, SkyRLMegatronError):
                 raise error.cause from None

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from skyrl_megatron import spans
-from skyrl_megatron.errors import EngineError, EngineGoneError
+from skyrl_megatron.errors import EngineError, EngineGoneError, RankLostError, WeightSyncError
 from skyrl_megatron.inference.pool import EngineSlot
 from skyrl_megatron.inference.protocol import InferenceEngine
 from skyrl_megatron.weight_sync.bucket import TensorMeta
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 ANSWER_S = 30.0
 """How long an engine may take to show that it is alive after a failure."""
+LATER_S = 5.0
+"""By which callers give up later than those they call."""
 
 
 class TrainerRank(Protocol):
@@ -73,12 +75,17 @@ class AttemptFailed(Exception):
     """The sync went wrong although every engine answers, as when bytes arrived that were not sent."""
 
 
-class SyncCalls:
-    """Calls of one sync after another. ``phase_s``: the longest that any may take; ``ends``: when the sync under way
-    must be over (``time.monotonic``)."""
+class _NoAnswer(EngineError):
+    """Only a deadline ended the call."""
 
-    def __init__(self, ranks: Sequence[TrainerRank], phase_s: float) -> None:
-        self.ranks, self.phase_s, self.ends = list(ranks), phase_s, 0.0
+
+class SyncCalls:
+    """Calls of one sync after another. ``phase_s``: the longest that any may take, also the wait of one rank for
+    another; ``ends``: when the sync under way must be over (``time.monotonic``). ``look``: called when ranks do not
+    answer; returns what the message says of it."""
+
+    def __init__(self, ranks: Sequence[TrainerRank], phase_s: float, look: Callable[[], str] = lambda: "") -> None:
+        self.ranks, self.phase_s, self.look, self.ends = list(ranks), phase_s, look, 0.0
 
     async def on_engines(
         self, slots: Sequence[EngineSlot], phase: str, call: Callable[[InferenceEngine], Awaitable[Any]]
@@ -100,38 +107,56 @@ class SyncCalls:
         """Call engines and ranks at the same time; return the results of both.
 
         One that fails makes those that wait for it fail too. A rank's own error explains everything and is raised as
-        it is; else an engine that does not answer afterwards does (EnginesLost); else nobody is to blame
+        it is, that of a process that is gone first; else an engine that does not answer afterwards does (EnginesLost),
+        else ranks that do not (WeightSyncError), else what those said that waited to the end; else nobody is to blame
         (AttemptFailed).
         """
+        began = time.monotonic()
+        own: list[BaseException] = []
+        late: list[BaseException] = []
+
+        async def on_rank(number: int, rank: TrainerRank) -> Any:
+            try:
+                return await self.within(of_rank(number, rank))  # type: ignore[misc]
+            except EngineError:
+                raise
+            except BaseException as error:
+                (own if time.monotonic() - began < self.phase_s else late).append(error)
+                raise
+
         work = [self._timed(slot.name, phase, of_engine(slot.engine)) for slot in slots] if of_engine else []
         if of_rank:
-            work += [self.within(of_rank(number, rank)) for number, rank in enumerate(self.ranks)]
+            work += [on_rank(number, rank) for number, rank in enumerate(self.ranks)]
         results = await asyncio.gather(*work, return_exceptions=True)
         of_engines, of_ranks = results[: len(slots)], results[len(slots) :]
         failed = {slot: str(e) for slot, e in zip(slots, of_engines, strict=True) if isinstance(e, BaseException)}
-        waited = []
-        for number, error in enumerate(of_ranks):
-            if isinstance(error, EngineError):
-                waited.append(f"trainer rank {number}, phase {phase}: {error}")
-            elif isinstance(error, BaseException):
-                raise error
-        if not failed and not waited:
+        by_rank = {number: error for number, error in enumerate(of_ranks) if isinstance(error, BaseException)}
+        if not failed and not by_rank:
             return list(of_engines), list(of_ranks)
+        if own:
+            raise min(own, key=lambda error: not isinstance(error, RankLostError))
         silent = {slot: why for slot, why in failed.items() if not await self._answers(slot)}
         if silent:
             raise EnginesLost(phase, silent)
+        if mute := [number for number, error in by_rank.items() if isinstance(error, _NoAnswer)]:
+            names = ", ".join(f"trainer rank {number}" for number in mute)
+            noted = await asyncio.to_thread(self.look)
+            raise WeightSyncError(f"{names}, phase {phase}: {by_rank[mute[0]]} (trainer.phase_timeout_s){noted}")
+        if late:
+            raise late[0]
         told = [f"{slot.name}, phase {phase}: {why}" for slot, why in failed.items()]
-        raise AttemptFailed("; ".join(told + waited))
+        told += [f"trainer rank {number}, phase {phase}: {error}" for number, error in by_rank.items()]
+        raise AttemptFailed("; ".join(told))
 
     async def within(self, work: Awaitable[Any]) -> Any:
-        """Await with the deadlines of the phase and of the sync; a little more than the callee's own, whose error says
-        more. Raises EngineError."""
-        left = max(min(self.phase_s, self.ends - time.monotonic()), 0.0) + 5.0
+        """Await with the deadlines of the phase and of the sync; :data:`LATER_S` more than the callee's own, whose
+        error says more. Raises EngineError."""
+        left = max(min(self.phase_s, self.ends - time.monotonic()), 0.0) + LATER_S
         try:
             async with asyncio.timeout(left):
                 return await work
         except TimeoutError:
-            raise EngineError(f"no answer within {left:.0f} s") from None
+            raise _NoAnswer(f"no answer within {round(left, 1):g} s") from None
 
     async def _timed(self, lane: str, phase: str, work: Awaitable[Any]) -> Any:
         with spans.span(lane, phase):

@@ -93,7 +93,7 @@ class WeightSynchronizer:
     engines take turns on the same GPUs, and engines sleep while the trainer works. ``adapters``: projections of those
     that travel alone, by their names, to engines that hold the base; None: all weights travel. ``routes``: each worker
     gets its own bytes alone, where that can be planned (``weight_routes.py``). ``draft``: the ranks train the layer of
-    multi-token prediction, which goes to engines with the rest.
+    multi-token prediction, which goes to engines with the rest. ``look``: as for :class:`SyncCalls`.
     """
 
     def __init__(
@@ -112,8 +112,9 @@ class WeightSynchronizer:
         adapters: Pairs | None = None,
         routes: bool = False,
         draft: bool = False,
+        look: Callable[[], str] = lambda: "",
     ) -> None:
-        self.pool, self.calls = pool, SyncCalls(ranks, phase_s)
+        self.pool, self.calls = pool, SyncCalls(ranks, phase_s, look)
         self.hf_config, self.dtype, self.probe_interval = hf_config, dtype, probe_interval
         self.options: dict[str, Any] = {
             "transport": transport or default_transport(),
@@ -142,8 +143,9 @@ class WeightSynchronizer:
 
         ``changed``: the adapters that were trained since the last sync; None: all.
 
-        Raises WeightSyncError when no engine could be verified: none generates then, the version is not published, and
-        the trainer's state is untouched. Errors of trainer ranks come through as they are.
+        Raises WeightSyncError when no engine could be verified, or a trainer rank does not answer: none generates
+        then, the version is not published, and the trainer's state is untouched. Errors of trainer ranks come through
+        as they are.
         """
         ends = time.monotonic() + self.deadline_s
         while True:
