@@ -83,7 +83,7 @@ def arm(who: str, what: str, when: str, step: int = 0, *, delay_s: float = 0.05,
                 asks.start()
                 if when == "finish":
                     asks.join()
-            elif who in ("disk", "network link", "object store"):
+            elif who in ("disk", "network link", "object store", "clock"):
                 _around(trainer, who, what, lasts_s)
             elif what in OWN and not who.startswith("engine"):
                 if when == "build_models":
@@ -220,12 +220,14 @@ def _in_registry(trainer, what: str) -> None:
 
 
 def _around(trainer, who: str, what: str, lasts_s: float) -> None:
-    """What happens to a run that has a disk, a network or a store of its own (``places.py``)."""
+    """What happens to a run that has a disk, a network, a store or a time of day of its own (``places.py``)."""
     from tests.faults import object_store, places
 
     folder = _place(trainer)
     if who == "object store":
         object_store.spoil(what, lasts_s)
+    elif who == "clock":
+        places.jump(folder)
     elif who == "disk":
         places.break_disk(folder, what)
         if what == "slow ×10":

@@ -1,9 +1,12 @@
-"""Where a run lives whose disk, network or object store a test has for itself: all are real, and nobody else's."""
+"""Where a run lives whose disk, network, object store or time of day a test has for itself. All are real and nobody
+else's, but for the time of day: a machine has one for all, so that the run's processes are told another
+(``jumping_clock.c``)."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import struct
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -14,12 +17,13 @@ from tests.faults.words import BYTES
 
 OWN_NETWORK = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
 DISK_BYTES = 256 << 20
+HOUR_S = 3600
 
 
 @dataclass(frozen=True)
 class Place:
-    """What a run is started with. ``kind``: ``disk``, ``failing disk``, ``network link``, ``object store`` or "" for
-    none of its own."""
+    """What a run is started with. ``kind``: ``disk``, ``failing disk``, ``network link``, ``object store``, ``clock``;
+    "" for none of its own."""
 
     folder: Path
     kind: str = ""
@@ -46,7 +50,7 @@ def kind_of(who: str, what: str) -> str:
     """Return the kind of place in which ``what`` may happen to ``who``; "": any will do."""
     if who == "disk" and what not in BYTES:
         return "disk" if what in ("full disk", "read-only disk") else "failing disk"
-    return who if who in ("network link", "object store") else ""
+    return who if who in ("network link", "object store", "clock") else ""
 
 
 def place(kind: str, folder: Path) -> Place:
@@ -61,7 +65,13 @@ def place(kind: str, folder: Path) -> Place:
         object_store.start(folder.with_name(f"{folder.name}.log"))
     if kind == "disk":
         _run("mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", folder)
-    return Place(folder, kind, OWN_NETWORK if kind == "network link" else ())
+    prefix: tuple[str, ...] = OWN_NETWORK if kind == "network link" else ()
+    if kind == "clock":
+        library = folder.with_name(f"{folder.name}.clock.so")
+        _run("cc", "-O2", "-shared", "-fPIC", "-o", library, Path(__file__).with_name("jumping_clock.c"), "-ldl")
+        _set_ahead(folder, 0)
+        prefix = ("env", f"LD_PRELOAD={library}", f"FAULTS_CLOCK={_ahead(folder)}")
+    return Place(folder, kind, prefix)
 
 
 def why_not(kind: str) -> str | None:
@@ -70,6 +80,8 @@ def why_not(kind: str) -> str | None:
         return "iproute2 is missing"
     if kind == "object store":
         return object_store.why_not()
+    if kind == "clock":
+        return None if shutil.which("cc") else "a C compiler is missing"
     if kind == "failing disk":
         try:
             import mfusepy  # noqa: F401
@@ -118,6 +130,23 @@ def break_link(what: str) -> None:
 def mend_link() -> None:
     """Let packets be as fast again as they were; they may be already."""
     subprocess.run("tc qdisc del dev lo root".split(), check=False, capture_output=True, timeout=30)
+
+
+def jump(folder: Path) -> None:
+    """Let the time of day be an hour ahead, or, where it is, an hour behind."""
+    (now,) = struct.unpack("<q", _ahead(folder).read_bytes())
+    _set_ahead(folder, -HOUR_S if now > 0 else HOUR_S)
+
+
+def _ahead(folder: Path) -> Path:
+    """Return the file that says how many seconds the time of day is ahead."""
+    return folder.with_name(f"{folder.name}.clock")
+
+
+def _set_ahead(folder: Path, seconds: int) -> None:
+    """Write in place, as processes have the file mapped."""
+    with _ahead(folder).open("r+b" if _ahead(folder).exists() else "xb") as file:
+        file.write(struct.pack("<q", seconds))
 
 
 def _state(folder: Path) -> Path:

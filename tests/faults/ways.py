@@ -47,7 +47,7 @@ REGISTRY = {
     "generator__inference_engine__enable_registry": "true",
     "generator__inference_engine__registry_port": 0,
 }
-PLACES = ("disk", "network link", "object store")
+PLACES = ("disk", "network link", "object store", "clock")
 """What a run has for itself (``places.py``)."""
 VICTIMS = {
     "driver": "driver",
