@@ -22,7 +22,8 @@ Written by `python -m tests.faults.matrix > docs/faults.md`.
 *Deadline* is the time until that holds; *may be lost* what has to be done again. Phases in **bold** were
 seen: a test that `tests/faults/proofs.py` names makes the fault in real parts, and the promise was kept. Others are
 promised only; most of them have a test too, and `launch/run_tests.sh --layouts=all tests/faults/test_cells.py` runs
-all there are.
+all there are. What guards a promise is in `tests/faults/guards.py`; `tests/faults/test_planted.py` takes it away, and
+the promise is then not kept.
 """
 
 HEALED = """\

@@ -1,76 +1,76 @@
-"""Guards that are taken away: what the matrix checks is then seen not to hold, so that it does check it."""
+"""Guards that are taken away: what the matrix promises is then seen not to be kept, so that its tests do see that."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+from tests.faults.guards import GUARDS
 from tests.faults.lives import NO_FAULT, Lives
+from tests.faults.matrix import entry
+from tests.faults.places import kind_of, why_not
 from tests.faults.test_cells import HEALS, TWO_UPDATES, check_end
 from tests.faults.test_healing import numbers
-from tests.faults.ways import way
+from tests.faults.ways import PHASE_TIMEOUT_S, way
+from tests.faults.words import Promise
 
-pytestmark = [pytest.mark.vllm, pytest.mark.full_matrix]
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [pytest.mark.full_matrix]
 
-NO_LAST_WORDS = """
-import contextlib
-from skyrl_megatron.entrypoints import experiment
-experiment.last_words = lambda *args: contextlib.nullcontext()
-"""
-NO_DEADLINE = """
-from skyrl_megatron.workers.actor_group import ActorGroup
-make = ActorGroup.__init__
-ActorGroup.__init__ = lambda self, role, actors, timeout_s: make(self, role, actors, 1e6)
-"""
-NO_HEALTH = """
-from skyrl_megatron.inference.health import HealthMonitor
-HealthMonitor.start = lambda self: None
-"""
-NO_WAY_BACK = """
-from skyrl_megatron.workers.worker_group import WorkerGroup
-WorkerGroup.roll_back = lambda self, holders: None
-"""
-LONGER_S = 100
-"""Than a run takes that ends."""
+ALONE = [guard for guard in GUARDS if guard.test]
+IN_A_RUN = [guard for guard in GUARDS if not guard.test]
+STEPS = {"trainer__max_training_steps": 3, "trainer__phase_timeout_s": PHASE_TIMEOUT_S}
+HANGS_S = 120
+ENDS_WITHIN_S = 300
+"""Twice what a run takes that meets a fault and ends by its deadline."""
 
 
-@pytest.mark.parametrize(
-    ("planted", "cell", "fails"),
-    [
-        (NO_LAST_WORDS, ("Ray head", "SIGKILL", "train"), "Ray's head"),
-        (NO_LAST_WORDS, ("Ray node", "SIGKILL", "sample"), "Ray's node"),
-    ],
-    ids=["last words - head", "last words - node"],
-)
-def test_the_end_is_not_told(tmp_path, planted, cell, fails):
-    made = way(cell)
-    life = Lives(tmp_path).live(made.armed(1), planted=planted, **made.overrides | {"trainer__max_training_steps": 4})
-    with pytest.raises(AssertionError, match=fails):
-        check_end(life, cell)
-
-
-def test_without_a_deadline_it_does_not_end(tmp_path):
-    """A stopped rank is waited for as long as it stays so."""
-    made = way(("policy rank, ep", "SIGSTOP", "train"))
-    ended = Lives(tmp_path / "ends")
-    check_end(ended.live(made.armed(1), **made.overrides), ("policy rank, ep", "SIGSTOP", "train"))
-    with pytest.raises(AssertionError, match="the run did not end"):
-        Lives(tmp_path / "stays").live(made.armed(1), planted=NO_DEADLINE, timeout_s=2 * LONGER_S, **made.overrides)
-
-
-def test_an_engine_that_nobody_looks_after_is_not_replaced(tmp_path):
-    made = way(("engine core", "SIGKILL", "sample"))
-    life = Lives(tmp_path).live(
-        made.armed(1), planted=NO_HEALTH, **made.overrides | {"trainer__max_training_steps": 4}
+@pytest.mark.vllm
+@pytest.mark.parametrize("guard", ALONE, ids=lambda guard: guard.name)
+def test_a_test_fails_without_its_guard(guard):
+    """As a test of its own: what was taken away stays away in a process."""
+    command = [guard.test, "-p", "no:cacheprovider", "--layouts=all", f"--timeout={HANGS_S}"]
+    body = f"{guard.without}\nimport pytest, sys\nsys.exit(pytest.main({command}))"
+    run = subprocess.run(
+        [sys.executable, "-c", body], cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=600
     )
-    assert life.run.returncode != 0
+    assert run.returncode == pytest.ExitCode.TESTS_FAILED, run.stdout[-4000:] + run.stderr[-4000:]
+    assert re.search(guard.fails, run.stdout), run.stdout[-4000:]
 
 
-def test_survivors_that_do_not_go_back_make_other_numbers(tmp_path):
-    """Behind a step's first update the survivor has taken it, and takes it again."""
-    steps = {"trainer__max_training_steps": 3} | TWO_UPDATES | HEALS
-    fault = "'policy 1', 'SIGKILL', 'between updates', 1"
-    found = []
-    for name, planted, made in (("whole", "", NO_FAULT), ("healed", "", fault), ("planted", NO_WAY_BACK, fault)):
-        lives = Lives(tmp_path / name)
-        life = lives.live(made, planted=planted, **steps)
-        assert life.run.returncode == 0, f"{life.run.out[-2000:]}\n{life.run.err[-4000:]}"
-        found.append(numbers(lives))
-    assert found[0] == found[1] != found[2]
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The numbers of a run whose ranks would be replaced."""
+    one = Lives(tmp_path_factory.mktemp("undisturbed"))
+    one.live(NO_FAULT, **STEPS | TWO_UPDATES | HEALS)
+    return numbers(one)
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("guard", IN_A_RUN, ids=lambda guard: guard.name)
+def test_a_promise_is_not_kept_without_its_guard(tmp_path, request, guard):
+    from skyrl_megatron.errors import CheckpointError
+
+    who, what, when = guard.cell
+    if reason := why_not(kind_of(who, what)):
+        pytest.skip(reason)
+    made, promised = way(guard.cell), entry(guard.cell, healing=guard.healing).promise
+    fault = made.armed({"start": 0, "save": 2, "shutdown": 3}.get(when, 1))
+    if guard.when:
+        fault = fault.replace(repr(made.phase), repr(guard.when))
+    overrides = made.overrides | STEPS | (TWO_UPDATES | HEALS if guard.healing else {})
+    same = request.getfixturevalue("undisturbed") if guard.healing else None
+    one = Lives(tmp_path / "run", kind_of(who, what))
+    request.addfinalizer(one.place.close)
+    with pytest.raises((AssertionError, CheckpointError), match=guard.fails):
+        life = one.live(fault, planted=guard.without, timeout_s=ENDS_WITHIN_S, **overrides)
+        if promised is Promise.ENDED:
+            check_end(life, guard.cell)
+        else:
+            assert life.run.returncode == 0, f"it did not go on: {life.run.err[-4000:]}"
+            assert same is None or numbers(one) == same, "other numbers"
+    assert len(one.faults) == 1

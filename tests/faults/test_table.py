@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.guards import GUARDS, UNGUARDED
 from tests.faults.matrix import HEALING, MEANINGLESS, PROMISES, Promised, entry
 from tests.faults.page import page
 from tests.faults.proofs import PROOFS, proofs
@@ -47,3 +48,23 @@ def test_what_is_not_proven_has_no_test():
 
 def test_the_page_is_current():
     assert (ROOT / "docs/faults.md").read_text() == page(), "run python -m tests.faults.matrix > docs/faults.md"
+
+
+def said(row):
+    return row.promise, row.deadline, row.lost
+
+
+def reasons(cell):
+    return [each for each in UNGUARDED if among(cell, each.who, each.what, each.when)]
+
+
+def test_every_promise_has_a_guard_that_was_taken_away_or_a_reason():
+    guarded = {said(entry(guard.cell, healing=guard.healing)) for guard in GUARDS}
+    needed = set()
+    for healing, rows in ((False, PROMISES), (True, HEALING)):
+        for row in rows:
+            own = [reasons(cell) for cell in cells() if entry(cell, healing=healing) is row]
+            assert said(row) in guarded or all(own), row
+            needed |= {each for found in own for each in found if said(row) not in guarded}
+    assert needed == set(UNGUARDED)
+    assert len({guard.name for guard in GUARDS}) == len(GUARDS)

@@ -75,7 +75,7 @@ SAID = {
     **dict.fromkeys(RANKS[1:], "policy rank 1"),
 }
 """What the one message holds."""
-PHASE_TIMEOUT_S = 90
+PHASE_TIMEOUT_S = 120
 REFUSES = {
     "full disk": "No space left on device",
     "read-only disk": "Read-only file system",
