@@ -69,7 +69,7 @@ ray_setup.END_TIMEOUT_S = 1e6
 """
 STRAGGLERS = """
 from skyrl_megatron.trainer import stragglers
-stragglers.STEPS = 1 << 30
+stragglers.RATIO = float("inf")
 """
 HEALTH = """
 from skyrl_megatron.inference.health import HealthMonitor

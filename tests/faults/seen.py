@@ -11,15 +11,10 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from tests.faults.ways import ending, going_on
+from tests.faults.ways import ending, lives_that_go_on, named
 from tests.faults.words import Cell
 
 FILE = Path(__file__).with_name("seen.txt")
-
-
-def named(words: tuple[str, ...]) -> str:
-    """Return the name of a test, in which nothing has to be escaped."""
-    return " - ".join(words).replace("×", "x")
 
 
 @cache
@@ -37,9 +32,9 @@ def note(log: str) -> None:
     lines = {" · ".join(cell) for cell in cells}
     for healing in (False, True):
         more = ("healing",) if healing else ()
-        for pair, phases in going_on(healing=healing).items():
-            if named((*pair, *more)) in passed:
-                lines |= {" · ".join((*pair, phase, *more)) for phase in phases}
+        for name, (who, what, phases) in lives_that_go_on(healing=healing).items():
+            if name in passed:
+                lines |= {" · ".join((who, what, phase, *more)) for phase in phases}
     FILE.write_text("".join(f"{line}\n" for line in sorted({*FILE.read_text().splitlines(), *lines})))
 
 

@@ -9,9 +9,19 @@ import pytest
 from tests.faults.lives import NO_FAULT, Lives
 from tests.faults.matrix import NOTHING, entry
 from tests.faults.places import kind_of, why_not
-from tests.faults.seen import named, seen
+from tests.faults.seen import seen
 from tests.faults.test_healing import exported, numbers
-from tests.faults.ways import ENGINE_OF_TWO, LAYOUTS, TWO_ROLES, ending, going_on, in_order, way
+from tests.faults.ways import (
+    ENGINE_OF_TWO,
+    LAYOUTS,
+    TWO_ROLES,
+    ending,
+    going_on,
+    in_order,
+    lives_that_go_on,
+    named,
+    way,
+)
 from tests.faults.words import DEATHS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.full_matrix]
@@ -104,9 +114,8 @@ def undisturbed(tmp_path_factory):
 
 def cases():
     for healing in (False, True):
-        for (who, what), phases in going_on(healing=healing).items():
+        for name, (who, what, phases) in lives_that_go_on(healing=healing).items():
             known = {(who, what, when) for when in phases} <= seen(healing=healing)
-            name = named((who, what, "healing") if healing else (who, what))
             yield pytest.param(who, what, phases, healing, id=name, marks=marks(known))
 
 

@@ -170,6 +170,32 @@ def going_on(*, healing: bool = False) -> dict[tuple[str, str], list[str]]:
     return found
 
 
+STOPS_IN_A_LIFE = 3
+"""Processes that are stopped are waited for, by deadlines: a test of all phases would take twenty minutes."""
+
+
+def lives_that_go_on(*, healing: bool = False) -> dict[str, tuple[str, str, list[str]]]:
+    """Return who meets what in which phases of one life, by the name of its test."""
+    found = {}
+    for (who, what), phases in going_on(healing=healing).items():
+        most = STOPS_IN_A_LIFE if what == "SIGSTOP" else len(phases)
+        for first in range(0, len(phases), most):
+            part = phases[first : first + most]
+            words = (
+                who,
+                what,
+                *([", ".join(part)] if len(part) < len(phases) else []),
+                *(["healing"] if healing else []),
+            )
+            found[named(words)] = (who, what, part)
+    return found
+
+
+def named(words: tuple[str, ...]) -> str:
+    """Return the name of a test, in which nothing has to be escaped."""
+    return " - ".join(words).replace("×", "x")
+
+
 def _promise(cell: Cell, healing: bool) -> Promise | None:
     row = entry(cell, healing=healing)
     return row.promise if isinstance(row, Promised) else None
