@@ -104,49 +104,50 @@ class SyncCalls:
         of_engine: Callable[[InferenceEngine], Awaitable[Any]] | None,
         of_rank: Callable[[int, TrainerRank], Awaitable[Any]] | None,
     ) -> tuple[list[Any], list[Any]]:
-        """Call engines and ranks at the same time; return the results of both.
-
-        One that fails makes those that wait for it fail too. A rank's own error explains everything and is raised as
-        it is, that of a process that is gone first; else an engine that does not answer afterwards does (EnginesLost),
-        else ranks that do not (WeightSyncError), else what those said that waited to the end; else nobody is to blame
-        (AttemptFailed).
-        """
+        """Call engines and ranks at the same time; return the results of both. One that fails makes those that wait
+        for it fail too: raises what explains all."""
         began = time.monotonic()
-        own: list[BaseException] = []
-        late: list[BaseException] = []
+        failed: dict[int, tuple[float, BaseException]] = {}
+        """Rank → (seconds until it failed, error), in the order in which they did."""
 
-        async def on_rank(number: int, rank: TrainerRank) -> Any:
+        async def on_rank(number: int, work: Awaitable[Any]) -> Any:
             try:
-                return await self.within(of_rank(number, rank))  # type: ignore[misc]
-            except EngineError:
-                raise
+                return await self.within(work)
             except BaseException as error:
-                (own if time.monotonic() - began < self.phase_s else late).append(error)
+                failed[number] = time.monotonic() - began, error
                 raise
 
         work = [self._timed(slot.name, phase, of_engine(slot.engine)) for slot in slots] if of_engine else []
         if of_rank:
-            work += [on_rank(number, rank) for number, rank in enumerate(self.ranks)]
+            work += [on_rank(number, of_rank(number, rank)) for number, rank in enumerate(self.ranks)]
         results = await asyncio.gather(*work, return_exceptions=True)
         of_engines, of_ranks = results[: len(slots)], results[len(slots) :]
-        failed = {slot: str(e) for slot, e in zip(slots, of_engines, strict=True) if isinstance(e, BaseException)}
-        by_rank = {number: error for number, error in enumerate(of_ranks) if isinstance(error, BaseException)}
-        if not failed and not by_rank:
-            return list(of_engines), list(of_ranks)
-        if own:
-            raise min(own, key=lambda error: not isinstance(error, RankLostError))
-        silent = {slot: why for slot, why in failed.items() if not await self._answers(slot)}
-        if silent:
-            raise EnginesLost(phase, silent)
-        if mute := [number for number, error in by_rank.items() if isinstance(error, _NoAnswer)]:
+        lost = {slot: str(e) for slot, e in zip(slots, of_engines, strict=True) if isinstance(e, BaseException)}
+        if lost or failed:
+            raise await self._explanation(phase, lost, failed)
+        return list(of_engines), list(of_ranks)
+
+    async def _explanation(
+        self, phase: str, engines: Mapping[EngineSlot, str], ranks: Mapping[int, tuple[float, BaseException]]
+    ) -> BaseException:
+        """Return a rank's own error as it is, that of a process that is gone first; else EnginesLost, for those that
+        do not answer; else WeightSyncError, for ranks that do not; else what a rank said that waited for another one
+        to the end; else nobody is to blame (AttemptFailed)."""
+        errors = [(after, error) for after, error in ranks.values() if not isinstance(error, EngineError)]
+        if own := [error for after, error in errors if after < self.phase_s]:
+            return min(own, key=lambda error: not isinstance(error, RankLostError))
+        if silent := {slot: why for slot, why in engines.items() if not await self._answers(slot)}:
+            return EnginesLost(phase, silent)
+        if mute := {number: error for number, (_, error) in sorted(ranks.items()) if isinstance(error, _NoAnswer)}:
             names = ", ".join(f"trainer rank {number}" for number in mute)
             noted = await asyncio.to_thread(self.look)
-            raise WeightSyncError(f"{names}, phase {phase}: {by_rank[mute[0]]} (trainer.phase_timeout_s){noted}")
-        if late:
-            raise late[0]
-        told = [f"{slot.name}, phase {phase}: {why}" for slot, why in failed.items()]
-        told += [f"trainer rank {number}, phase {phase}: {error}" for number, error in by_rank.items()]
-        raise AttemptFailed("; ".join(told))
+            why = next(iter(mute.values()))
+            return WeightSyncError(f"{names}, phase {phase}: {why} (trainer.phase_timeout_s){noted}")
+        if errors:
+            return errors[0][1]
+        told = [f"{slot.name}, phase {phase}: {why}" for slot, why in engines.items()]
+        told += [f"trainer rank {number}, phase {phase}: {error}" for number, (_, error) in sorted(ranks.items())]
+        return AttemptFailed("; ".join(told))
 
     async def within(self, work: Awaitable[Any]) -> Any:
         """Await with the deadlines of the phase and of the sync; :data:`LATER_S` more than the callee's own, whose
