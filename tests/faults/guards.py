@@ -56,13 +56,22 @@ fail = PendingCall._fail
 PendingCall._fail = lambda self, failures: fail(self, {min(failures): failures[min(failures)]})
 """
 KILLED_AT_THE_END = """
+import time
 from skyrl_megatron.workers.worker_group import WorkerGroup
-WorkerGroup.stop = lambda self: self.group.call("memory_bytes")
+def ask(self):
+    time.sleep(1)
+    self.group.call("memory_bytes")
+WorkerGroup.stop = ask
 """
 ENGINES_KILLED_AT_THE_END = """
+import asyncio
+from skyrl_megatron.inference.pool import EnginePool
 from skyrl_megatron.workers import inference_engine_client
-inference_engine_client.STOP_TIMEOUT_S = 1e6
+async def ask(self):
+    await asyncio.gather(*(slot.engine.health() for slot in self.slots))
+EnginePool.shutdown, inference_engine_client.STOP_TIMEOUT_S = ask, 1e6
 """
+"""Both are asked to end, in place of being killed."""
 RAY_FREED_AT_THE_END = """
 from skyrl_megatron.workers import ray_setup
 ray_setup.END_TIMEOUT_S = 1e6
@@ -134,13 +143,15 @@ ActorGroup.lost = lambda self, *, stopped=True: lost(self, stopped=False)
 """
 
 RANK = RANKS[3]
+LATE = "the run did not end|trainer.phase_timeout_s"
+"""By a deadline of another part, if at all: the collectives of ranks have one too."""
 GUARDS = (
     Guard("last words, driver", ("driver", "SIGKILL", "train"), LAST_WORDS, "the run's process"),
     Guard("last words, head", ("Ray head", "SIGKILL", "train"), LAST_WORDS, "Ray's head"),
     Guard("last words, node", ("Ray node", "SIGKILL", "sample"), LAST_WORDS, "Ray's node"),
-    Guard("deadline of ranks", (RANK, "SIGSTOP", "train"), DEADLINE, "the run did not end"),
-    Guard("deadline of ranks, Ray", ("Ray node", "SIGSTOP", "train"), DEADLINE, "did not end|trainer.phase_timeout_s"),
-    Guard("deadline of ranks, link", ("network link", "cut link", "train"), DEADLINE, ""),
+    Guard("deadline of ranks", (RANK, "SIGSTOP", "train"), DEADLINE, LATE),
+    Guard("deadline of ranks, Ray", ("Ray node", "SIGSTOP", "train"), DEADLINE, LATE),
+    Guard("deadline of ranks, link", ("network link", "cut link", "train"), DEADLINE, LATE),
     Guard("deadline of a start", ("engine core", "SIGSTOP", "start"), DEADLINE_OF_A_START, "the run did not end"),
     Guard("cause, in a call", (RANK, "SIGKILL", "train"), CAUSE, "policy rank 1"),
     Guard("cause, before a call", (RANK, "SIGKILL", "sample"), CAUSE, "policy rank 1"),
