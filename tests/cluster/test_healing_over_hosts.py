@@ -1,5 +1,5 @@
-"""Ranks on several hosts: one that dies is replaced where it was, and with its host on another one, from the copy of its
-state that a neighbour on another host has."""
+"""Ranks on several hosts: one that dies is replaced where it was, and with its host on another one, from the copy of
+its state that a neighbour on another host has."""
 
 import contextlib
 import re
