@@ -85,8 +85,8 @@ from skyrl_megatron.inference.health import HealthMonitor
 HealthMonitor.start = lambda self: None
 """
 ENVIRONMENTS_MAY_FAIL = """
-from skyrl_megatron.rollout import episode
-episode._EnvFailed = type("Other", (BaseException,), {})
+from skyrl_megatron.rollout.episode import Episode
+Episode._in_pool = lambda self, function, *arguments: self.config.pool.run(function, *arguments)
 """
 ENVIRONMENTS_TIMEOUT = """
 from skyrl_megatron.envs.pool import EnvPool
