@@ -21,16 +21,19 @@ PARTS = {"gcs_server": "Ray's head (gcs_server)", "raylet": "Ray's node (raylet)
 itself ends the run's process then, at once or a minute later, without a message."""
 LOST = {"Failed to connect to GCS": "gcs_server"}
 """What Ray's library says, last of all, where a part is there and does not answer: it ends the run's process."""
-DONE = b"."
+DONE, SILENT = b".", "silent"
 LINE = 300
 """Characters of the log that are quoted, at most."""
 DEADLINE_S, GRACE_S = 10, 2
+LOOK_S = 10
+"""Between two looks at whether Ray's head still hears from the node."""
 
 
 @contextlib.contextmanager
 def last_words(log: Path, terminal: int) -> Iterator[None]:
     """Within the block, have the end of this process told on the stream ``terminal`` (a file descriptor), unless the
-    block is left. The end of a part of our Ray ends this process too, with exit code 1, and all that it started.
+    block is left. The end of a part of our Ray ends this process too, with exit code 1, and all that it started; so
+    does a node that hangs, once Ray's head takes it for dead: Ray waits for calls to it without end.
 
     ``log``: where libraries write, whose last line is quoted.
     """
@@ -51,10 +54,9 @@ def last_words(log: Path, terminal: int) -> Iterator[None]:
     ) as teller:
         os.close(own)
         os.close(terminal)
-        if parts:
-            threading.Thread(target=_end_with, args=(list(parts), teller), daemon=True, name="ray parts").start()
         try:
-            yield
+            with _ending_with(parts, teller) if parts else contextlib.nullcontext():
+                yield
         finally:
             try:
                 teller.communicate(DONE, timeout=DEADLINE_S)
@@ -62,22 +64,52 @@ def last_words(log: Path, terminal: int) -> Iterator[None]:
                 teller.kill()
 
 
-def _end_with(parts: list[int], teller: subprocess.Popen[bytes]) -> None:
-    """End this process with the first of ``parts``, handles of ``pidfd_open``, unless the end was not told of."""
+@contextlib.contextmanager
+def _ending_with(parts: dict[int, tuple[str, int]], teller: subprocess.Popen[bytes]) -> Iterator[None]:
+    left, leave = os.pipe()
+    watch = threading.Thread(target=_end_with, args=(parts, left, teller), daemon=True, name="ray parts")
+    watch.start()
+    try:
+        yield
+    finally:
+        os.close(leave)
+        watch.join(DEADLINE_S)  # it may not ask a Ray that ends
+
+
+def _end_with(parts: dict[int, tuple[str, int]], left: int, teller: subprocess.Popen[bytes]) -> None:
+    """End this process with the first of ``parts``, handles of ``pidfd_open``, or with a node that is taken for dead,
+    unless the end was not told of. Returns once the other end of ``left``, a pipe, is closed."""
     import psutil
 
     waiting = select.poll()
-    for handle in parts:
-        waiting.register(handle, select.POLLIN)
-    first = waiting.poll()[0][0]
+    for handle in (left, *parts):
+        waiting.register(handle, select.POLLIN | select.POLLHUP)
+    while not (ended := [handle for handle, _ in waiting.poll(1000 * LOOK_S)]) and not _is_taken_for_dead():
+        pass
+    if left in ended:
+        os.close(left)
+        return
+    node = next(handle for handle, (name, _) in parts.items() if name == PARTS["raylet"])
+    said = f"{ended[0]}" if ended else f"{node} {SILENT}"
     if teller.poll() is None:
-        os.write(teller.stdin.fileno(), str(first).encode())  # type: ignore[union-attr]
+        os.write(teller.stdin.fileno(), said.encode())  # type: ignore[union-attr]
         for child in sorted(psutil.Process().children(recursive=True), key=lambda each: each.name() != "raylet"):
             with contextlib.suppress(psutil.NoSuchProcess):
                 # trackers take away the shared memory of those that are killed, and end then; a raylet would kill them
                 if child.pid != teller.pid and "multiprocessing.resource_tracker" not in " ".join(child.cmdline()):
                     child.kill()
         os._exit(1)
+
+
+def _is_taken_for_dead() -> bool:
+    """Whether Ray's head has given up the node of this process, from which it did not hear for a minute."""
+    import ray
+
+    try:
+        own = ray.get_runtime_context().get_node_id() if ray.is_initialized() else None
+        return own is not None and any(node["NodeID"] == own and not node["Alive"] for node in ray.nodes())
+    except ray.exceptions.RayError:  # there is no head that could say so
+        return False
 
 
 def _tell(own: int, pid: int, parts: dict[str, tuple[str, int]], terminal: int, log: str) -> None:
@@ -92,8 +124,9 @@ def _tell(own: int, pid: int, parts: dict[str, tuple[str, int]], terminal: int, 
     if said == DONE:
         return
     if said:
-        name, number = parts[said.decode()]
-        what = f"{name}, pid {number}, died, and the run with it"
+        which, _, silent = said.decode().partition(" ")
+        name, number = parts[which]
+        what = f"{name}, pid {number}, {'does not answer any more' if silent else 'died'}, and the run ended with it"
     else:
         last = _last(log)
         what = f"the run's process, pid {pid}, was killed, or ended by a library; the last line of {log}: {last}"

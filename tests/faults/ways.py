@@ -147,7 +147,7 @@ def way(cell: Cell) -> Way | None:
         says = "MemoryError"
     if who == "object store":
         says = object_store.BUCKET
-    if what == "SIGSTOP":
+    if what == "SIGSTOP" and who not in RAY:
         says = "trainer.phase_timeout_s"
     return Way(VICTIMS[who], name, phase, delay_s, 10.0, overrides, code, says)
 
