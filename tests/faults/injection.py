@@ -43,7 +43,7 @@ for number in {sorted(OWN.values())}:
     signal.signal(signal.SIGRTMIN + number, fail)
 """
 """``sitecustomize.py`` of a run: each of its Python processes fails in its main thread when it is told to."""
-JUMPS_AFTER_S = 0.1
+JUMPS_AFTER_S = 0.02
 FOUND_S = 300.0
 """Time in which a process that is being started has to appear."""
 
