@@ -71,7 +71,7 @@ def test_the_run_ends(lives, cell):
     one = lives(cell, made.overrides)
     before, began = len(one.faults), cell[2] != "start"
     step = one.saved + (2 if cell[2] == "save" else 1)  # a step is counted before it is saved
-    last = {"trainer__max_training_steps": one.saved + (2 if cell[2] == "shutdown" else 4)}
+    last = {"trainer__max_training_steps": one.saved + (2 if cell[2] == "shutdown" else made.steps)}
     life = one.live(made.armed(step if began else 0), **for_roles(made.overrides, one) | last)
     assert len(one.faults) == before + 1, f"the fault was not made: {life.run.out[-2000:]}"
     assert life.saved >= life.began + began

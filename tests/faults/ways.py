@@ -76,6 +76,8 @@ SAID = {
 }
 """What the one message holds."""
 PHASE_TIMEOUT_S = 120
+LONG = 400
+"""Steps: a head that hangs is missed after a minute."""
 REFUSES = {
     "full disk": "No space left on device",
     "read-only disk": "Read-only file system",
@@ -97,6 +99,8 @@ class Way:
     code: int | None = 1
     """What the run ends with; None: anything but 0."""
     says: str = ""
+    steps: int = 4
+    """How far the run would go beyond what is saved."""
 
     def armed(self, step: int) -> str:
         """Return the arguments for a fault behind ``step`` whole steps."""
@@ -149,7 +153,8 @@ def way(cell: Cell) -> Way | None:
         says = object_store.BUCKET
     if what == "SIGSTOP" and who not in RAY:
         says = "trainer.phase_timeout_s"
-    return Way(VICTIMS[who], name, phase, delay_s, 10.0, overrides, code, says)
+    steps = LONG if (who, what) == ("Ray head", "SIGSTOP") else 4
+    return Way(VICTIMS[who], name, phase, delay_s, 10.0, overrides, code, says, steps)
 
 
 @cache
