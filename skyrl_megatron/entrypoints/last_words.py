@@ -25,15 +25,15 @@ DONE, SILENT = b".", "silent"
 LINE = 300
 """Characters of the log that are quoted, at most."""
 DEADLINE_S, GRACE_S = 10, 2
-LOOK_S = 10
-"""Between two looks at whether Ray's head still hears from the node."""
+LOOK_S, SILENT_LOOKS = 10, 9
+"""Between two looks at Ray's head, and looks that it may leave unanswered: at a run's end Ray gives it a minute."""
 
 
 @contextlib.contextmanager
 def last_words(log: Path, terminal: int) -> Iterator[None]:
     """Within the block, have the end of this process told on the stream ``terminal`` (a file descriptor), unless the
     block is left. The end of a part of our Ray ends this process too, with exit code 1, and all that it started; so
-    does a node that hangs, once Ray's head takes it for dead: Ray waits for calls to it without end.
+    does a head that hangs, and a node that does, once the head takes it for dead: Ray waits for both without end.
 
     ``log``: where libraries write, whose last line is quoted.
     """
@@ -73,7 +73,7 @@ def _ending_with(parts: dict[int, tuple[str, int]], teller: subprocess.Popen[byt
         yield
     finally:
         os.close(leave)
-        watch.join(DEADLINE_S)  # it may not ask a Ray that ends
+        watch.join(DEADLINE_S)
 
 
 def _end_with(parts: dict[int, tuple[str, int]], left: int, teller: subprocess.Popen[bytes]) -> None:
@@ -84,13 +84,14 @@ def _end_with(parts: dict[int, tuple[str, int]], left: int, teller: subprocess.P
     waiting = select.poll()
     for handle in (left, *parts):
         waiting.register(handle, select.POLLIN | select.POLLHUP)
-    while not (ended := [handle for handle, _ in waiting.poll(1000 * LOOK_S)]) and not _is_taken_for_dead():
+    head, hangs = _Head(), ""
+    while not (ended := [handle for handle, _ in waiting.poll(1000 * LOOK_S)]) and not (hangs := head.look()):
         pass
     if left in ended:
+        head.leave()
         os.close(left)
         return
-    node = next(handle for handle, (name, _) in parts.items() if name == PARTS["raylet"])
-    said = f"{ended[0]}" if ended else f"{node} {SILENT}"
+    said = f"{ended[0]}" if ended else f"{next(h for h, (name, _) in parts.items() if name == PARTS[hangs])} {SILENT}"
     if teller.poll() is None:
         os.write(teller.stdin.fileno(), said.encode())  # type: ignore[union-attr]
         for child in sorted(psutil.Process().children(recursive=True), key=lambda each: each.name() != "raylet"):
@@ -101,15 +102,37 @@ def _end_with(parts: dict[int, tuple[str, int]], left: int, teller: subprocess.P
         os._exit(1)
 
 
-def _is_taken_for_dead() -> bool:
-    """Whether Ray's head has given up the node of this process, from which it did not hear for a minute."""
-    import ray
+class _Head:
+    """Ray's head, asked again and again whether it still hears from the node of this process."""
 
-    try:
-        own = ray.get_runtime_context().get_node_id() if ray.is_initialized() else None
-        return own is not None and any(node["NodeID"] == own and not node["Alive"] for node in ray.nodes())
-    except ray.exceptions.RayError:  # there is no head that could say so
-        return False
+    def __init__(self) -> None:
+        self._asking: threading.Thread | None = None
+        self._looks = 0
+        self._gave_up_node = False
+
+    def look(self) -> str:
+        """Return which part of Ray hangs, a name of :data:`PARTS`; "": none as far as is known. Does not wait."""
+        if self._asking is not None and self._asking.is_alive():
+            self._looks += 1  # and not seconds, as this process may be stopped itself
+            return "gcs_server" if self._looks >= SILENT_LOOKS else ""
+        if self._gave_up_node:
+            return "raylet"
+        self._looks, self._asking = 0, threading.Thread(target=self._ask, daemon=True, name="ray head")
+        self._asking.start()
+        return ""
+
+    def leave(self) -> None:
+        """Let an answer that is due come, as nobody may ask a Ray that ends."""
+        if self._asking is not None:
+            self._asking.join(GRACE_S)
+
+    def _ask(self) -> None:
+        import ray
+
+        with contextlib.suppress(ray.exceptions.RayError):  # there is no head that could say so
+            if ray.is_initialized():
+                own = ray.get_runtime_context().get_node_id()
+                self._gave_up_node = any(node["NodeID"] == own and not node["Alive"] for node in ray.nodes())
 
 
 def _tell(own: int, pid: int, parts: dict[str, tuple[str, int]], terminal: int, log: str) -> None:

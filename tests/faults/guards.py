@@ -41,9 +41,9 @@ import contextlib
 from skyrl_megatron.entrypoints import experiment
 experiment.last_words = lambda *args: contextlib.nullcontext()
 """
-NODE_THAT_HANGS = """
+RAY_THAT_HANGS = """
 from skyrl_megatron.entrypoints import last_words
-last_words._is_taken_for_dead = lambda: False
+last_words._Head.look = lambda self: ""
 """
 DEADLINE = """
 from skyrl_megatron.workers.actor_group import ActorGroup
@@ -154,7 +154,7 @@ GUARDS = (
     Guard("last words, head", ("Ray head", "SIGKILL", "train"), LAST_WORDS, "Ray's head"),
     Guard("last words, node", ("Ray node", "SIGKILL", "sample"), LAST_WORDS, "Ray's node"),
     Guard("deadline of ranks", (RANK, "SIGSTOP", "train"), DEADLINE, LATE),
-    Guard("node that hangs", ("Ray node", "SIGSTOP", "train"), NODE_THAT_HANGS, "the run did not end"),
+    Guard("Ray that hangs", ("Ray node", "SIGSTOP", "train"), RAY_THAT_HANGS, "the run did not end"),
     Guard("deadline of ranks, link", ("network link", "cut link", "train"), DEADLINE, LATE),
     Guard("deadline of a start", ("engine core", "SIGSTOP", "start"), DEADLINE_OF_A_START, "the run did not end"),
     Guard("cause, in a call", (RANK, "SIGKILL", "train"), CAUSE, "policy rank 1"),

@@ -142,7 +142,8 @@ PROMISES = (
     # Ray
     Promised(Promise.HEALED, "30 s: it goes on", NOTHING, RAY, ("SIGSTOP",), ("shutdown",)),
     Promised(Promise.HEALED, "once it goes on", NOTHING, RAY, ("slow ×10",)),
-    Promised(Promise.ENDED, "90 s", STEP_LOST, RAY, (*DEATHS, "SIGSTOP")),
+    Promised(Promise.ENDED, "2 min: it is missed after 70 to 100 s", STEP_LOST, RAY, ("SIGSTOP",)),
+    Promised(Promise.ENDED, "90 s", STEP_LOST, RAY, DEATHS),
     # what runs in the driver
     Promised(Promise.HEALED, "at once: it is left out", "the trajectory", ("environment",), ("exception",)),
     Promised(Promise.HEALED, "the environment's timeout", NOTHING, ("environment",), ("slow ×10",)),
