@@ -98,9 +98,9 @@ make = EnvPool.__init__
 EnvPool.__init__ = lambda self, workers, timeout_s: make(self, workers, timeout_s=1e6)
 """
 STORES_ERRORS = """
-import contextlib
-from skyrl_megatron.runtime.checkpoint import storage
-storage._as_of_a_disk = lambda address: contextlib.nullcontext()
+from skyrl_megatron.runtime.checkpoint import manifest, storage, store
+for module in (manifest, storage, store):
+    module.CheckpointError = type("Other", (Exception,), {})
 """
 HASHES = """
 from skyrl_megatron.weight_sync import versions
