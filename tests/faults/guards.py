@@ -155,7 +155,7 @@ GUARDS = (
     Guard("last words, node", ("Ray node", "SIGKILL", "sample"), LAST_WORDS, "Ray's node"),
     Guard("deadline of ranks", (RANK, "SIGSTOP", "train"), DEADLINE, LATE),
     Guard("Ray that hangs", ("Ray node", "SIGSTOP", "train"), RAY_THAT_HANGS, "the run did not end"),
-    Guard("deadline of ranks, link", ("network link", "cut link", "train"), DEADLINE, LATE),
+    Guard("deadlines, link", ("network link", "cut link", "train"), RAY_THAT_HANGS + DEADLINE, LATE),
     Guard("deadline of a start", ("engine core", "SIGSTOP", "start"), DEADLINE_OF_A_START, "the run did not end"),
     Guard("cause, in a call", (RANK, "SIGKILL", "train"), CAUSE, "policy rank 1"),
     Guard("cause, before a call", (RANK, "SIGKILL", "sample"), CAUSE, "policy rank 1"),
