@@ -155,7 +155,6 @@ GUARDS = (
     Guard("last words, node", ("Ray node", "SIGKILL", "sample"), LAST_WORDS, "Ray's node"),
     Guard("deadline of ranks", (RANK, "SIGSTOP", "train"), DEADLINE, LATE),
     Guard("Ray that hangs", ("Ray node", "SIGSTOP", "train"), RAY_THAT_HANGS, "the run did not end"),
-    Guard("deadlines, link", ("network link", "cut link", "train"), RAY_THAT_HANGS + DEADLINE, LATE),
     Guard("deadline of a start", ("engine core", "SIGSTOP", "start"), DEADLINE_OF_A_START, "the run did not end"),
     Guard("cause, in a call", (RANK, "SIGKILL", "train"), CAUSE, "policy rank 1"),
     Guard("cause, before a call", (RANK, "SIGKILL", "sample"), CAUSE, "policy rank 1"),
@@ -229,4 +228,5 @@ UNGUARDED = (
     Unguarded("a disk or a store that is slow is waited for", ("disk", "object store"), ("slow ×10",)),
     Unguarded("the server answers a request whose handler failed", ("registry",), ("exception", "slow ×10")),
     Unguarded("the store's client gives up", ("object store",), ("cut link",)),
+    Unguarded("Ray and collectives give up connections that are cut", ("network link",), ("cut link",)),
 )

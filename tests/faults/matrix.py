@@ -169,7 +169,7 @@ PROMISES = (
         ("byte in bucket",),
     ),
     Promised(Promise.HEALED, "the link's", NOTHING, ("network link",), ("slow ×10",)),
-    Promised(Promise.ENDED, AS_STOPPED, STEP_LOST, ("network link",), ("cut link",)),
+    Promised(Promise.ENDED, f"{AS_STOPPED} at most", STEP_LOST, ("network link",), ("cut link",)),
     Promised(Promise.ENDED, "at once", "the checkpoint in work", ("disk",), DISK, ("save",)),
     Promised(Promise.ENDED, "at once", NOTHING, ("disk",), DISK),
     Promised(Promise.HEALED, "no hurry", NOTHING, ("disk",), ("slow ×10",)),
