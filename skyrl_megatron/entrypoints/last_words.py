@@ -77,8 +77,8 @@ def _ending_with(parts: dict[int, tuple[str, int]], teller: subprocess.Popen[byt
 
 
 def _end_with(parts: dict[int, tuple[str, int]], left: int, teller: subprocess.Popen[bytes]) -> None:
-    """End this process with the first of ``parts``, handles of ``pidfd_open``, or with a node that is taken for dead,
-    unless the end was not told of. Returns once the other end of ``left``, a pipe, is closed."""
+    """End this process with the first of ``parts``, handles of ``pidfd_open``, that ends or hangs, unless nobody is
+    there to tell it. Returns once the other end of ``left``, a pipe, is closed."""
     import psutil
 
     waiting = select.poll()
