@@ -45,6 +45,7 @@ def weight_synchronizer(
         adapters=configured_pairs(cfg),
         draft=trains_draft(cfg, "policy"),
         look=lambda: policy.group.look(),
+        end=lambda: policy.group.kill(),
     )
 
 

@@ -14,11 +14,14 @@ from skyrl_megatron.inference.pool import EngineSlot
 from skyrl_megatron.inference.protocol import InferenceEngine
 from skyrl_megatron.weight_sync.bucket import TensorMeta
 from skyrl_megatron.weight_sync.routes import Holdings
+from skyrl_megatron.workers.actor_group import GRACE_S
 
 if TYPE_CHECKING:
     from skyrl_megatron.runtime.offload import Part
 
 log = logging.getLogger(__name__)
+type _Failed = dict[int, tuple[float, Exception]]
+"""Rank → (seconds until it failed, error), in the order in which they did."""
 ANSWER_S = 30.0
 """How long an engine may take to show that it is alive after a failure."""
 LATER_S = 5.0
@@ -82,10 +85,17 @@ class _NoAnswer(EngineError):
 class SyncCalls:
     """Calls of one sync after another. ``phase_s``: the longest that any may take, also the wait of one rank for
     another; ``ends``: when the sync under way must be over (``time.monotonic``). ``look``: called when ranks do not
-    answer; returns what the message says of it."""
+    answer; returns what the message says of it. ``end``: called when others wait for a rank that failed, although its
+    process is there; ends all."""
 
-    def __init__(self, ranks: Sequence[TrainerRank], phase_s: float, look: Callable[[], str] = lambda: "") -> None:
-        self.ranks, self.phase_s, self.look, self.ends = list(ranks), phase_s, look, 0.0
+    def __init__(
+        self,
+        ranks: Sequence[TrainerRank],
+        phase_s: float,
+        look: Callable[[], str] = lambda: "",
+        end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.ranks, self.phase_s, self.look, self.end, self.ends = list(ranks), phase_s, look, end, 0.0
 
     async def on_engines(
         self, slots: Sequence[EngineSlot], phase: str, call: Callable[[InferenceEngine], Awaitable[Any]]
@@ -105,37 +115,53 @@ class SyncCalls:
         of_rank: Callable[[int, TrainerRank], Awaitable[Any]] | None,
     ) -> tuple[list[Any], list[Any]]:
         """Call engines and ranks at the same time; return the results of both. One that fails makes those that wait
-        for it fail too: raises what explains all."""
+        for it fail too, or they are left after :data:`GRACE_S`: raises what explains all."""
         began = time.monotonic()
-        failed: dict[int, tuple[float, BaseException]] = {}
-        """Rank → (seconds until it failed, error), in the order in which they did."""
+        failed: _Failed = {}
 
         async def on_rank(number: int, work: Awaitable[Any]) -> Any:
             try:
                 return await self.within(work)
-            except BaseException as error:
+            except Exception as error:
                 failed[number] = time.monotonic() - began, error
                 raise
 
         work = [self._timed(slot.name, phase, of_engine(slot.engine)) for slot in slots] if of_engine else []
         if of_rank:
             work += [on_rank(number, of_rank(number, rank)) for number, rank in enumerate(self.ranks)]
-        results = await asyncio.gather(*work, return_exceptions=True)
+        results = await self._results([asyncio.ensure_future(each) for each in work], failed)
         of_engines, of_ranks = results[: len(slots)], results[len(slots) :]
         lost = {slot: str(e) for slot, e in zip(slots, of_engines, strict=True) if isinstance(e, BaseException)}
         if lost or failed:
             raise await self._explanation(phase, lost, failed)
         return list(of_engines), list(of_ranks)
 
-    async def _explanation(
-        self, phase: str, engines: Mapping[EngineSlot, str], ranks: Mapping[int, tuple[float, BaseException]]
-    ) -> BaseException:
+    async def _results(self, calls: Sequence[asyncio.Future[Any]], failed: _Failed) -> list[Any]:
+        """Return results and errors of all calls; those that are left because a rank failed are cancelled."""
+        waiting = set(calls)
+        try:
+            while waiting and not (own := self._own(failed)):
+                _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if waiting:
+                _, waiting = await asyncio.wait(waiting, timeout=GRACE_S)
+            if waiting and not isinstance(own, RankLostError):
+                self.end()
+        finally:
+            for call in waiting:
+                call.cancel()
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    def _own(self, failed: _Failed) -> Exception | None:
+        """Return a rank's own error, raised before it would have given up: that of a process that is gone first."""
+        errors = [e for after, e in failed.values() if after < self.phase_s and not isinstance(e, EngineError)]
+        return min(errors, key=lambda error: not isinstance(error, RankLostError), default=None)
+
+    async def _explanation(self, phase: str, engines: Mapping[EngineSlot, str], ranks: _Failed) -> BaseException:
         """Return a rank's own error as it is, that of a process that is gone first; else EnginesLost, for those that
         do not answer; else WeightSyncError, for ranks that do not; else what a rank said that waited for another one
         to the end; else nobody is to blame (AttemptFailed)."""
-        errors = [(after, error) for after, error in ranks.values() if not isinstance(error, EngineError)]
-        if own := [error for after, error in errors if after < self.phase_s]:
-            return min(own, key=lambda error: not isinstance(error, RankLostError))
+        if own := self._own(ranks):
+            return own
         if silent := {slot: why for slot, why in engines.items() if not await self._answers(slot)}:
             return EnginesLost(phase, silent)
         if mute := {number: error for number, (_, error) in sorted(ranks.items()) if isinstance(error, _NoAnswer)}:
@@ -143,8 +169,8 @@ class SyncCalls:
             noted = await asyncio.to_thread(self.look)
             why = next(iter(mute.values()))
             return WeightSyncError(f"{names}, phase {phase}: {why} (trainer.phase_timeout_s){noted}")
-        if errors:
-            return errors[0][1]
+        if late := [error for _, error in ranks.values() if not isinstance(error, EngineError)]:
+            return late[0]
         told = [f"{slot.name}, phase {phase}: {why}" for slot, why in engines.items()]
         told += [f"trainer rank {number}, phase {phase}: {error}" for number, (_, error) in sorted(ranks.items())]
         return AttemptFailed("; ".join(told))

@@ -8,12 +8,12 @@ import pytest
 PHASE_S = 0.2
 
 
-def together(*ranks):
+def together(*ranks, phase_s=PHASE_S, end=lambda: None):
     """What a call to ``ranks`` raises."""
     from skyrl_megatron.workers.sync_calls import SyncCalls
 
     async def call():
-        calls = SyncCalls(ranks, PHASE_S, lambda: "; looked")
+        calls = SyncCalls(ranks, phase_s, lambda: "; looked", end)
         calls.ends = float("inf")
         return await calls.on_ranks("score", lambda rank: rank())
 
@@ -34,10 +34,11 @@ def raises(error, after_s=0.0):
 
 @pytest.fixture
 def soon(monkeypatch):
-    """A rank's own deadline is not waited for."""
+    """Neither a rank's own deadline nor that of its neighbours is waited for."""
     from skyrl_megatron.workers import sync_calls
 
     monkeypatch.setattr(sync_calls, "LATER_S", 0.1)
+    monkeypatch.setattr(sync_calls, "GRACE_S", 0.1)
 
 
 def test_a_rank_that_stands_still_and_not_those_that_wait_for_it(soon):
@@ -60,6 +61,22 @@ def test_a_process_that_is_gone_and_not_what_its_neighbours_say(soon):
 def test_a_rank_s_own_error_and_not_who_waits_for_it(soon):
     with pytest.raises(ZeroDivisionError):
         together(stands_still, raises(ZeroDivisionError()))
+
+
+@pytest.mark.timeout(60)
+def test_nobody_waits_to_the_end_for_one_that_failed(soon):
+    from skyrl_megatron.errors import RankLostError
+
+    ended = []
+    with pytest.raises(ZeroDivisionError):
+        together(stands_still, raises(ZeroDivisionError()), phase_s=3600, end=lambda: ended.append("all"))
+    assert ended == ["all"]
+    gone = raises(RankLostError("policy rank 1: the process died", "policy"))
+    with pytest.raises(RankLostError):  # the others may live on
+        together(stands_still, gone, phase_s=3600, end=lambda: ended.append("all"))
+    with pytest.raises(ZeroDivisionError):  # there is nobody to end
+        together(raises(ZeroDivisionError()), raises(ZeroDivisionError()), phase_s=3600, end=ended.clear)
+    assert ended == ["all"]
 
 
 def test_what_is_said_at_the_end_where_all_answer(soon):
