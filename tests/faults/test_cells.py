@@ -145,6 +145,7 @@ def test_the_run_goes_on(tmp_path, request, undisturbed, who, what, phases, heal
     if healing:
         assert sum(line["trainer/healings"] for line in one.lines) == len(faults)
     if all(entry((who, what, phase), healing=healing).lost == NOTHING for phase in phases):
+        overrides.pop("trainer__phase_timeout_s", None)  # which a busy machine may not keep
         assert (numbers(one), exported(one, steps)) == undisturbed(steps, overrides)
     else:
         assert len(one.lines) == steps
