@@ -189,7 +189,8 @@ class WeightSynchronizer:
 
     async def sync_engine(self, slot: EngineSlot) -> None:
         """Give an engine that was restarted or joined the published version, while the trainer still has just these
-        weights: until :meth:`begin_training`. Called with the pool's lock taken. Raises WeightSyncError."""
+        weights: until :meth:`begin_training`. Called with the pool's lock taken. Raises WeightSyncError; errors of
+        trainer ranks come through as they are, and the engine can be given them again."""
         if self.training:
             raise WeightSyncError(f"the trainer is past version {self.pool.published}; the next version is for it too")
         self.calls.ends = time.monotonic() + self.deadline_s
@@ -201,6 +202,9 @@ class WeightSynchronizer:
             causes = error.causes if isinstance(error, EnginesLost) else {}
             await self.pool.mark_dead(slot, causes.get(slot, str(error)))
             raise WeightSyncError(str(error)) from error
+        except Exception:
+            await self._leave_update([slot])
+            raise
         self._whole.append(slot.engine)
         self.pool.serve(slot, version)
 

@@ -245,6 +245,25 @@ def test_a_trainer_that_dies_leaves_engines_paused(pool, sync, loop, fresh, trai
     assert [found == fresh["B"] for found in answers(pool, loop)] == [True, True]
 
 
+def test_a_trainer_that_dies_can_give_an_engine_its_weights_later(pool, models, loop, fresh, trainer):
+    from skyrl_megatron.errors import DistributedError
+    from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
+
+    config = json.loads((models["A"] / "config.json").read_text())
+    options = dict(hf_config=config, dtype="float32", bucket_bytes=BUCKET_BYTES, phase_s=20.0, deadline_s=400.0)
+    slot = pool.slots[1]
+    trainer.load(models["A"], "the trainer dies")
+    synchronizer = WeightSynchronizer(pool, [trainer], **options)
+    synchronizer.training = False  # the published version is still the trainer's
+    with pytest.raises(DistributedError, match="the trainer process is gone"):
+        loop(synchronizer.sync_engine(slot), 100)
+    assert slot.state.value == "paused"
+    trainer.start()
+    trainer.load(models["A"])
+    loop(synchronizer.sync_engine(slot), 100)
+    assert slot.state.value == "serving" and answers(pool, loop)[1] == fresh["A"]
+
+
 @pytest.mark.full_matrix
 @pytest.mark.parametrize(
     ("process", "number"),
