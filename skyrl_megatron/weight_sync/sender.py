@@ -182,4 +182,6 @@ def _raising(kind: type[SkyRLMegatronError], what: str, progress: Callable[[], s
     try:
         yield
     except RuntimeError as error:
+        if device.is_out_of_memory(error):
+            raise
         raise kind(f"send: {what} {progress()}: {first_line(error)}") from error

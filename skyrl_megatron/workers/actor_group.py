@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
-import torch
 from ray.exceptions import RayActorError, RayTaskError
 
+from skyrl_megatron import device
 from skyrl_megatron.errors import DistributedError, RankLostError, SkyRLMegatronError
 
 GRACE_S = 5.0
@@ -67,23 +67,7 @@ class PendingCall:
         if died or len(failures) < len(self.references):
             self.group.kill()  # the others wait in a collective for one that will not come
         number = died[0] if died else min(failures)
-        error = failures[number]
-        where = f"{self.names[number]}, phase {self.phase}"
-        if isinstance(error, RayActorError):
-            raise DistributedError(f"{where}: the process died ({_reason(error)})") from error
-        cause = error.cause if isinstance(error, RayTaskError) else error
-        if isinstance(cause, SkyRLMegatronError):
-            raise cause from error
-        if isinstance(cause, ValueError):
-            raise DistributedError(f"{where}: {cause}") from error
-        if _out_of_memory(cause):
-            said = (str(cause).splitlines() or [type(cause).__name__])[0]
-            raise DistributedError(
-                f"{where}: out of memory ({said}); make trainer.max_tokens_per_microbatch "
-                "smaller, set trainer.gradient_checkpointing=true, or spread the model over more ranks; --check "
-                "behind the same command shows what a rank needs"
-            ) from error
-        raise error
+        raise_as_told(failures[number], f"{self.names[number]}, phase {self.phase}")
 
     def _fail_stuck(self, stuck: list[int]) -> None:
         noted = self.group.look()
@@ -100,9 +84,23 @@ class PendingCall:
         return RankLostError(f"{self.names[lost[0]]}, phase {self.phase}: {why}", self.group.role)
 
 
-def _out_of_memory(error: Exception) -> bool:
-    """Whether an allocator refused: that of a device, or of the CPU, which has no error of its own for it."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+def raise_as_told(error: Exception, where: str) -> NoReturn:
+    """Raise what a call to a rank failed with as :meth:`ActorGroup.call` does; ``where``: rank and phase."""
+    if isinstance(error, RayActorError):
+        raise DistributedError(f"{where}: the process died ({_reason(error)})") from error
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    if isinstance(cause, SkyRLMegatronError):
+        raise cause from error
+    if isinstance(cause, ValueError):
+        raise DistributedError(f"{where}: {cause}") from error
+    if device.is_out_of_memory(cause):
+        said = (str(cause).splitlines() or [type(cause).__name__])[0]
+        raise DistributedError(
+            f"{where}: out of memory ({said}); make trainer.max_tokens_per_microbatch smaller, set "
+            "trainer.gradient_checkpointing=true, or spread the model over more ranks; --check behind the same "
+            "command shows what a rank needs"
+        ) from error
+    raise error
 
 
 class ActorGroup:

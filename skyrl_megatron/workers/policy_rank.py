@@ -9,9 +9,10 @@ import ray
 
 from skyrl_megatron.config.hf_model import engines_quantise, read_hf_config
 from skyrl_megatron.config.rules.role_layout import trains_draft, weight_transport
-from skyrl_megatron.errors import RankLostError, SkyRLMegatronError
+from skyrl_megatron.errors import RankLostError
 from skyrl_megatron.weight_sync.adapter_tensors import configured_pairs
 from skyrl_megatron.weight_sync.probe import QUANTISED
+from skyrl_megatron.workers.actor_group import raise_as_told
 from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
 if TYPE_CHECKING:
@@ -92,13 +93,12 @@ class PolicyRank:
         await self._call("offload", parts)
 
     async def _call(self, method: str, *args: Any) -> Any:
-        """Call the actor. Raises the rank's own error, or RankLostError when its process is gone."""
+        """Call the actor. Raises what the rank did as other calls to its group do, or RankLostError when its process
+        is gone."""
+        where = f"{self.policy.group.names[self.rank]}, phase sync weights"
         try:
             return await getattr(self.actor, method).remote(*args)
         except ray.exceptions.RayActorError as error:
-            name = self.policy.group.names[self.rank]
-            raise RankLostError(f"{name}, phase sync weights: the process died", self.policy.group.role) from error
+            raise RankLostError(f"{where}: the process died", self.policy.group.role) from error
         except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, SkyRLMegatronError):
-                raise error.cause from None
-            raise
+            raise_as_told(error, where)

@@ -82,3 +82,13 @@ def test_nobody_waits_to_the_end_for_one_that_failed(soon):
 def test_what_is_said_at_the_end_where_all_answer(soon):
     with pytest.raises(RuntimeError, match="first"):
         together(raises(RuntimeError("first"), PHASE_S + 0.02), raises(RuntimeError("second"), PHASE_S + 0.05))
+
+
+def test_a_sender_without_memory_blames_nobody():
+    import torch
+
+    from skyrl_megatron.errors import EngineGoneError
+    from skyrl_megatron.weight_sync.sender import _raising
+
+    with pytest.raises(RuntimeError, match="allocate memory"), _raising(EngineGoneError, "an engine", str):
+        torch.empty(1 << 50, dtype=torch.uint8)
