@@ -29,8 +29,10 @@ class PendingCall:
     """Calls that the ranks of a group are busy with and that need each other."""
 
     references: list[Any]
+    ranks: Sequence[int]
+    """Whom each is of."""
     names: list[str]
-    """How each called actor is named in messages."""
+    """How each rank is named in messages."""
     phase: str
     timeout_s: float
     group: ActorGroup
@@ -38,18 +40,18 @@ class PendingCall:
 
     def results(self) -> list[Any]:
         """Return what the actors returned, in the order of the calls. Raises as :meth:`ActorGroup.call` does."""
-        waiting = {reference: number for number, reference in enumerate(self.references)}
+        waiting = dict(zip(self.references, self.ranks, strict=True))
         failures: dict[int, Exception] = {}
         deadline = self.started + self.timeout_s
         while waiting and (left := deadline - time.monotonic()) > 0:
             done, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=min(left, 0.2 if failures else POLL_S))
             for reference in done or ray.wait(list(waiting), timeout=0)[0]:
-                number = waiting.pop(reference)
+                rank = waiting.pop(reference)
                 try:
                     ray.get(reference)
                 except (RayTaskError, RayActorError) as error:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
-                    failures[number] = error
+                    failures[rank] = error
         if failures:
             self._fail(failures)
         if waiting:
@@ -59,22 +61,22 @@ class PendingCall:
 
     def _fail(self, failures: dict[int, Exception]) -> None:
         """Raise the failure that explains the others: a process that died or was stopped, else the first error."""
-        died = [number for number, error in failures.items() if isinstance(error, RayActorError)]
+        died = [rank for rank, error in failures.items() if isinstance(error, RayActorError)]
         if died and self.group.replaceable:
             raise self._lost(died, f"the process died ({_reason(failures[died[0]])})") from failures[died[0]]
         if len(failures) < len(self.references) and (lost := self.group.lost()):
             raise self._lost(lost, "the process does not answer")
         if died or len(failures) < len(self.references):
             self.group.kill()  # the others wait in a collective for one that will not come
-        number = died[0] if died else min(failures)
-        raise_as_told(failures[number], f"{self.names[number]}, phase {self.phase}")
+        rank = died[0] if died else min(failures)
+        raise_as_told(failures[rank], f"{self.names[rank]}, phase {self.phase}")
 
     def _fail_stuck(self, stuck: list[int]) -> None:
         noted = self.group.look()
         if self.group.replaceable and (lost := self.group.lost()):
             raise self._lost(lost, f"no answer within {self.timeout_s:g} s (trainer.phase_timeout_s){noted}")
         self.group.kill()
-        names = ", ".join(self.names[number] for number in stuck)
+        names = ", ".join(self.names[rank] for rank in stuck)
         raise DistributedError(
             f"phase {self.phase}: no answer within {self.timeout_s:g} s (trainer.phase_timeout_s) from {names}; "
             f"{len(self.references) - len(stuck)} of {len(self.references)} had finished{noted}"
@@ -124,21 +126,23 @@ class ActorGroup:
         phase: str = "",
         each: Sequence[Sequence[Any]] | None = None,
         timeout_s: float | None = None,
+        ranks: Sequence[int] | None = None,
     ) -> PendingCall:
-        """Call ``method`` on all ranks without waiting. ``each``: further arguments of rank 0, 1, …
+        """Call ``method`` on all ranks, or ``ranks`` alone, without waiting. ``each``: further arguments of each.
 
         Raises DistributedError when the group has been ended.
         """
         if not self.actors:
             raise DistributedError(f"the {self.role} ranks have been ended: start the run again")
-        extra = each if each is not None else [()] * len(self.actors)
+        called = ranks if ranks is not None else range(len(self.actors))
+        extra = each if each is not None else [()] * len(called)
         references = [
-            getattr(actor, method).remote(*args, *own) for actor, own in zip(self.actors, extra, strict=True)
+            getattr(self.actors[rank], method).remote(*args, *own) for rank, own in zip(called, extra, strict=True)
         ]
-        return PendingCall(references, list(self.names), phase or method, timeout_s or self.timeout_s, self)
+        return PendingCall(references, called, list(self.names), phase or method, timeout_s or self.timeout_s, self)
 
     def call(self, method: str, *args: Any, **options: Any) -> list[Any]:
-        """Return the results of ``method`` on all ranks, by rank; ``options`` as for :meth:`start`.
+        """Return the results of ``method`` on the ranks, by rank; ``options`` as for :meth:`start`.
 
         A rank's error is raised for all: a SkyRLMegatronError as it is, a ValueError as DistributedError naming
         role, rank, process and phase, a lack of memory so too, anything else with its traceback. When ranks are left

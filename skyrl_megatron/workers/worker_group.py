@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import ray
-
 from skyrl_megatron.algorithms.registry import registry_versions
 from skyrl_megatron.config.adapters import adapter_names, role_part
 from skyrl_megatron.config.hf_model import model_dimensions, read_hf_config
@@ -32,7 +30,6 @@ if TYPE_CHECKING:
     from skyrl_megatron.types import TrainingBatch
     from skyrl_megatron.workers.placement import BundleAllocation
 
-ADDRESS_TIMEOUT_S = 120.0
 AVERAGED = ("tokens_per_second_per_rank", "flops_per_second_per_rank", "mfu")
 """Metrics of a rank's own speed, averaged over replicas; those that name a peak are the largest."""
 
@@ -63,7 +60,7 @@ class WorkerGroup:
     def start_building(self, total_steps: int | None = None, log_folder: str | None = None) -> None:
         """Begin to load the model; :meth:`finish_building` waits for it."""
         self._built_with = (total_steps, log_folder)
-        address = ray.get(self.group.actors[0].address.remote(), timeout=ADDRESS_TIMEOUT_S)
+        address = self.group.call("address", phase="start", ranks=[0])[0]
         self._building = self.group.start("build", self.cfg, self.name, address, *self._built_with, phase="build")
 
     def finish_building(self) -> None:
