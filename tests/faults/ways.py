@@ -133,7 +133,8 @@ def way(cell: Cell) -> Way | None:
     if who == "critic" and when == "train":
         phase = "critic_train"
     overrides: dict[str, object] = {}
-    if what == "SIGSTOP" or (who == "network link" and what == "cut link"):
+    restarts = who in ENGINES and when != "start"  # within the phase, after a minute of silence
+    if (what == "SIGSTOP" and not restarts) or (who == "network link" and what == "cut link"):
         overrides = {"trainer__phase_timeout_s": PHASE_TIMEOUT_S}
     overrides |= LAYOUTS.get(who, {})
     if who in ("reference", "critic"):
