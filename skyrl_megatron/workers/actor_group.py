@@ -174,6 +174,11 @@ class ActorGroup:
         self.actors = [new.get(rank, actor) for rank, actor in enumerate(self.actors)]
         return sorted(new)
 
+    def end_waiting(self) -> None:
+        """End all ranks, as some wait for one that failed, unless any is lost and may be replaced."""
+        if not self.lost():
+            self.kill()
+
     def kill(self) -> None:
         """End all ranks."""
         for actor in self.actors:

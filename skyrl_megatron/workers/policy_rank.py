@@ -46,7 +46,7 @@ def weight_synchronizer(
         adapters=configured_pairs(cfg),
         draft=trains_draft(cfg, "policy"),
         look=lambda: policy.group.look(),
-        end=lambda: policy.group.kill(),
+        end_waiting=lambda: policy.group.end_waiting(),
     )
 
 

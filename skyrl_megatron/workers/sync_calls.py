@@ -85,17 +85,18 @@ class _NoAnswer(EngineError):
 class SyncCalls:
     """Calls of one sync after another. ``phase_s``: the longest that any may take, also the wait of one rank for
     another; ``ends``: when the sync under way must be over (``time.monotonic``). ``look``: called when ranks do not
-    answer; returns what the message says of it. ``end``: called when others wait for a rank that failed, although its
-    process is there; ends all."""
+    answer; returns what the message says of it. ``end_waiting``: called when ranks or engines wait for a rank that
+    failed; ends all ranks that are of no more use."""
 
     def __init__(
         self,
         ranks: Sequence[TrainerRank],
         phase_s: float,
         look: Callable[[], str] = lambda: "",
-        end: Callable[[], None] = lambda: None,
+        end_waiting: Callable[[], None] = lambda: None,
     ) -> None:
-        self.ranks, self.phase_s, self.look, self.end, self.ends = list(ranks), phase_s, look, end, 0.0
+        self.ranks, self.phase_s, self.look, self.end_waiting = list(ranks), phase_s, look, end_waiting
+        self.ends = 0.0
 
     async def on_engines(
         self, slots: Sequence[EngineSlot], phase: str, call: Callable[[InferenceEngine], Awaitable[Any]]
@@ -140,12 +141,12 @@ class SyncCalls:
         """Return results and errors of all calls; those that are left because a rank failed are cancelled."""
         waiting = set(calls)
         try:
-            while waiting and not (own := self._own(failed)):
+            while waiting and not self._own(failed):
                 _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if waiting:
                 _, waiting = await asyncio.wait(waiting, timeout=GRACE_S)
-            if waiting and not isinstance(own, RankLostError):
-                self.end()
+            if waiting:
+                await asyncio.to_thread(self.end_waiting)
         finally:
             for call in waiting:
                 call.cancel()

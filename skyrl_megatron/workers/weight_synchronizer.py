@@ -93,7 +93,7 @@ class WeightSynchronizer:
     engines take turns on the same GPUs, and engines sleep while the trainer works. ``adapters``: projections of those
     that travel alone, by their names, to engines that hold the base; None: all weights travel. ``routes``: each worker
     gets its own bytes alone, where that can be planned (``weight_routes.py``). ``draft``: the ranks train the layer of
-    multi-token prediction, which goes to engines with the rest. ``look``, ``end``: as for :class:`SyncCalls`.
+    multi-token prediction, which goes to engines with the rest. ``look``, ``end_waiting``: as for :class:`SyncCalls`.
     """
 
     def __init__(
@@ -113,9 +113,9 @@ class WeightSynchronizer:
         routes: bool = False,
         draft: bool = False,
         look: Callable[[], str] = lambda: "",
-        end: Callable[[], None] = lambda: None,
+        end_waiting: Callable[[], None] = lambda: None,
     ) -> None:
-        self.pool, self.calls = pool, SyncCalls(ranks, phase_s, look, end)
+        self.pool, self.calls = pool, SyncCalls(ranks, phase_s, look, end_waiting)
         self.hf_config, self.dtype, self.probe_interval = hf_config, dtype, probe_interval
         self.options: dict[str, Any] = {
             "transport": transport or default_transport(),
