@@ -115,7 +115,7 @@ class Lives:
             try:
                 return process.communicate(timeout=0.5)
             except subprocess.TimeoutExpired:
-                assert time.monotonic() < end, "the run did not end"
+                assert time.monotonic() < end, f"the run did not end: {self._logged()[-4000:]}"
 
     @property
     def stacks(self) -> str:
