@@ -69,7 +69,7 @@ class PendingCall:
         if died or len(failures) < len(self.references):
             self.group.kill()  # the others wait in a collective for one that will not come
         rank = died[0] if died else min(failures)
-        raise_as_told(failures[rank], f"{self.names[rank]}, phase {self.phase}")
+        raise_as_told(failures[rank], self.names[rank], self.phase)
 
     def _fail_stuck(self, stuck: list[int]) -> None:
         noted = self.group.look()
@@ -86,19 +86,19 @@ class PendingCall:
         return RankLostError(f"{self.names[lost[0]]}, phase {self.phase}: {why}", self.group.role)
 
 
-def raise_as_told(error: Exception, where: str) -> NoReturn:
-    """Raise what a call to a rank failed with as :meth:`ActorGroup.call` does; ``where``: rank and phase."""
+def raise_as_told(error: Exception, rank: str, phase: str) -> NoReturn:
+    """Raise what a call to a rank failed with, as :meth:`ActorGroup.call` does."""
     if isinstance(error, RayActorError):
-        raise DistributedError(f"{where}: the process died ({_reason(error)})") from error
+        raise DistributedError(f"{rank}, phase {phase}: the process died ({_reason(error)})") from error
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, SkyRLMegatronError):
         raise cause from error
     if isinstance(cause, ValueError):
-        raise DistributedError(f"{where}: {cause}") from error
+        raise DistributedError(f"{rank}, phase {phase}: {cause}") from error
     if device.is_out_of_memory(cause):
         said = (str(cause).splitlines() or [type(cause).__name__])[0]
         raise DistributedError(
-            f"{where}: out of memory ({said}); make trainer.max_tokens_per_microbatch smaller, set "
+            f"{rank}, phase {phase}: out of memory ({said}); make trainer.max_tokens_per_microbatch smaller, set "
             "trainer.gradient_checkpointing=true, or spread the model over more ranks; --check behind the same "
             "command shows what a rank needs"
         ) from error

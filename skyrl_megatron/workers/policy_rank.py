@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from skyrl_megatron.weight_sync.routes import Holdings
     from skyrl_megatron.workers.worker_group import WorkerGroup
 
+PHASE = "sync weights"
+
 
 def weight_synchronizer(
     cfg: SkyRLTrainConfig, policy: WorkerGroup, pool: EnginePool, *, dtype: str
@@ -95,10 +97,10 @@ class PolicyRank:
     async def _call(self, method: str, *args: Any) -> Any:
         """Call the actor. Raises what the rank did as other calls to its group do, or RankLostError when its process
         is gone."""
-        where = f"{self.policy.group.names[self.rank]}, phase sync weights"
+        name = self.policy.group.names[self.rank]
         try:
             return await getattr(self.actor, method).remote(*args)
         except ray.exceptions.RayActorError as error:
-            raise RankLostError(f"{where}: the process died", self.policy.group.role) from error
+            raise RankLostError(f"{name}, phase {PHASE}: the process died", self.policy.group.role) from error
         except ray.exceptions.RayTaskError as error:
-            raise_as_told(error, where)
+            raise_as_told(error, name, PHASE)
