@@ -13,6 +13,8 @@ from skyrl_megatron.inference.pool import EnginePool, EngineSlot, EngineState, s
 
 log = logging.getLogger(__name__)
 HOUR_S = 3600.0
+SILENT_S = 60.0
+"""How long an engine may be silent: longer than any of its steps takes."""
 
 
 class HealthMonitor:
@@ -30,7 +32,7 @@ class HealthMonitor:
         pool: EnginePool,
         *,
         interval_s: float = 10.0,
-        timeout_s: float = 60.0,
+        timeout_s: float = SILENT_S,
         restarts_per_hour: int = 3,
         sync_engine: Callable[[EngineSlot], Awaitable[None]] | None = None,
     ) -> None:

@@ -99,10 +99,14 @@ class SyncCalls:
         self.ends = 0.0
 
     async def on_engines(
-        self, slots: Sequence[EngineSlot], phase: str, call: Callable[[InferenceEngine], Awaitable[Any]]
+        self,
+        slots: Sequence[EngineSlot],
+        phase: str,
+        call: Callable[[InferenceEngine], Awaitable[Any]],
+        within_s: float | None = None,
     ) -> list[Any]:
-        """Call all engines; return their results."""
-        return (await self.together(slots, phase, call, None))[0]
+        """Call all engines; return their results. ``within_s``: where they have less time than a phase may take."""
+        return (await self.together(slots, phase, call, None, within_s))[0]
 
     async def on_ranks(self, phase: str, call: Callable[[TrainerRank], Awaitable[Any]]) -> list[Any]:
         """Call all ranks; return their results."""
@@ -114,6 +118,7 @@ class SyncCalls:
         phase: str,
         of_engine: Callable[[InferenceEngine], Awaitable[Any]] | None,
         of_rank: Callable[[int, TrainerRank], Awaitable[Any]] | None,
+        within_s: float | None = None,
     ) -> tuple[list[Any], list[Any]]:
         """Call engines and ranks at the same time; return the results of both. One that fails makes those that wait
         for it fail too, or they are left after :data:`GRACE_S`: raises what explains all."""
@@ -122,12 +127,12 @@ class SyncCalls:
 
         async def on_rank(number: int, work: Awaitable[Any]) -> Any:
             try:
-                return await self.within(work)
+                return await self.within(work, within_s)
             except Exception as error:
                 failed[number] = time.monotonic() - began, error
                 raise
 
-        work = [self._timed(slot.name, phase, of_engine(slot.engine)) for slot in slots] if of_engine else []
+        work = [self._timed(slot.name, phase, of_engine(slot.engine), within_s) for slot in slots] if of_engine else []
         if of_rank:
             work += [on_rank(number, of_rank(number, rank)) for number, rank in enumerate(self.ranks)]
         results = await self._results([asyncio.ensure_future(each) for each in work], failed)
@@ -176,19 +181,20 @@ class SyncCalls:
         told += [f"trainer rank {number}, phase {phase}: {error}" for number, (_, error) in sorted(ranks.items())]
         return AttemptFailed("; ".join(told))
 
-    async def within(self, work: Awaitable[Any]) -> Any:
+    async def within(self, work: Awaitable[Any], within_s: float | None = None) -> Any:
         """Await with the deadlines of the phase and of the sync; :data:`LATER_S` more than the callee's own, whose
         error says more. Raises EngineError."""
-        left = max(min(self.phase_s, self.ends - time.monotonic()), 0.0) + LATER_S
+        most = self.phase_s if within_s is None else min(within_s, self.phase_s)
+        left = max(min(most, self.ends - time.monotonic()), 0.0) + LATER_S
         try:
             async with asyncio.timeout(left):
                 return await work
         except TimeoutError:
             raise _NoAnswer(f"no answer within {round(left, 1):g} s") from None
 
-    async def _timed(self, lane: str, phase: str, work: Awaitable[Any]) -> Any:
+    async def _timed(self, lane: str, phase: str, work: Awaitable[Any], within_s: float | None) -> Any:
         with spans.span(lane, phase):
-            return await self.within(work)
+            return await self.within(work, within_s)
 
     async def _answers(self, slot: EngineSlot) -> bool:
         try:

@@ -23,6 +23,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.errors import EngineError, WeightSyncError
+from skyrl_megatron.inference.health import SILENT_S
 from skyrl_megatron.inference.pool import EnginePool, EngineSlot, same_failure
 from skyrl_megatron.inference.protocol import INITIAL_VERSION, InferenceEngine
 from skyrl_megatron.plugins import TRANSPORTS
@@ -256,7 +257,7 @@ class WeightSynchronizer:
         with _timed(report, "pause"):
             for slot in slots:
                 self.pool.pause(slot)
-            await self.calls.on_engines(slots, "pause", lambda engine: engine.pause("keep"))
+            await self.calls.on_engines(slots, "pause", _pause, SILENT_S)
             if self.shared_gpus:
                 await self.calls.on_engines(slots, "wake weights", lambda engine: engine.wake(["weights"]))
         with _timed(report, "connect"):
@@ -444,6 +445,12 @@ class WeightSynchronizer:
     def _unpublished(self, version: str) -> str:
         rest = f"engines serve on with version {self.pool.published}" if self._old_serves else "no engine generates"
         return f"version {version} is not published, {rest}"
+
+
+async def _pause(engine: InferenceEngine) -> None:
+    """Pause, and see that no process has stopped: the phases that follow have the time that weights may take."""
+    await engine.pause("keep")
+    await engine.health()
 
 
 def _scores(tokens: list[int], adapter: str) -> Callable[[InferenceEngine], Awaitable[list[float]]]:

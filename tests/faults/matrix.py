@@ -137,7 +137,15 @@ PROMISES = (
         ENGINES,
         (*DEATHS, "exception", "out of memory"),
     ),
-    Promised(Promise.HEALED, "70 s until it is known, then a start of an engine", NOTHING, ENGINES, ("SIGSTOP",)),
+    Promised(
+        Promise.HEALED,
+        f"{AS_STOPPED} until it is known, then a start of an engine",
+        NOTHING,
+        ENGINES,
+        ("SIGSTOP",),
+        ("sync",),
+    ),
+    Promised(Promise.HEALED, "100 s until it is known, then a start of an engine", NOTHING, ENGINES, ("SIGSTOP",)),
     Promised(Promise.HEALED, "no hurry", NOTHING, ENGINES, ("slow ×10",)),
     # Ray
     Promised(Promise.HEALED, "30 s: it goes on", NOTHING, RAY, ("SIGSTOP",), ("shutdown",)),

@@ -271,7 +271,11 @@ def test_a_trainer_that_dies_can_give_an_engine_its_weights_later(pool, models, 
     ids=["worker killed", "worker stopped", "core killed"],
 )
 @pytest.mark.parametrize("when", ["between updates", "in the transfer", "before the finish"])
-def test_an_engine_that_is_lost_is_restarted_and_synced(pool, sync, loop, fresh, process, number, when):
+def test_an_engine_that_is_lost_is_restarted_and_synced(pool, sync, loop, fresh, process, number, when, monkeypatch):
+    from skyrl_megatron.workers import weight_synchronizer
+
+    monkeypatch.setattr(weight_synchronizer, "SILENT_S", 15.0)
+    phase_s = 3600.0 if when == "between updates" else 20.0  # its silence is noticed before that
     sync("good", "A")
     engine = pool.slots[1].engine
     victim = engine.process_ids()[process]
@@ -286,7 +290,7 @@ def test_an_engine_that_is_lost_is_restarted_and_synced(pool, sync, loop, fresh,
 
         engine.finish_update = lost_first
     fault = f"signal {int(number)} {victim}" if when == "in the transfer" else None
-    report = sync("next", "B", fault, phase_s=20.0)
+    report = sync("next", "B", fault, phase_s=phase_s, deadline_s=7200.0)
     assert report.failures and "engine 1" in report.failures[0]
     assert number == signal.SIGSTOP or "no answer within" not in report.failures[0], "it is known to be dead"
     assert pool.slots[1].engine is not engine
