@@ -139,13 +139,11 @@ PROMISES = (
     ),
     Promised(
         Promise.HEALED,
-        f"{AS_STOPPED} until it is known, then a start of an engine",
+        f"100 s until it is known, within a sync {AS_STOPPED}, then a start of an engine",
         NOTHING,
         ENGINES,
         ("SIGSTOP",),
-        ("sync",),
     ),
-    Promised(Promise.HEALED, "100 s until it is known, then a start of an engine", NOTHING, ENGINES, ("SIGSTOP",)),
     Promised(Promise.HEALED, "no hurry", NOTHING, ENGINES, ("slow ×10",)),
     # Ray
     Promised(Promise.HEALED, "30 s: it goes on", NOTHING, RAY, ("SIGSTOP",), ("shutdown",)),
