@@ -120,8 +120,9 @@ class SyncCalls:
         of_rank: Callable[[int, TrainerRank], Awaitable[Any]] | None,
         within_s: float | None = None,
     ) -> tuple[list[Any], list[Any]]:
-        """Call engines and ranks at the same time; return the results of both. One that fails makes those that wait
-        for it fail too, or they are left after :data:`GRACE_S`: raises what explains all."""
+        """Call engines and ranks at the same time; return the results of both. A rank that fails makes those that wait
+        for it fail too, or they are left after :data:`GRACE_S`: raises what explains all. ``within_s``: as for
+        :meth:`on_engines`."""
         began = time.monotonic()
         failed: _Failed = {}
 
