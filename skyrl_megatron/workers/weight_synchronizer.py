@@ -1,7 +1,8 @@
 """The weight sync: all engines get the trainer's weights, prove it, and only then generate with them.
 
-    pause all and hear from each process → connect (once, and after engines changed) → start → send ‖ receive → compare checksums of every worker
-    → finish → trainer and engines score the same tokens → publish the version → resume
+    pause all and hear from each process → connect (once, and after engines changed) → start → send ‖ receive →
+    compare checksums of every worker → finish → trainer and engines score the same tokens → publish the version →
+    resume
 
 Ranks and engines are called concurrently (``sync_calls.py``). An engine that fails is restarted and the sync is made
 anew for all, or it is dropped while others are left, as is one that had joined from elsewhere. Until the version is
