@@ -21,7 +21,7 @@ from torch import Tensor
 from skyrl_megatron.errors import WeightSyncError
 from skyrl_megatron.weight_sync.bucket import checksum
 from skyrl_megatron.weight_sync.parcels import Parcels
-from skyrl_megatron.weight_sync.transport import Transport, first_line
+from skyrl_megatron.weight_sync.transport import Transport, not_received
 
 
 class Targets(Protocol):
@@ -103,7 +103,7 @@ class ParcelReceiver:
 
     def receive(self, targets: Targets, numbers: Sequence[int] | None = None) -> None:
         """Receive everything, or the buckets of these ``numbers``, into ``targets``. Raises WeightSyncError when a
-        rank is gone or silent.
+        rank is gone or silent, or there is no memory for a bucket.
 
         A thread asks for buckets and takes them, as asking waits for a connection that is being read from; this one
         goes on with targets, which packs them.
@@ -175,7 +175,8 @@ class ParcelReceiver:
             (place,) = places
             bucket = _Bucket(number, place.as_strided((place.numel(),), (1,)).view(torch.uint8))
         else:
-            memory = self._free.pop() if self._free else self._new()
+            with self._raising(rank):
+                memory = self._free.pop() if self._free else self._new()
             bucket = _Bucket(number, memory[:nbytes], places)
             bucket.pieces = [run.piece(memory, self.dtypes[run.copy[0]]) for run in runs]
         with self._raising(rank):
@@ -198,10 +199,7 @@ class ParcelReceiver:
         try:
             yield
         except RuntimeError as error:
-            raise WeightSyncError(
-                f"receive: trainer rank {rank} is gone or silent after {self.received_bytes / 1e6:.1f} MB: "
-                f"{first_line(error)}"
-            ) from error
+            raise not_received(error, f"trainer rank {rank}", self.received_bytes) from error
 
 
 def copy_all(targets: list[Tensor], pieces: list[Tensor]) -> None:

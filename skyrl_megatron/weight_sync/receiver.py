@@ -13,7 +13,7 @@ from skyrl_megatron import device as devices
 from skyrl_megatron.errors import WeightSyncError
 from skyrl_megatron.weight_sync.bucket import Bucket, TensorMeta, checksum, plan_buckets
 from skyrl_megatron.weight_sync.buffers import BufferPool
-from skyrl_megatron.weight_sync.transport import Transport, first_line
+from skyrl_megatron.weight_sync.transport import Transport, not_received
 
 
 class WeightReceiver:
@@ -46,7 +46,8 @@ class WeightReceiver:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Receive everything that the metadata list: (name, whole tensor), each as soon as it is whole.
 
-        A tensor is a view into a bucket if it lies in one. Raises WeightSyncError when a sender is gone or silent.
+        A tensor is a view into a bucket if it lies in one. Raises WeightSyncError when a sender is gone or silent,
+        or there is no memory for a bucket.
         """
         self.checksums, self.received_bytes = [[] for _ in self.senders], 0
         unfinished: dict[str, tuple[Tensor, int]] = {}
@@ -122,10 +123,7 @@ class WeightReceiver:
         try:
             while (item := ahead.get()) is not None:
                 if isinstance(item, BaseException):
-                    raise WeightSyncError(
-                        f"receive: a trainer rank is gone or silent after {self.received_bytes / 1e6:.1f} MB: "
-                        f"{first_line(item)}"
-                    ) from item
+                    raise not_received(item, "a trainer rank", self.received_bytes) from item
                 bucket, buffer = item
                 self.received_bytes += bucket.nbytes
                 yield bucket, buffer

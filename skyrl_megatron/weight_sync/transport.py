@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from skyrl_megatron import device
+from skyrl_megatron.errors import WeightSyncError
 from skyrl_megatron.plugins import TRANSPORTS
 
 DEFAULT_TIMEOUT_S = 120.0
@@ -130,3 +131,13 @@ def first_line(error: BaseException) -> str:
     """Return the first line of an error of torch, which appends a C++ stack."""
     lines = str(error).splitlines()
     return lines[0] if lines else type(error).__name__
+
+
+def not_received(error: BaseException, sender: str, nbytes: int) -> WeightSyncError:
+    """Return what a receiver raises when it failed after ``nbytes``: a lack of memory is no fault of the sender's."""
+    if device.is_out_of_memory(error):
+        return WeightSyncError(
+            f"receive: no memory for weights that arrive, after {nbytes / 1e6:.1f} MB ({first_line(error)}); make "
+            "generator.inference_engine.gpu_memory_utilization smaller"
+        )
+    return WeightSyncError(f"receive: {sender} is gone or silent after {nbytes / 1e6:.1f} MB: {first_line(error)}")

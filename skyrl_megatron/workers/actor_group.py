@@ -66,21 +66,25 @@ class PendingCall:
             raise self._lost(died, f"the process died ({_reason(failures[died[0]])})") from failures[died[0]]
         if len(failures) < len(self.references) and (lost := self.group.lost()):
             raise self._lost(lost, "the process does not answer")
-        if died or len(failures) < len(self.references):
-            self.group.kill()  # the others wait in a collective for one that will not come
         rank = died[0] if died else min(failures)
-        raise_as_told(failures[rank], self.names[rank], self.phase)
+        try:
+            raise_as_told(failures[rank], self.names[rank], self.phase)
+        except Exception as error:
+            if died or len(failures) < len(self.references):
+                self.group.kill(error)  # the others wait in a collective for one that will not come
+            raise
 
     def _fail_stuck(self, stuck: list[int]) -> None:
         noted = self.group.look()
         if self.group.replaceable and (lost := self.group.lost()):
             raise self._lost(lost, f"no answer within {self.timeout_s:g} s (trainer.phase_timeout_s){noted}")
-        self.group.kill()
         names = ", ".join(self.names[rank] for rank in stuck)
-        raise DistributedError(
+        error = DistributedError(
             f"phase {self.phase}: no answer within {self.timeout_s:g} s (trainer.phase_timeout_s) from {names}; "
             f"{len(self.references) - len(stuck)} of {len(self.references)} had finished{noted}"
         )
+        self.group.kill(error)
+        raise error
 
     def _lost(self, lost: Sequence[int], why: str) -> RankLostError:
         return RankLostError(f"{self.names[lost[0]]}, phase {self.phase}: {why}", self.group.role)
@@ -115,6 +119,7 @@ class ActorGroup:
         """Called when ranks outlive their deadline, before they are ended; returns what the message says of it."""
         self.replaceable = False
         """Whether those that die are told of with a RankLostError while the others live on."""
+        self._ended = ""  # why there are no ranks any more
 
     def __len__(self) -> int:
         return len(self.actors)
@@ -133,7 +138,7 @@ class ActorGroup:
         Raises DistributedError when the group has been ended.
         """
         if not self.actors:
-            raise DistributedError(f"the {self.role} ranks have been ended: start the run again")
+            raise DistributedError(f"the {self.role} ranks have been ended, start the run again{self._ended}")
         called = ranks if ranks is not None else range(len(self.actors))
         extra = each if each is not None else [()] * len(called)
         references = [
@@ -174,16 +179,17 @@ class ActorGroup:
         self.actors = [new.get(rank, actor) for rank, actor in enumerate(self.actors)]
         return sorted(new)
 
-    def end_waiting(self) -> None:
-        """End all ranks, as some wait for one that failed, unless any is lost and may be replaced."""
+    def end_waiting(self, error: Exception) -> None:
+        """End all ranks, as some wait for one that failed with ``error``, unless any is lost and may be replaced."""
         if not self.lost():
-            self.kill()
+            self.kill(error)
 
-    def kill(self) -> None:
-        """End all ranks."""
+    def kill(self, error: Exception | None = None) -> None:
+        """End all ranks. ``error``: why; further calls say so."""
         for actor in self.actors:
             ray.kill(actor)
         self.actors = []
+        self._ended = f": {_in_a_line(error)}" if error else ""
 
 
 def _gone(answer: Any) -> bool:
@@ -200,6 +206,12 @@ def _failed(answer: Any) -> bool:
     except (RayTaskError, RayActorError):
         return True
     return False
+
+
+def _in_a_line(error: Exception) -> str:
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    first = (str(cause).splitlines() or [""])[0]
+    return first if isinstance(cause, SkyRLMegatronError) else f"{type(cause).__name__}: {first}"
 
 
 def _reason(error: Exception) -> str:

@@ -48,7 +48,7 @@ def weight_synchronizer(
         adapters=configured_pairs(cfg),
         draft=trains_draft(cfg, "policy"),
         look=lambda: policy.group.look(),
-        end_waiting=lambda: policy.group.end_waiting(),
+        end_waiting=lambda error: policy.group.end_waiting(error),
     )
 
 

@@ -86,14 +86,14 @@ class SyncCalls:
     """Calls of one sync after another. ``phase_s``: the longest that any may take, also the wait of one rank for
     another; ``ends``: when the sync under way must be over (``time.monotonic``). ``look``: called when ranks do not
     answer; returns what the message says of it. ``end_waiting``: called when ranks or engines wait for a rank that
-    failed; ends all ranks that are of no more use."""
+    failed, with what it said; ends all ranks that are of no more use."""
 
     def __init__(
         self,
         ranks: Sequence[TrainerRank],
         phase_s: float,
         look: Callable[[], str] = lambda: "",
-        end_waiting: Callable[[], None] = lambda: None,
+        end_waiting: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         self.ranks, self.phase_s, self.look, self.end_waiting = list(ranks), phase_s, look, end_waiting
         self.ends = 0.0
@@ -151,8 +151,8 @@ class SyncCalls:
                 _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if waiting:
                 _, waiting = await asyncio.wait(waiting, timeout=GRACE_S)
-            if waiting:
-                await asyncio.to_thread(self.end_waiting)
+            if waiting and (error := self._own(failed)):
+                await asyncio.to_thread(self.end_waiting, error)
         finally:
             for call in waiting:
                 call.cancel()

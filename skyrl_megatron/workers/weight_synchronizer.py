@@ -115,7 +115,7 @@ class WeightSynchronizer:
         routes: bool = False,
         draft: bool = False,
         look: Callable[[], str] = lambda: "",
-        end_waiting: Callable[[], None] = lambda: None,
+        end_waiting: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         self.pool, self.calls = pool, SyncCalls(ranks, phase_s, look, end_waiting)
         self.hf_config, self.dtype, self.probe_interval = hf_config, dtype, probe_interval

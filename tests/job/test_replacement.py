@@ -63,7 +63,7 @@ def join(made):
 
 @pytest.mark.parametrize("what", ["SIGKILL", "SIGSTOP"])
 def test_a_lost_rank_is_named_and_replaced(what):
-    from skyrl_megatron.errors import RankLostError
+    from skyrl_megatron.errors import DistributedError, RankLostError
 
     with chain() as (made, make):
         pids = made.call("alive")
@@ -78,11 +78,13 @@ def test_a_lost_rank_is_named_and_replaced(what):
         ) as told:
             made.call("wait_for_next", timeout_s=20 if what == "SIGSTOP" else 60)
         assert told.value.role == "policy" and made.lost() == [3]
-        made.end_waiting()
+        made.end_waiting(told.value)
         assert made.replace([3], make) == [3]
         assert made.actors[0] is first and made.actors[-1] is not last
         join(made)
         assert made.call("wait_for_next") == [3.0, 2.0, 1.0, 0.0]
         assert made.call("alive")[:-1] == pids[:-1]
-        made.end_waiting()
+        made.end_waiting(told.value)
         assert made.actors == []
+        with pytest.raises(DistributedError, match="ranks have been ended, start the run again: policy rank 3, phase"):
+            made.call("alive")

@@ -8,7 +8,7 @@ import pytest
 PHASE_S = 0.2
 
 
-def together(*ranks, phase_s=PHASE_S, end_waiting=lambda: None):
+def together(*ranks, phase_s=PHASE_S, end_waiting=lambda error: None):
     """What a call to ``ranks`` raises."""
     from skyrl_megatron.workers.sync_calls import SyncCalls
 
@@ -68,11 +68,12 @@ def test_nobody_waits_to_the_end_for_one_that_failed(soon):
     ended = []
     failing = raises(ZeroDivisionError())
     with pytest.raises(ZeroDivisionError):
-        together(stands_still, failing, phase_s=3600, end_waiting=lambda: ended.append("all"))
-    assert ended == ["all"]
+        together(stands_still, failing, phase_s=3600, end_waiting=ended.append)
+    (told,) = ended
+    assert isinstance(told, ZeroDivisionError)
     with pytest.raises(ZeroDivisionError):  # nobody waits
-        together(failing, failing, phase_s=3600, end_waiting=ended.clear)
-    assert ended == ["all"]
+        together(failing, failing, phase_s=3600, end_waiting=ended.append)
+    assert ended == [told]
 
 
 def test_what_is_said_at_the_end_where_all_answer(soon):

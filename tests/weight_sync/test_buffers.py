@@ -160,3 +160,16 @@ def test_what_is_referred_to_is_never_filled_again(stream):
     del kept
     pool.retire()
     assert pool.take(3, BUCKET_BYTES).data_ptr() == where and left == [(0, BUCKET_BYTES)]
+
+
+def test_a_receiver_without_memory_blames_no_sender():
+    import torch
+
+    from skyrl_megatron.errors import WeightSyncError
+    from skyrl_megatron.weight_sync.bucket import TensorMeta
+    from skyrl_megatron.weight_sync.receiver import WeightReceiver
+
+    receiver = WeightReceiver([transport("gloo", Playback([]))], 1 << 50, torch.device("cpu"))
+    receiver.set_metadata([[TensorMeta("weight", "float32", (1 << 48,))]])
+    with pytest.raises(WeightSyncError, match=r"receive: no memory for .* after 0.0 MB .*gpu_memory_utilization"):
+        list(receiver.tensors())
