@@ -176,7 +176,7 @@ def going_on(*, healing: bool = False) -> dict[tuple[str, str], list[str]]:
     return found
 
 
-STOPS_IN_A_LIFE = 3
+STOPS_IN_A_LIFE = 2
 """Processes that are stopped are waited for, by deadlines: a test of all phases would take twenty minutes."""
 
 
