@@ -64,6 +64,10 @@ class RankProcess:
         """Import what :meth:`build` needs, without a word to other ranks. Output goes to ``log_folder``, if given."""
         if log_folder is not None:
             _redirect_output(Path(log_folder) / f"{role}_rank{self.rank}.log")
+        from skyrl_megatron import device
+
+        if not device.has_cuda():  # nothing is compiled there (runtime/cpu), and the compiler is slow to import
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         importlib.import_module("skyrl_megatron.runtime.critic")  # and with it the engine of all roles
         load_plugins(cfg.trainer.plugins)
 
