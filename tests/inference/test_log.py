@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from skyrl_megatron.inference.vllm.log import last_errors
 
 DEATH = "Worker proc VllmWorker-0 died unexpectedly (exit code: 255), shutting down executor."
@@ -24,3 +26,8 @@ def test_what_came_of_it_where_no_cause_was_printed(tmp_path):
     log.write_text("\n".join(CONSEQUENCES))
     assert last_errors(log) == [each.removeprefix(f"{AT} ") for each in CONSEQUENCES]
     assert last_errors(tmp_path / "none") == []
+
+
+def test_a_log_that_cannot_be_written_is_the_error():
+    (said,) = last_errors(Path("/proc/engine.log"))  # nobody can make a file there
+    assert said.startswith("its output cannot be written to /proc/engine.log: ")

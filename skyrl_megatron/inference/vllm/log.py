@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ _TELLING = re.compile(
 )
 _POINTING = re.compile(r"Executor failed|[Ss]ee (root cause|stack trace)|Engine core initialization failed")
 """What vLLM raises because of something that was said before."""
+SOME_OUTPUT = 1 << 16
 
 
 @contextlib.contextmanager
@@ -44,12 +46,13 @@ def child_output(path: Path) -> Iterator[None]:
 def last_errors(path: Path, count: int = 4) -> list[str]:
     """Return the last few lines of an engine's output that name an error, each once, without vLLM's prefixes.
 
-    Those that only point to another are left out if there is another.
+    Those that only point to another are left out if there is another. Where none says why, the disk may: a process
+    ends that cannot write its output.
     """
     try:
         text = path.read_bytes()[-200_000:].decode(errors="replace")
     except OSError:
-        return []
+        text = ""
     found: dict[str, None] = {}
     for line in text.splitlines():
         words = _PREFIX.sub("", line).strip()
@@ -57,4 +60,17 @@ def last_errors(path: Path, count: int = 4) -> list[str]:
             found.pop(words, None)
             found[words] = None
     causes = [words for words in found if not _POINTING.search(words)]
+    if not causes and (refused := _refused(path.parent)):
+        return [f"its output cannot be written to {path}: {refused}"]
     return (causes or list(found))[-count:]
+
+
+def _refused(folder: Path) -> str:
+    """Return why nothing can be written in ``folder``; "" if it can."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(SOME_OUTPUT))
+            file.flush()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
