@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from skyrl_megatron.errors import EngineError, RequestError
 from skyrl_megatron.inference.client import InferenceClient
-from skyrl_megatron.inference.http_guard import MAX_BODY_BYTES, Guard, json_of, refusal
+from skyrl_megatron.inference.http_guard import MAX_BODY_BYTES, guarded, json_of, refusal
 
 VERSION_HEADER = "x-policy-version"
 SESSION_HEADER = "x-session-id"
@@ -36,8 +36,7 @@ def build_app(
     published version in ``x-policy-version``. A request's ``model`` is ``model``, or one of ``adapters`` where there
     are several; it must then name one.
     """
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(Guard, token=token, max_body_bytes=max_body_bytes)
+    app = guarded(token, max_body_bytes)
 
     @app.get("/health")
     async def health() -> Response:

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from fastapi import Request
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from skyrl_megatron.errors import RequestError
@@ -24,6 +24,19 @@ def refusal(status: int, message: str) -> JSONResponse:
     """Make an answer that says why a request is refused, in OpenAI's form."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status)
+
+
+def guarded(token: str, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
+    """Make an application without routes behind a :class:`Guard`; an error in one of them is answered as a refusal is,
+    without its text, and is logged."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(Guard, token=token, max_body_bytes=max_body_bytes)
+
+    async def failed(request: Request, error: Exception) -> JSONResponse:
+        return refusal(500, f"{request.url.path}: {type(error).__name__}, see the log of the run")
+
+    app.add_exception_handler(Exception, failed)
+    return app
 
 
 async def json_of(request: Request) -> Any:

@@ -19,7 +19,7 @@ from fastapi.responses import JSONResponse
 
 from skyrl_megatron.errors import EngineError, RequestError
 from skyrl_megatron.inference.fleet import Fleet, FleetMember
-from skyrl_megatron.inference.http_guard import Guard, json_of, refusal
+from skyrl_megatron.inference.http_guard import guarded, json_of, refusal
 from skyrl_megatron.inference.offer import Offer, checked
 
 
@@ -29,8 +29,7 @@ def build_registry(fleet: Fleet, token: str) -> FastAPI:
     Answers 401 without the token, 400 for a body that is no offer, 409 with the reason for an engine that cannot join,
     404 for one that never did.
     """
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(Guard, token=token)
+    app = guarded(token)
 
     @app.get("/health")
     async def health() -> Response:
