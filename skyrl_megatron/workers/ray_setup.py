@@ -6,10 +6,12 @@ With ``RAY_ADDRESS`` set (``auto``: a cluster that this machine belongs to) the 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,26 +121,33 @@ def local_ray(slots: int, *, object_store_bytes: int = 256 << 20) -> Iterator[No
 
 
 def end_ray() -> None:
-    """End our Ray, or leave the one that was joined. Ray waits for its own processes for as long as they hang: of ours
-    those that are stopped (SIGSTOP) go on then, and else its head is killed."""
+    """End our Ray, or leave the one that was joined. Ray waits for its processes for as long as they hang: of ours
+    those that are stopped (SIGSTOP) go on then, and else its head is killed; the head of others is left alone."""
+    ending = threading.Thread(target=ray.shutdown, daemon=True, name="end of ray")
+    ending.start()
+    ending.join(END_TIMEOUT_S)
+    if not ending.is_alive():
+        return
+    ours = [child for child in psutil.Process().children() if child.name() in ("gcs_server", "raylet")]
+    stopped = [child for child in ours if child.status() == psutil.STATUS_STOPPED]
+    names = ", ".join(child.name() for child in stopped)
+    log.warning("Ray did not end within %g s%s", END_TIMEOUT_S, f": {names} stood still" if names else "")
+    for child in stopped:
+        child.resume()
+    for child in [] if stopped else [child for child in ours if child.name() == "gcs_server"]:
+        child.kill()
+    ending.join(END_TIMEOUT_S)
+    if ending.is_alive():
+        log.warning("Ray's head does not answer: the run ends without it")
+        error = sys.exception()
+        atexit.register(_exit, 0 if error is None else getattr(error, "exit_code", 1))
 
-    def free() -> None:
-        ours = [child for child in psutil.Process().children() if child.name() in ("gcs_server", "raylet")]
-        stopped = [child for child in ours if child.status() == psutil.STATUS_STOPPED]
-        names = ", ".join(child.name() for child in stopped)
-        log.warning("Ray did not end within %g s%s", END_TIMEOUT_S, f": {names} stood still" if names else "")
-        for child in stopped:
-            child.resume()
-        for child in [] if stopped else [child for child in ours if child.name() == "gcs_server"]:
-            child.kill()
 
-    waiting = threading.Timer(END_TIMEOUT_S, free)
-    waiting.daemon = True
-    waiting.start()
-    try:
-        ray.shutdown()
-    finally:
-        waiting.cancel()
+def _exit(code: int) -> None:
+    """End the process as it would end, but for Ray, which would wait again."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _start(slots: int, environment: dict[str, Any], store_bytes: int | None, *, show_output: bool) -> None:

@@ -15,6 +15,29 @@ SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "ray_cluster.sh"
 JOIN = "import ray; ray.init(logging_level='ERROR'); print(int(ray.cluster_resources()['CPU'])); ray.shutdown()"
 
 
+LEAVE = """
+import sys
+import psutil, ray
+from skyrl_megatron.entrypoints.command import run_command
+from skyrl_megatron.errors import LaunchError
+from skyrl_megatron.workers import ray_setup
+
+def work():
+    ray_setup.join(sys.argv[1])
+    try:
+        psutil.Process(int(sys.argv[2])).suspend()
+        if sys.argv[3]:
+            raise LaunchError(sys.argv[3])
+        print("done")
+        return 0
+    finally:
+        ray_setup.END_TIMEOUT_S = 3.0
+        ray_setup.end_ray()
+
+sys.exit(run_command(work))
+"""
+
+
 def run(*words, timeout=300, **variables):
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | variables
     return subprocess.run([SCRIPT, *words], capture_output=True, text=True, timeout=timeout, env=env)
@@ -94,3 +117,24 @@ def test_mistakes_are_one_line(tmp_path, monkeypatch, words, message):
     done = run(*words)
     assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_cluster_whose_head_stands_still_is_left(tmp_path):
+    """With the exit code that the run has, and its error behind what is said of the head."""
+    folder = tmp_path / "c"
+    up = run("up", "--dir", folder, "--port", str(free_window()))
+    assert up.returncode == 0, up.stderr
+    exported = dict(line.removeprefix("export ").split("=", 1) for line in up.stdout.splitlines() if "=" in line)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | exported
+    try:
+        member = psutil.Process(json.loads((folder / "members/0.json").read_text())["process"])
+        (head,) = [one for one in member.children(recursive=True) if one.name() == "gcs_server"]
+        command = [sys.executable, "-c", LEAVE, exported["RAY_ADDRESS"], str(head.pid)]
+        for error in ("", "what the run ended with"):
+            left = subprocess.run([*command, error], env=env, capture_output=True, text=True, timeout=60)
+            head.resume()
+            assert (left.returncode, left.stdout) == ((1, "") if error else (0, "done\n")), left.stderr
+            said = left.stderr.splitlines()
+            assert "the run ends without it" in said[-2 if error else -1] and (not error or said[-1] == error)
+    finally:
+        run("down", "--dir", folder)
