@@ -22,6 +22,7 @@ KEYS = {
     "trainer__max_ckpts_to_keep": 3,
     "trainer__phase_timeout_s": 240,
     "trainer__max_training_steps": STEPS,
+    "trainer__epochs": 1000,  # never what ends a run
 }
 NO_FAULT = ""
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import pytest
 
 from tests.faults.lives import NO_FAULT, STEPS, Lives
-from tests.job import runs
 
 pytestmark = [pytest.mark.vllm, pytest.mark.full_matrix]
 
@@ -77,4 +76,4 @@ def test_an_engine_is_replaced_and_the_numbers_are_those_of_no_fault(lives, tmp_
 
 
 def test_steps_are_enough():
-    assert len(FAULTS) + 2 < STEPS <= 10 * int(runs.SMALL["trainer.epochs"])
+    assert len(FAULTS) + 2 < STEPS
