@@ -138,7 +138,7 @@ class ActorGroup:
         Raises DistributedError when the group has been ended.
         """
         if not self.actors:
-            raise DistributedError(f"the {self.role} ranks have been ended, start the run again{self._ended}")
+            raise DistributedError(f"the {self.role} ranks have been ended{self._ended}: start the run again")
         called = ranks if ranks is not None else range(len(self.actors))
         extra = each if each is not None else [()] * len(called)
         references = [
@@ -189,7 +189,7 @@ class ActorGroup:
         for actor in self.actors:
             ray.kill(actor)
         self.actors = []
-        self._ended = f": {_in_a_line(error)}" if error else ""
+        self._ended = f" ({_in_a_line(error)})" if error else ""
 
 
 def _gone(answer: Any) -> bool:

@@ -111,7 +111,7 @@ def test_one_rank_fails_the_call_and_ends_the_group(ray_slots, kind, message):
         with pytest.raises(DistributedError, match=message):
             made.call("sum_unless", (1,), kind, phase="train", timeout_s=timeout)
         assert made.actors == []
-        with pytest.raises(DistributedError, match=f"policy ranks have been ended, start the run again: {message}"):
+        with pytest.raises(DistributedError, match=rf"policy ranks have been ended \(.*{message}"):
             made.call("sum", 1)
 
 
