@@ -131,7 +131,7 @@ def test_a_cluster_whose_head_stands_still_is_left(tmp_path):
         (head,) = [one for one in member.children(recursive=True) if one.name() == "gcs_server"]
         command = [sys.executable, "-c", LEAVE, exported["RAY_ADDRESS"], str(head.pid)]
         for error in ("", "what the run ended with"):
-            left = subprocess.run([*command, error], env=env, capture_output=True, text=True, timeout=60)
+            left = subprocess.run([*command, error], env=env, capture_output=True, text=True, timeout=120)
             head.resume()
             assert (left.returncode, left.stdout) == ((1, "") if error else (0, "done\n")), left.stderr
             said = left.stderr.splitlines()
