@@ -19,6 +19,7 @@ _TELLING = re.compile(
 _POINTING = re.compile(r"Executor failed|[Ss]ee (root cause|stack trace)|Engine core initialization failed")
 """What vLLM raises because of something that was said before."""
 SOME_OUTPUT = 1 << 16
+"""Bytes that a disk must take to be no cause: some are left of a page of a file, also where it is full."""
 
 
 @contextlib.contextmanager
