@@ -94,6 +94,9 @@ def _write_weights(folder: Path, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3MoeForCausalLM(config).float()
+        # transformers leaves the row of padding 0. Sampled once, it would have a gradient 1 / sqrt(rms_norm_eps)
+        # times that of others, and the step would be clipped to nothing.
+        model.get_input_embeddings().weight.data[config.pad_token_id].normal_(std=config.initializer_range)
     model.generation_config.eos_token_id = config.eos_token_id
     model.generation_config.pad_token_id = config.pad_token_id
     model.save_pretrained(folder)

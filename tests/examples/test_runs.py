@@ -10,7 +10,7 @@ from tests.examples.commands import EXAMPLES, commands, environment
 
 pytestmark = [pytest.mark.full_matrix, pytest.mark.vllm]
 
-STEPS = [0, 1, 2, 3, 4]
+STEPS = {"distillation": 16}  # the others take 4
 SHOWS = {  # metric of training steps → what its values must be
     "custom_advantage_estimator": ("policy/grad_norm", lambda values: max(values) > 0),
     "custom_policy_loss": ("policy/loss_metrics/clip_ratio", lambda values: values == [0, 0, 0, 0]),
@@ -23,7 +23,7 @@ SHOWS = {  # metric of training steps → what its values must be
     "llm_judge": ("environment/judge_agrees", lambda values: len(values) == 4 and 0 < max(values) < 1),
     "ppo_with_critic": ("policy/grad_norm", lambda values: len(values) == 2),  # the critic learns alone for two steps
     "lora": ("policy/grad_norm", lambda values: min(values) > 0),
-    "distillation": ("distillation/reverse_kl", lambda values: values[-1] < values[0]),
+    "distillation": ("distillation/reverse_kl", lambda values: sum(values[-4:]) < 0.9 * sum(values[:4])),
     "gsm8k": ("policy/grad_norm", lambda values: max(values) > 0),
 }
 
@@ -52,7 +52,7 @@ def test_an_example_runs(name, taught):
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     file = taught / "tiny" / "runs" / "logs" / "examples" / name / "metrics.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [line["step"] for line in lines] == STEPS
+    assert [line["step"] for line in lines] == [*range(STEPS.get(name, 4) + 1)]
     if name != "llm_judge":
         assert max(line["reward/avg_raw_reward"] for line in lines[1:]) > 0, "the tiny model is right now and then"
     metric, holds = SHOWS[name]

@@ -38,6 +38,7 @@ def data() -> dict[str, Any]:
     for row, length in enumerate(LENGTHS):
         sequences[row, -length:] = torch.randint(VOCAB, (length,), generator=generator)
         mask[row, -length:] = True
+    sequences[::2, -1] = 0  # the token of padding, as a sample may have it
     weights = torch.randn(sum(LENGTHS), VOCAB, generator=generator) / VOCAB
     return {"sequences": sequences, "mask": mask, "weights": weights}
 
@@ -52,6 +53,7 @@ def reference(folder: Path, out: Path, *, dtype: str = "float32") -> Path:
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=getattr(torch, dtype), attn_implementation="eager", experts_implementation="eager"
     )
+    model.get_input_embeddings().padding_idx = None  # transformers does not train the row of padding; Megatron does
     logits = torch.cat(
         [
             model(batch["sequences"][row : row + 1, -length:], use_cache=False).logits[0]
