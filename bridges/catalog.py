@@ -25,7 +25,8 @@ tensor that is split over tp (over etp for experts); gate and up are split each 
 
 Every family: names and shapes equal those transformers writes, round trips are bitwise through tensors and through
 folders, splits over tp, etp and padded vocabularies are undone exactly. Logits and every parameter's gradient equal
-those of transformers, fp32, in the layouts listed.
+those of transformers, fp32, in the layouts listed; the embedding of `pad_token_id` is trained like any other, where
+transformers leaves it as it is.
 
 | `model_type` | also | architecture | logits and gradients checked in |
 |---|---|---|---|
