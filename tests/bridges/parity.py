@@ -22,12 +22,12 @@ def reference(folder: Path, out: Path, further: Callable[[Any], Callable[[], Any
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
-    from tests.runtime.parity import data
+    from tests.runtime.parity import data, logits_of
 
     batch = data()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     added = further(model) if further else lambda: 0.0
-    logits = _logits(model, batch)
+    logits = logits_of(model, batch)
     assert logits.max() > 5 and logits.min() < -5, "the model's logits are too small to show anything"
     ((logits * batch["weights"]).sum() + added()).backward()
     with torch.no_grad():
@@ -42,18 +42,9 @@ def reference(folder: Path, out: Path, further: Callable[[Any], Callable[[], Any
             folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
         )
         with torch.no_grad():
-            found["rounding"] = (_logits(model, batch) - found["logits"]).abs().amax(-1).float()
+            found["rounding"] = (logits_of(model, batch) - found["logits"]).abs().amax(-1).float()
     torch.save(found, out)
     return out
-
-
-def _logits(model: Any, batch: dict[str, Any]) -> Any:
-    import torch
-
-    from tests.runtime.parity import LENGTHS
-
-    rows = [batch["sequences"][row : row + 1, -length:] for row, length in enumerate(LENGTHS)]
-    return torch.cat([model(row, use_cache=False).logits[0] for row in rows])
 
 
 def compare(

@@ -54,12 +54,7 @@ def reference(folder: Path, out: Path, *, dtype: str = "float32") -> Path:
         folder, dtype=getattr(torch, dtype), attn_implementation="eager", experts_implementation="eager"
     )
     model.get_input_embeddings().padding_idx = None  # transformers does not train the row of padding; Megatron does
-    logits = torch.cat(
-        [
-            model(batch["sequences"][row : row + 1, -length:], use_cache=False).logits[0]
-            for row, length in enumerate(LENGTHS)
-        ]
-    )
+    logits = logits_of(model, batch)
     assert logits.max() > 5 and logits.min() < -5, "the model's logits are too small to show anything"
     (logits * batch["weights"]).sum().backward()
     with torch.no_grad():
@@ -70,6 +65,14 @@ def reference(folder: Path, out: Path, *, dtype: str = "float32") -> Path:
         {"logits": logits.detach(), "gradients": load_file(out.parent / "gradients" / "model.safetensors")}, out
     )
     return out
+
+
+def logits_of(model: Any, batch: dict[str, Any]) -> Any:
+    """The transformers model's logits of every token, [sum of lengths, VOCAB]; sequences go in one by one."""
+    import torch
+
+    rows = [batch["sequences"][row : row + 1, -length:] for row, length in enumerate(LENGTHS)]
+    return torch.cat([model(row, use_cache=False).logits[0] for row in rows])
 
 
 def compare(
