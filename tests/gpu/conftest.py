@@ -1,8 +1,9 @@
 """The ladder for the first hour on a GPU: rungs in the order of their numbers, from imports to a whole colocated step.
 
 Each rung says what it proves (``PROVES``) and what to report when it fails (``REPORT``); the first failure ends the
-climb, because what stands above would only fail for the same reason. Without a GPU everything is skipped; the bodies
-that CPU tests share are tried there with planted faults.
+climb, because the rungs above would only fail for the same reason. A test that needs a package which is not installed,
+or which ``SKYRL_WITHOUT`` leaves out (``te,vllm,ray``), is skipped. Without a GPU everything is skipped; the bodies
+that CPU tests share are tried there with planted faults. ``launch/gpu_hour.sh`` gives each rung a time limit.
 """
 
 from __future__ import annotations
@@ -11,12 +12,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpu import installed
+
 HERE = Path(__file__).parent
 failed: list[pytest.Item] = []
 
 
 def is_rung(item: pytest.Item) -> bool:
     return item.path.parent == HERE
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "needs(*packages): of te, vllm and ray, those that the test runs on")
 
 
 @pytest.hookimpl(trylast=True)
@@ -50,3 +57,6 @@ def gpu(request):
         pytest.skip(f"{failed[0].path.stem} failed")
     if not device.driver_gpu_count():
         pytest.skip("no GPU")
+    needed = {name for marker in request.node.iter_markers("needs") for name in marker.args}
+    if absent := sorted(needed & installed.missing()):
+        pytest.skip(f"without {', '.join(absent)}")

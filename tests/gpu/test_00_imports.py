@@ -1,5 +1,7 @@
 """What a GPU run imports, and the smallest computation with each."""
 
+import pytest
+
 PROVES = "torch, NCCL, Transformer Engine and vLLM import and fit the driver, and attention has a kernel"
 REPORT = "the versions that `pip list` shows for torch, transformer-engine, vllm, nvidia-nccl and nvidia-cudnn"
 
@@ -19,12 +21,14 @@ def test_nccl_is_there():
     assert torch.cuda.nccl.version() >= (2, 20)
 
 
+@pytest.mark.needs("te")
 def test_megatron_sees_transformer_engine():
     from skyrl_megatron.runtime.model.layer_choice import _import_error
 
     assert _import_error() is None
 
 
+@pytest.mark.needs("te")
 def test_transformer_engine_has_an_attention_kernel():
     """Packed sequences, causal, grouped queries, as ``attention_backend=auto`` lets it choose: equals torch's own."""
     import torch
@@ -50,6 +54,7 @@ def test_transformer_engine_has_an_attention_kernel():
         torch.testing.assert_close(out[first : first + length].float(), expected, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.needs("vllm")
 def test_vllm_imports():
     import vllm
     from vllm.platforms import current_platform

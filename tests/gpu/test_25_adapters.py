@@ -33,6 +33,7 @@ def test_fp32_equals_peft(ranks, folder, factors):
     bodies.check(ranks(1, bodies.three_steps, folder, batch, expected, {}, overrides), expected)
 
 
+@pytest.mark.needs("te")
 def test_transformer_engine_is_as_near_as_ours(ranks, folder, factors):
     batch = step.make_batch(vocab_size=1003)
     exact = ranks(1, bodies.one_backward, folder, batch, factors, "local", {"trainer.bf16": False})[0]

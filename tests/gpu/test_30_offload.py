@@ -3,6 +3,7 @@
 import pytest
 
 from tests.bridges.tiny_models import save_tiny
+from tests.gpu import installed
 from tests.training import bodies, reference
 from tests.training.bodies import MEGATRON, NO_DISTRIBUTED
 
@@ -31,7 +32,18 @@ def folder(tmp_path_factory):
     return save_tiny("qwen3_moe", tmp_path_factory.mktemp("model"), initializer_range=0.1, **sizes)
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-def test_leaves_and_comes_back(ranks, folder, option):
-    overrides = {"trainer.bf16": True} | OPTIONS[option]
+HERE = [name for name, keys in OPTIONS.items() if "te" not in installed.missing() or not AWARE.items() <= keys.items()]
+"""Options that this machine runs: precision-aware ones need Transformer Engine's Adam."""
+CASES = [(layers, option) for layers in installed.layer_choices() for option in HERE]
+
+
+def asked(layers: str, option: str):
+    """The settings of a case."""
+    choice = {f"{MEGATRON}transformer_config_kwargs.transformer_impl": layers}
+    return {"trainer.bf16": True} | choice | OPTIONS[option]
+
+
+@pytest.mark.parametrize(("layers", "option"), CASES)
+def test_leaves_and_comes_back(ranks, folder, layers, option):
+    overrides = asked(layers, option)
     ranks(1, bodies.leaves_and_comes_back, folder, reference.make_batch(vocab_size=1003), overrides)

@@ -11,7 +11,7 @@ REPORT = (
     "transport, round and the engine's log. 'stale or torn' means that a buffer was filled again before the GPU had "
     "read it, or that a CUDA graph runs on memory that is no longer the weights'"
 )
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.needs("vllm")]
 NEAR_BF16 = 0.1
 """Nats, on average: bf16 in an engine against fp32 in transformers; the two models are ten times as far apart."""
 
@@ -26,6 +26,14 @@ def models(tmp_path_factory):
 def settings(models, **changes):
     plain = dict(dtype="bfloat16", enforce_eager=False, gpu_memory_utilization=0.3)
     return tiny_settings(models["A"], **plain | changes)
+
+
+def test_weights_change_without_graphs(models):
+    """First: what fails here too is no matter of CUDA graphs."""
+    eager = settings(models, enforce_eager=True)
+    with under_load.synced_engine(eager, models, transport="ipc") as (engine, loop, sync):
+        expected = under_load.baseline(engine, loop, sync, models, near=NEAR_BF16)
+        under_load.change_weights_under_load(engine, loop, sync, expected, rounds=4, requests=32)
 
 
 def test_weights_change_under_cuda_graphs_over_ipc(models):

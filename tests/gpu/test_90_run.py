@@ -2,8 +2,10 @@
 
 import pytest
 
+from tests.gpu import installed
 from tests.job import runs
 
+pytestmark = pytest.mark.needs("vllm", "ray")
 PROVES = "a colocated run samples, scores, trains, saves and syncs, and trainer and engine agree on every token"
 REPORT = "console.log, metrics.jsonl and workers/ of the run's folder"
 SHARED = {
@@ -18,8 +20,10 @@ SHARED = {
 }
 
 
-def test_two_colocated_steps(tmp_path):
-    done = runs.run(runs.prepare(tmp_path), **SHARED).check()
+@pytest.mark.parametrize("layers", installed.layer_choices())
+def test_two_colocated_steps(tmp_path, layers):
+    choice = {"trainer__policy__megatron_config__transformer_config_kwargs__transformer_impl": layers}
+    done = runs.run(runs.prepare(tmp_path), **SHARED | choice).check()
     one, two = [line for line in done.lines if line["step"]]
     for line in (one, two):
         assert line["policy/rollout_train_logprobs_abs_diff_max"] <= 0.1, "nats, bf16"

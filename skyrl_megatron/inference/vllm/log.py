@@ -28,6 +28,7 @@ def child_output(path: Path) -> Iterator[None]:
 
     File descriptors belong to the whole process: blocks of several threads take turns.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
     with _starting, path.open("ab") as log:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -128,10 +128,9 @@ class EngineSettings:
             "return_sampling_mask": self.return_support,
             "disable_log_stats": not self.ray_prometheus_stats,
         }
-        if self.kv_cache_bytes is not None:
+        arguments["gpu_memory_utilization"] = self.gpu_memory_utilization
+        if self.kv_cache_bytes is not None:  # vLLM still refuses to start unless the share above is free
             arguments["kv_cache_memory_bytes"] = self.kv_cache_bytes
-        else:
-            arguments["gpu_memory_utilization"] = self.gpu_memory_utilization
         if self.adapters is not None:
             arguments |= {
                 "enable_lora": True,

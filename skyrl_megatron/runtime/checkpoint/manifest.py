@@ -162,7 +162,15 @@ def _self_hash(body: dict[str, Any]) -> str:
 def versions() -> dict[str, str]:
     """Return versions that a reader of the checkpoint may want to know."""
     packages = ("torch", "megatron-core", "skyrl-megatron", "numpy")
-    return {"python": platform.python_version()} | {name: metadata.version(name) for name in packages}
+    return {"python": platform.python_version()} | {name: _version(name) for name in packages}
+
+
+def _version(package: str) -> str:
+    """Return the installed version; "not installed" for code that runs from a source tree on PYTHONPATH."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def read_manifest(storage: Storage, folder: str) -> Manifest:

@@ -8,10 +8,11 @@ lengths.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,6 +27,15 @@ if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import TransformerConfig
+
+
+@cache
+def _grouped_queries(grouped: bool) -> dict[str, Any]:
+    """Return what ``varlen_attn`` asks for with fewer heads of keys than of queries: torch 2.11 takes them as they are
+    and has no such argument, 2.13 demands it."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return {"enable_gqa": grouped} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +274,7 @@ class PackedAttention(torch.nn.Module):
             longest,
             scale=self.scale,
             window_size=(-1 if self.window is None else self.window - 1, 0),
-            enable_gqa=key.shape[1] != query.shape[1],
+            **_grouped_queries(key.shape[1] != query.shape[1]),
         )
         assert isinstance(out, Tensor)
         return out[..., :width].flatten(1)
