@@ -143,7 +143,7 @@ def arguments(folder, **overrides):
 
 def environment(folder):
     """Variables of a run's processes, which import the package and what is in ``folder``."""
-    path = f"{Path(__file__).resolve().parents[2]}:{folder}"
+    path = ":".join(filter(None, [str(Path(__file__).parents[2]), str(folder), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": path}
 
 

@@ -9,6 +9,7 @@ registers our weight-transfer backend, before the model is built.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Sequence
 from functools import cache, partialmethod
 from typing import Any
@@ -327,6 +328,14 @@ def fork_engine_processes() -> None:
         module.get_mp_context = processes.EngineContext
 
 
+def spawn_engine_processes() -> None:
+    """Start engine cores anew. vLLM forks where CUDA is not initialised, and does not see that this process has asked
+    for its devices, after which CUDA refuses to work in a fork."""
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+
+
+if current_platform.is_cuda():
+    spawn_engine_processes()
 if current_platform.is_cpu():
     fork_engine_processes()
     repack_experts_after_reload()

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import (
     get_tokens_per_expert_and_token_count,
     switch_load_balancing_loss_func,
+    te_general_gemm,
 )
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -31,6 +32,15 @@ class TokenWeightedRouter(TopKRouter):
     load: Tensor | None = None
     """Sums for :func:`router_metrics` over this rank's tokens since its last call, [E + 2] float64: tokens per expert,
     Σ entropy in nats, tokens. Of training passes only; a pass that is recomputed counts once."""
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Return the logits [..., E]. Where Transformer Engine is installed, Megatron computes them by its GEMM, which
+        rounds fp32 inputs to TF32; bf16 inputs it multiplies exactly."""
+        both_fp32 = input.dtype == self.weight.dtype == torch.float32
+        if te_general_gemm is not None and both_fp32 and self.config.moe_router_dtype != "fp64":
+            return torch.nn.functional.linear(input, self.weight, self.bias)
+        logits: Tensor = super().gating(input)
+        return logits
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Route as ``TopKRouter`` does, and count. ``padding_mask``, [sequence, batch], is True on padding."""
