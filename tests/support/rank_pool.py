@@ -1,4 +1,5 @@
-"""A pool of rank processes for multi-process tests: imports are paid once, process groups are made anew per test.
+"""A pool of rank processes for multi-process tests, forked from a server that has paid the imports; process groups are
+made anew for each test.
 
 A test body is a module-level function whose imports of torch, megatron, … are inside it::
 
@@ -16,7 +17,8 @@ of the first rank that failed. Nothing waits without a deadline.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
+import gc
+import importlib
 import os
 import random
 import signal
@@ -26,6 +28,8 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from tests.support import forked
 
 POOL_SIZE = 4
 MOST_THREADS = 300
@@ -59,9 +63,12 @@ def _serve(connection: Connection) -> None:
 
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
+    for name in forked.IMPORTED:
+        importlib.import_module(name)  # there already, but for GPUs
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()  # the million objects of the imports: else each collection between two tests takes half a second
     while True:
         try:
             job = connection.recv()
@@ -77,13 +84,12 @@ def _run_job(
     rank: int, world_size: int, port: int, timeout_s: float, body: Callable[..., Any], args: tuple, kwargs: dict
 ) -> Any:
     import datetime
-    import gc
-    import sys
 
     import torch
     import torch.distributed as dist
 
     from skyrl_megatron import device
+    from skyrl_megatron.runtime.parallel_state import end_groups
 
     torch.manual_seed(0)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
@@ -99,12 +105,7 @@ def _run_job(
     result = body(*args, **kwargs)
     dist.barrier()
     # Only now: after an error the process is killed, and its groups stay open until its own report is out.
-    if "megatron.core.parallel_state" in sys.modules:
-        from skyrl_megatron.runtime.parallel_state import end_groups
-
-        end_groups(world=True)
-    else:
-        dist.destroy_process_group()
+    end_groups(world=True)
     gc.collect()
     return result
 
@@ -132,7 +133,7 @@ class RankPool:
     """Up to :data:`POOL_SIZE` persistent rank processes. ``pool(world_size, body, *args)`` → one result per rank."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+        self._context = forked.context()
         self._ranks: list[tuple[Any, Connection]] = []
 
     def __call__(
@@ -147,7 +148,7 @@ class RankPool:
             pipe.send((rank, world_size, port, timeout_s, body, args, kwargs))
         results = self._collect(pipes, body, timeout_s + 60.0)
         if any(_threads(process.pid) > MOST_THREADS for process, _ in self._ranks):
-            self._kill()  # new ones cost seconds
+            self._kill()
         return results
 
     def close(self) -> None:
