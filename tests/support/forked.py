@@ -5,6 +5,7 @@ the pool and for every process that a test starts through :func:`context`.
 """
 
 import multiprocessing
+from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 
 from skyrl_megatron import device
@@ -13,7 +14,7 @@ IMPORTED = ["pytest", "skyrl_megatron.runtime.engine"]
 
 
 def context() -> BaseContext:
-    """Return the multiprocessing context of test processes. The first process that it starts starts the server.
+    """Return the multiprocessing context of test processes, and start the server, which imports meanwhile.
 
     CPython has one fork server in a process, with one list of modules, so every test takes the context from here.
     Where there are GPUs each process is spawned: what CUDA sets up on import may not survive a fork.
@@ -22,4 +23,5 @@ def context() -> BaseContext:
         return multiprocessing.get_context("spawn")
     found = multiprocessing.get_context("forkserver")
     found.set_forkserver_preload(IMPORTED)
+    forkserver.ensure_running()
     return found
