@@ -8,18 +8,16 @@ import pytest
 
 from tests.checkpoint import training
 from tests.checkpoint.ranks import RankCheckpointer, newest
+from tests.support import forked
 
 WAIT_S = 120.0
 
 
 class Children:
-    """Processes forked from one that has paid the imports. Every wait is bounded; all end with the test."""
+    """Processes of a test's own. Every wait is bounded; all end with the module."""
 
     def __init__(self):
-        import multiprocessing
-
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["tests.checkpoint.test_faults", "skyrl_megatron.runtime.engine"])
+        self._context = forked.context()
         self._started = []
 
     def start(self, body, *args):

@@ -39,6 +39,20 @@ def pair(folder, tmp_path_factory):  # noqa: F811
     return get
 
 
+@pytest.fixture(scope="module")
+def dequantised(ranks, pair, batch, tmp_path_factory):  # noqa: F811
+    """(kind, layout) → (what a run of the model in bfloat16 leaves behind, its merged folder). Run once each."""
+    made = {}
+
+    def get(kind, name):
+        if (kind, name) not in made:
+            root, layout = tmp_path_factory.mktemp("plain"), LAYOUTS[name]
+            made[kind, name] = ranks(layout["world"], body, pair(kind)[1], batch, layout, root), root
+        return made[kind, name]
+
+    return get
+
+
 def body(folder, batch, layout, root, fault=None, overrides=None):  # noqa: F811
     """What a run leaves behind: (loss, gradient norm) of three steps, factors, bytes of the base; the merged model in
     ``root``."""
@@ -108,11 +122,11 @@ def same_folders(one, other):
 @pytest.mark.parametrize(
     "kind, name", [*PLAIN, *(pytest.param(*each, marks=pytest.mark.full_matrix) for each in MATRIX)]
 )
-def test_it_is_the_dequantised_model(ranks, pair, batch, tmp_path, kind, name):  # noqa: F811
+def test_it_is_the_dequantised_model(ranks, pair, dequantised, batch, tmp_path, kind, name):  # noqa: F811
+    theirs, plain = dequantised(kind, name)
     layout = LAYOUTS[name]
-    ours, theirs = (ranks(layout["world"], body, base, batch, layout, tmp_path / base.name) for base in pair(kind))
-    compare(ours, theirs)
-    same_folders(tmp_path / "quantised", tmp_path / "plain")
+    compare(ranks(layout["world"], body, pair(kind)[0], batch, layout, tmp_path), theirs)
+    same_folders(tmp_path, plain)
 
 
 @pytest.mark.full_matrix
@@ -124,15 +138,13 @@ def test_recomputed_layers_make_their_weights_again(ranks, pair, batch, tmp_path
 
 
 @pytest.mark.parametrize("fault", ["columns", "rows"])
-def test_planted_faults_are_seen(ranks, pair, batch, tmp_path, fault):  # noqa: F811
-    layout = LAYOUTS["tp2·etp2"]
-    quantised, plain = pair("fp8")
-    ours = ranks(2, body, quantised, batch, layout, tmp_path / "ours", fault)
-    theirs = ranks(2, body, plain, batch, layout, tmp_path / "theirs")
+def test_planted_faults_are_seen(ranks, pair, dequantised, batch, tmp_path, fault):  # noqa: F811
+    theirs, plain = dequantised("fp8", "tp2·etp2")
+    ours = ranks(2, body, pair("fp8")[0], batch, LAYOUTS["tp2·etp2"], tmp_path, fault)
     with pytest.raises(AssertionError):
         compare(ours, theirs)
     with pytest.raises(AssertionError):
-        same_folders(tmp_path / "ours", tmp_path / "theirs")
+        same_folders(tmp_path, plain)
 
 
 def lifetimes(folder, batch):  # noqa: F811

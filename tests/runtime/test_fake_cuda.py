@@ -7,10 +7,10 @@ it calls, asks the driver for streams; collectives and counts of tokens are stan
 """
 
 import re
-import subprocess
-import sys
 
 import pytest
+
+from tests.support import forked
 
 LAYOUTS = {"single": {}, "tp2": {"tp": 2}, "ep2": {"ep": 2}, "tp2·ep2": {"tp": 2, "ep": 2}, "pp2": {"pp": 2}}
 DENSE = {"llama", "qwen2", "qwen3"}
@@ -34,13 +34,17 @@ def results(request):
     """(family, layout, options) → results of its ranks, or their error; all computed in one process."""
     wanted = [item.callspec.params["case"] for item in request.session.items if item.path == request.path
               and hasattr(item, "callspec")]  # fmt: skip
-    run = subprocess.run([sys.executable, "-c", "from tests.runtime.test_fake_cuda import main; main()", repr(wanted)],
-                         capture_output=True, text=True, timeout=1500, check=False)  # fmt: skip
-    assert run.returncode == 0, run.stderr[-3000:]
-    return eval(run.stdout.splitlines()[-1])
+    ours, theirs = forked.context().Pipe(duplex=False)
+    process = forked.context().Process(target=all_passes, args=(wanted, theirs))
+    process.start()
+    theirs.close()
+    assert ours.poll(1500), "the passes do not end"
+    found = ours.recv()
+    process.join(60)
+    return found
 
 
-def main():
+def all_passes(cases, pipe):
     import logging
     import warnings
 
@@ -49,14 +53,14 @@ def main():
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     found = {}
-    for case in eval(sys.argv[1]):
+    for case in cases:
         family, layout, options = case
         ranks = (0, 1) if "pp" in layout else (0,)
         try:
             found[repr(case)] = [training_pass(family, LAYOUTS[layout], rank, **options) for rank in ranks]
         except Exception as error:
             found[repr(case)] = f"{type(error).__name__}: {error}"
-    print(found)
+    pipe.send(found)
 
 
 def name_of(case):

@@ -1,11 +1,11 @@
 """Building a model: checkpoint keys, the critic's head, the patches for the CPU, and what happens when a rank dies."""
 
 import math
-import multiprocessing
 
 import pytest
 
 from tests.bridges.tiny_models import save_tiny, tiny_config
+from tests.support import forked
 from tests.support.rank_pool import end_layout, free_port
 
 # What Megatron's Transformer Engine layers write for the tiny models with 2 KV groups (3 layers, hidden 48, 6 heads,
@@ -270,7 +270,7 @@ def dying_rank(rank, port, folder, pipe):
 def test_a_rank_that_dies_takes_the_others_down_at_once(tmp_path):
     """The group's timeout is 120 s; the survivor's error comes when the connection breaks, not then."""
     folder = save_tiny("qwen3_moe", tmp_path, num_key_value_heads=2)
-    context = multiprocessing.get_context("spawn")
+    context = forked.context()
     ours, theirs = context.Pipe()
     port = free_port()
     processes = [context.Process(target=dying_rank, args=(rank, port, folder, theirs)) for rank in range(2)]

@@ -1,4 +1,5 @@
-"""A pool of rank processes for multi-process tests: imports are paid once, process groups are made anew per test.
+"""A pool of rank processes for multi-process tests, forked from a server that has paid the imports; process groups are
+made anew for each test.
 
 A test body is a module-level function whose imports of torch, megatron, … are inside it::
 
@@ -16,16 +17,20 @@ of the first rank that failed. Nothing waits without a deadline.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
+import gc
+import importlib
 import os
 import random
 import signal
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from tests.support import forked
 
 POOL_SIZE = 4
 MOST_THREADS = 300
@@ -59,9 +64,12 @@ def _serve(connection: Connection) -> None:
 
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
+    for name in forked.IMPORTED:
+        importlib.import_module(name)  # there already, but for GPUs
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()  # the million objects of the imports: else each collection between two tests takes half a second
     while True:
         try:
             job = connection.recv()
@@ -77,8 +85,6 @@ def _run_job(
     rank: int, world_size: int, port: int, timeout_s: float, body: Callable[..., Any], args: tuple, kwargs: dict
 ) -> Any:
     import datetime
-    import gc
-    import sys
 
     import torch
     import torch.distributed as dist
@@ -99,12 +105,7 @@ def _run_job(
     result = body(*args, **kwargs)
     dist.barrier()
     # Only now: after an error the process is killed, and its groups stay open until its own report is out.
-    if "megatron.core.parallel_state" in sys.modules:
-        from skyrl_megatron.runtime.parallel_state import end_groups
-
-        end_groups(world=True)
-    else:
-        dist.destroy_process_group()
+    _end_groups(world=True)
     gc.collect()
     return result
 
@@ -116,10 +117,27 @@ def end_layout() -> None:
     """
     import torch.distributed as dist
 
+    dist.barrier()
+    _end_groups()
+
+
+def _end_groups(**options: bool) -> None:
+    """Call the runtime's ``end_groups``, and free all groups at once.
+
+    The thread of a gloo group looks every 10 ms whether it is to end. One by one, the 20 groups of a layout take as
+    long as the rest of a small test.
+    """
+    import torch.distributed as dist
+
     from skyrl_megatron.runtime.parallel_state import end_groups
 
-    dist.barrier()
-    end_groups()
+    groups = list(dist.distributed_c10d._world.pg_map)
+    end_groups(**options)
+    threads = [threading.Thread(target=groups.pop) for _ in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def _threads(pid: int) -> int:
@@ -132,7 +150,7 @@ class RankPool:
     """Up to :data:`POOL_SIZE` persistent rank processes. ``pool(world_size, body, *args)`` → one result per rank."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+        self._context = forked.context()
         self._ranks: list[tuple[Any, Connection]] = []
 
     def __call__(
@@ -147,7 +165,7 @@ class RankPool:
             pipe.send((rank, world_size, port, timeout_s, body, args, kwargs))
         results = self._collect(pipes, body, timeout_s + 60.0)
         if any(_threads(process.pid) > MOST_THREADS for process, _ in self._ranks):
-            self._kill()  # new ones cost seconds
+            self._kill()
         return results
 
     def close(self) -> None:

@@ -1,10 +1,13 @@
-"""The pool itself: results by rank, failure of one rank, a rank that hangs, and reuse afterwards."""
+"""The pool itself: results by rank, failure of one rank, reuse afterwards, and what ranks have before they start."""
 
 import os
+import sys
 import time
 
 import pytest
 
+from skyrl_megatron import device
+from tests.support import forked
 from tests.support.rank_pool import MOST_THREADS, RankFailure
 
 
@@ -48,6 +51,37 @@ def test_a_failing_rank_takes_the_others_down_within_seconds(ranks, body, says):
         ranks(2, body)
     assert time.monotonic() - start < 60
     assert [total for _, total in ranks(2, sum_of_ranks)] == [3.0, 3.0]
+
+
+def what_the_collector_sees():
+    import gc
+
+    return len(gc.get_objects()), gc.get_freeze_count()
+
+
+def test_the_collector_passes_over_what_the_imports_made(ranks):
+    ranks.close()  # the next one is new: those before have imported other tests
+    ((seen, frozen),) = ranks(1, what_the_collector_sees)
+    assert frozen > 200_000 and seen < frozen / 10
+
+
+def begin(pipe):
+    """Report what this process has before it imports anything, and how many threads its parent runs."""
+    found = {"torch", "megatron.core.parallel_state", "skyrl_megatron.runtime.engine"} & sys.modules.keys()
+    pipe.send((len(found), len(os.listdir(f"/proc/{os.getppid()}/task"))))
+
+
+@pytest.mark.process
+def test_a_process_is_forked_with_its_imports_from_a_server_of_one_thread():
+    """A lock that another thread of the server held at that moment would never be released in the child."""
+    if device.driver_gpu_count():
+        pytest.skip("beside GPUs each process is spawned")
+    ours, theirs = forked.context().Pipe()
+    process = forked.context().Process(target=begin, args=(theirs,))
+    process.start()
+    assert ours.poll(120) and ours.recv() == (3, 1)
+    process.join(60)
+    assert process.exitcode == 0
 
 
 def leaves_threads():

@@ -1,9 +1,8 @@
 """kill -9 at every phase of a step, and in the middle of every write: nothing is lost, sampled or trained twice."""
 
-import multiprocessing
-
 import pytest
 
+from tests.support import forked
 from tests.trainer import stream_runner
 from tests.trainer.stream_runner import BATCH, BOUND, STEPS
 
@@ -34,14 +33,7 @@ CASES = [
 
 def life(folder, seed, point=None, hit=0):
     """What a process said until it ended; None in place of an exit code of 0."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        [
-            "tests.trainer.stream_runner",
-            "skyrl_megatron.trainer.stream.durable",
-            "skyrl_megatron.runtime.checkpoint.resume",
-        ]
-    )
+    context = forked.context()
     here, there = context.Pipe(duplex=False)
     child = context.Process(target=stream_runner.run, args=(str(folder), seed, point, hit, there))
     child.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support import forked
 from tests.support.engines import LoopThread, largest_gap, reference_logprobs, tiny_settings
 from tests.support.tiny_models import write_tiny_model
 
@@ -54,9 +55,7 @@ def engine(models, loop):
 @pytest.fixture
 def trainer(models):
     """A process that sends the second model, in buckets smaller than its largest tensor."""
-    import multiprocessing
-
-    context = multiprocessing.get_context("spawn")
+    context = forked.context()
     ours, theirs = context.Pipe()
     process = context.Process(target=send_folder, args=(theirs, str(models[1]), 1 << 17), daemon=True)
     process.start()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import signal
 from typing import Any
+
+from tests.support import forked
 
 BUCKET_BYTES = 1 << 17  # smaller than the largest tensor of the tiny models
 
@@ -127,7 +128,7 @@ class TrainerProcess:
 
     def start(self) -> None:
         """The process; a new one, if there was one before."""
-        context = multiprocessing.get_context("spawn")
+        context = forked.context()
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(theirs, self.transport), daemon=True)
         self.process.start()
