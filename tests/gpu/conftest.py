@@ -22,10 +22,6 @@ def is_rung(item: pytest.Item) -> bool:
     return item.path.parent == HERE
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "needs(*packages): of te, vllm and ray, those that the test runs on")
-
-
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = [place for place, item in enumerate(items) if is_rung(item)]

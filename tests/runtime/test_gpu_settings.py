@@ -263,3 +263,62 @@ def test_whole_down_projections_planted_fault(ranks, tmp_path):
     """Read as if they were split: the shard does not fit."""
     with pytest.raises(AssertionError, match="must match the size"):
         ranks(2, whole_projections, save_tiny("deepseek_v3", tmp_path / "hf"), True)
+
+
+# ---------------------------------------------------------------------- other releases of what a GPU run is made of
+def test_variable_lengths_by_an_older_torch(monkeypatch):
+    """torch 2.11 takes fewer heads of keys as they are, and has no argument for that."""
+    from torch.nn.attention import varlen
+
+    from skyrl_megatron.runtime.model import attention as module
+
+    def older(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+        raise NotImplementedError
+
+    module._grouped_queries.cache_clear()
+    assert module._grouped_queries(True) == {"enable_gqa": True}
+    monkeypatch.setattr(varlen, "varlen_attn", older)
+    module._grouped_queries.cache_clear()
+    assert module._grouped_queries(True) == {}
+    module._grouped_queries.cache_clear()
+
+
+def test_routers_in_fp32_are_not_rounded(monkeypatch):
+    """Transformer Engine's GEMM takes fp32 as TF32; a stand-in that rounds so must not be asked for fp32 inputs."""
+    import torch
+
+    from skyrl_megatron.runtime.model import router
+
+    def te_general_gemm(weight, inputs, dtype, **_):
+        asked.append(inputs.dtype)
+        return [inputs.to(dtype) @ weight.to(dtype).t()]
+
+    asked = []
+    monkeypatch.setattr("megatron.core.transformer.moe.moe_utils.te_general_gemm", te_general_gemm)
+    monkeypatch.setattr(router, "te_general_gemm", te_general_gemm)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    for dtype, asks in ((torch.float32, []), (torch.bfloat16, [torch.bfloat16])):
+        gate = router.TokenWeightedRouter.__new__(router.TokenWeightedRouter)
+        torch.nn.Module.__init__(gate)
+        gate.weight, gate.bias = torch.nn.Parameter(torch.randn(4, 8, dtype=dtype)), None
+        gate.config = SimpleNamespace(moe_router_dtype="fp32")
+        inputs = torch.randn(3, 1, 8, dtype=dtype)
+        logits = gate.gating(inputs)
+        torch.testing.assert_close(logits, inputs.float() @ gate.weight.float().t())
+        assert (asked, logits.dtype) == (asks, torch.float32)
+
+
+def test_a_checkpoint_of_a_source_tree_that_is_not_installed(monkeypatch):
+    from importlib import metadata
+
+    from skyrl_megatron.runtime.checkpoint import manifest
+
+    def version(name):
+        if name == "skyrl-megatron":
+            raise metadata.PackageNotFoundError(name)
+        return "1"
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert manifest.versions() | {"python": ""} == {
+        "python": "", "torch": "1", "megatron-core": "1", "skyrl-megatron": "not installed", "numpy": "1",
+    }  # fmt: skip

@@ -1,9 +1,11 @@
 """The ladder of ``tests/gpu`` where there is no GPU: bodies of its rungs with planted faults, and how it stops."""
 
 import ast
+import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -125,3 +127,48 @@ def test_the_first_failure_ends_the_climb(tmp_path):
     assert "1 failed, 1 passed, 2 skipped" in run.stdout, run.stdout + run.stderr
     assert "the climb ended at test_10_rung" in run.stdout and "It proves: what 10 proves" in run.stdout
     assert "what 10 says" in run.stdout and "test_10_rung failed" in run.stdout
+
+
+def rungs(*commands, seconds=30, after=()):
+    from tests.gpu.ladder import Rung
+
+    return [Rung(f"rung{n}", ("-c", text), seconds, "", (), after if n else ()) for n, text in enumerate(commands)]
+
+
+def climb(monkeypatch, folder, chosen, *arguments):
+    from tests.gpu import ladder
+
+    monkeypatch.setattr(ladder, "RUNGS", tuple(chosen))
+    monkeypatch.setattr(ladder, "environment", lambda: "")
+    monkeypatch.setattr(sys, "argv", ["gpu_hour", "--out", str(folder), *arguments])
+    code = ladder.main()
+    results = json.loads((folder / "results.json").read_text())
+    return code, {name: entry["outcome"] for name, entry in results.items()}
+
+
+@pytest.mark.process
+def test_the_hour_continues_past_a_failed_rung_and_resumes(monkeypatch, tmp_path):
+    """Figures are kept; what needs the failed rung is left out; what passed is not run again."""
+    figures = "print('{\\n  \"GB\": 3\\n}')"
+    chosen = [
+        *rungs("raise SystemExit(1)", "print(1)", after=("rung0",)),
+        *(replace(rung, name=f"other{n}") for n, rung in enumerate(rungs(figures, "import time; time.sleep(60)"))),
+    ]
+    chosen[-1] = replace(chosen[-1], seconds=1)
+    code, outcomes = climb(monkeypatch, tmp_path, chosen)
+    expected = {"rung0": "failed", "rung1": "skipped: rung0 failed", "other0": "passed", "other1": "too slow"}
+    assert (code, outcomes) == (1, expected)
+    assert json.loads((tmp_path / "results.json").read_text())["other0"]["figures"] == {"GB": 3}
+    assert "Next: mend rung0" in (tmp_path / "summary.md").read_text()
+    mended = [replace(chosen[0], command=("-c", "")), chosen[1], replace(chosen[2], command=("-c", "1 / 0"))]
+    code, outcomes = climb(monkeypatch, tmp_path, mended, "--minutes", "1")
+    assert outcomes | {"other1": ""} == {"rung0": "passed", "rung1": "passed", "other0": "passed", "other1": ""}
+    assert len(list(tmp_path.iterdir())) <= 8
+
+
+@pytest.mark.process
+def test_what_proves_nothing_has_not_passed(monkeypatch, tmp_path):
+    chosen = rungs("print('no GPU: nothing measured')", "print('3 skipped in 0.1s')", "print('1 passed, 2 skipped')")
+    assert climb(monkeypatch, tmp_path, chosen)[1] == {"rung0": "skipped", "rung1": "skipped", "rung2": "passed"}
+    with pytest.raises(SystemExit):
+        climb(monkeypatch, tmp_path, chosen, "--only", "rung7")
