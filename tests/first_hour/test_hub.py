@@ -14,12 +14,15 @@ from skyrl_megatron import hub as names
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.errors import ConfigError, DataError, HubError
 from skyrl_megatron.hub import Repo, download
-from tests.bridges.tiny_models import tiny_config
+from tests.bridges.tiny_models import SIZES
+from tests.bridges.tiny_models import TINY as TINY_MODELS
 from tests.job import runs
 from tests.support import hub_endpoint
 
 TINY = Repo("model", "acme/tiny")
-CONFIG = json.dumps(tiny_config("qwen3_moe", max_position_embeddings=4096)).encode()
+CONFIG = json.dumps(
+    {"model_type": "qwen3_moe", **SIZES, **TINY_MODELS["qwen3_moe"], "max_position_embeddings": 4096}
+).encode()
 INDEX = json.dumps({"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}).encode()
 FILES = {
     "config.json": CONFIG,
