@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Build the documentation site into build/site; broken links and anchors are errors.   launch/docs.sh [mkdocs options]
+# Build the documentation site into build/site; warnings (broken links, pages in no navigation) are errors.
+#   launch/docs.sh [--quiet] [mkdocs options]      --quiet: print only errors and the warnings that cause them
 # Look at it: python -m http.server --directory build/site (its search needs a server, the rest is plain files).
 # Its tools have an environment of their own, .venv-docs (launch/requirements/docs.txt). Needs launch/setup.sh before.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-case ${1:-} in -h|--help) sed -n '2,4s/^# //p' "$0"; exit 0 ;; esac
+case ${1:-} in -h|--help) sed -n '2,5s/^# //p' "$0"; exit 0 ;; esac
 uv=$(command -v uv || command -v .venv/tools/bin/uv) || { echo "no environment: run launch/setup.sh" >&2; exit 1; }
 venv=.venv-docs
 want=$(sha256sum launch/requirements/docs.txt)
@@ -18,7 +19,18 @@ if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$want" ]; then
   printf '%s' "$want" >"$venv/.installed"
 fi
 export NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true
-"$venv/bin/mkdocs" build --strict --config-file launch/site/mkdocs.yml "$@"
-if grep -rEl --include='*.html' '<(script|link|img)[^>]*(src|href)="?(https?:)?//' build/site; then
-  echo "these pages load something from elsewhere" >&2; exit 1
-fi
+build() { "$venv/bin/mkdocs" build --strict --config-file launch/site/mkdocs.yml "$@"; }
+case ${1:-} in
+  -q|--quiet)   # not mkdocs' own option: it drops warnings before --strict counts them
+    shift
+    log=$(mktemp); trap 'rm -f "$log"' EXIT
+    build "$@" >"$log" 2>&1 || { code=$?; cat "$log" >&2; exit "$code"; } ;;
+  *) build "$@" ;;
+esac
+found=0
+grep -rEl --include='*.html' '<(script|link|img)[^>]*(src|href)="?(https?:)?//' build/site || found=$?
+case $found in
+  0) echo "these pages load something from elsewhere" >&2; exit 1 ;;
+  1) ;;   # no such page
+  *) exit "$found" ;;
+esac

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Set up the environment if needed, then run the test suite.   launch/run_tests.sh [--fast|--te] [pytest arguments]
-# --fast: only what starts no process of its own, in two halves side by side, about a minute on two cores; --slow: the rest.
-# --te: what needs Transformer Engine and no GPU (tests/te), in an environment of its own (launch/setup.sh te).
-# --layouts=all adds the full layout matrix.
+# --fast: only what starts no process of its own, about a minute on two cores; -m 'not fast': the rest.
+# --layouts=all adds the full layout matrix. --te: what needs Transformer Engine and no GPU (tests/te), in an environment
+# of its own (launch/setup.sh te). Two workers share the tests (-n 2), unless the arguments name files: then there is one.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 case ${1:-} in -h|--help) sed -n '2,5s/^# //p' "$0"; exit 0 ;; esac
@@ -13,19 +13,11 @@ if [ "${1:-}" = --te ]; then
   exec .venv-te/bin/python -m pytest tests/te "$@"
 fi
 launch/setup.sh
-case " $* " in
-  *" --fast "*) ;;
-  *) exec .venv/bin/python -m pytest "$@" ;;
-esac
-
-# pytest says 5 where it finds no test: all chosen tests may lie in the other half
-log=$(mktemp)
-.venv/bin/python -m pytest --part=2/2 -p no:cacheprovider "$@" >"$log" 2>&1 &
-second=$!
-trap 'kill "$second" 2>/dev/null || true; rm -f "$log"' EXIT
-first_code=0 second_code=0
-.venv/bin/python -m pytest --part=1/2 "$@" || first_code=$?
-wait "$second" || second_code=$?
-cat "$log"
-if [ "$first_code" = 5 ]; then first_code=$second_code; elif [ "$second_code" = 5 ]; then second_code=0; fi
-exit $(( first_code ? first_code : second_code ))
+workers=(-n 2)
+for argument in "$@"; do
+  case $argument in
+    -n*|--numprocesses*|--dist*|-s|--capture=no|--pdb|--co|--collect-only) workers=() ;;
+    *) if [ -e "${argument%%::*}" ]; then workers=(); fi ;;
+  esac
+done
+exec .venv/bin/python -m pytest "${workers[@]}" "$@"

@@ -1,12 +1,20 @@
-"""Options and fixtures of the whole suite. Test modules import no torch, ray, megatron or vllm at collection."""
+"""Options and fixtures of the suite. Test modules load no torch, ray, megatron, vllm or transformers at collection.
+
+The suite has three parts, markers of one collection: ``fast`` (starts no process), the rest, and ``full_matrix``.
+"""
 
 from __future__ import annotations
 
 import os
 import secrets
+import shutil
+import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,48 +25,93 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
-from tests.support import rotation
-from tests.support.fast import FastPart, SlowPart
+from tests.support import rotation, workers
+from tests.support.fast import ProcessGuard
+from tests.support.random_order import RandomOrder
 from tests.support.rank_pool import RankPool
 
-_started = time.monotonic()
+HEAVY = {"torch", "ray", "megatron", "vllm", "transformers"}
+NOT_REACHED = "not reached within "
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("skyrl-megatron")
     group.addoption("--layouts", choices=["plain", "all"], default="plain", help="all: also the full layout matrix")
-    group.addoption("--fast", action="store_true", help="only tests that start no process; starting one fails")
-    group.addoption("--slow", action="store_true", help="only what --fast leaves")
-    group.addoption("--part", default="1/1", help="i/n: the i-th of n parts, of whole modules")
-    group.addoption("--rotate", type=int, help="the order of run number N (e.g. the number of commits)")
-    group.addoption("--stop-after-minutes", type=float, default=0.0, help="skip and list what starts later than this")
+    group.addoption("--fast", action="store_true", help="only tests that start no process, as -m fast")
+    group.addoption("--rotate", type=int, help="the matrix in the order of run number N (e.g. the number of commits)")
+    group.addoption("--matrix-minutes", type=float, default=0.0, help="skip what of the matrix starts later than this")
+    group.addoption(
+        "--every-part", action="store_true", help="fail if no fast test, none of the rest or of the matrix ran"
+    )
+    group.addoption("--order-seed", type=int, help="modules and their tests in a random order")
+    group.addoption("--record-durations", action="store_true", help="write tests/durations.json; for whole plain runs")
+
+
+def is_worker(config: pytest.Config) -> bool:
+    return hasattr(config, "workerinput")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(ProcessGuard())
+    if (seed := config.getoption("--order-seed")) is not None:
+        config.pluginmanager.register(RandomOrder(seed))
     if config.getoption("--fast"):
-        config.pluginmanager.register(FastPart())
-    if config.getoption("--slow"):
-        config.pluginmanager.register(SlowPart())
+        config.option.markexpr = "fast"
+    if is_worker(config):
+        config.stash[workers.RUN_FOLDER] = Path(config.workerinput["run_folder"])  # type: ignore[attr-defined]
+        return
+    config.stash[workers.RUN_FOLDER] = Path(tempfile.mkdtemp(prefix="skyrl-megatron-tests-"))
+    config.pluginmanager.register(PartCounter())
+    if config.getoption("--record-durations"):
+        config.pluginmanager.register(workers.DurationRecorder())
 
 
-@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not is_worker(config) and workers.RUN_FOLDER in config.stash:
+        shutil.rmtree(config.stash[workers.RUN_FOLDER], ignore_errors=True)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["run_folder"] = str(node.config.stash[workers.RUN_FOLDER])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> workers.BothEnds | None:
+    if config.getvalue("dist") != "load":  # the user's choice
+        return None
+    config.option.loadscopereorder = False
+    return workers.BothEnds(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    before = HEAVY & sys.modules.keys()
+    report = yield
+    if report.passed and (loaded := (HEAVY & sys.modules.keys()) - before):
+        report.outcome = "failed"
+        report.longrepr = f"{collector.nodeid} loads {', '.join(sorted(loaded))} at collection: import it in the tests"
+    return report
+
+
+@pytest.hookimpl(trylast=True)  # after every selection
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    matrix = [item for item in items if item.get_closest_marker("full_matrix")]
+    plain = [item for item in items if not item.get_closest_marker("full_matrix")]
+    left_out: list[pytest.Item] = []
     if config.getoption("--layouts") == "plain":
-        matrix = [item for item in items if item.get_closest_marker("full_matrix")]
-        config.hook.pytest_deselected(items=matrix)
-        items[:] = [item for item in items if not item.get_closest_marker("full_matrix")]
-    number, parts = map(int, config.getoption("--part").split("/"))
-    if parts > 1:
-        modules = {path: place for place, path in enumerate(dict.fromkeys(item.path for item in items))}
-        others = [item for item in items if modules[item.path] % parts != number - 1]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if modules[item.path] % parts == number - 1]
-    if (count := config.getoption("--rotate")) is not None:
-        unseen = [item for item in items if item.get_closest_marker("unseen")]
-        left_out = unseen + rotation.left_out([item for item in items if item not in unseen], count, _one_in)
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
-        items[:] = rotation.arrange(items, count, lambda item: item.path.parent.name, lambda item: item.path.name)
+        left_out, matrix = matrix, []
+    elif (count := config.getoption("--rotate")) is not None:
+        left_out = [item for item in matrix if item.get_closest_marker("unseen")]
+        left_out += rotation.left_out([item for item in matrix if item not in left_out], count, _one_in)
+        matrix = [item for item in matrix if item not in left_out]
+        matrix = rotation.arrange(matrix, count, lambda item: item.path.parent.name, lambda item: item.path.name)
+    config.hook.pytest_deselected(items=left_out)
+    if is_worker(config) and config.getoption("--order-seed") is None:
+        plain = workers.arrange(plain, workers.recorded())
+    items[:] = plain + matrix
 
 
 def _one_in(item: pytest.Item) -> int:
@@ -66,22 +119,58 @@ def _one_in(item: pytest.Item) -> int:
     return 1 if marker is None else int(marker.args[0])
 
 
-_not_reached: list[str] = []
+@pytest.hookimpl(tryfirst=True)  # before the worker reports the collection
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if is_worker(session.config):
+        workers.write_units(session.config.stash[workers.RUN_FOLDER], session.items)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    limit = item.config.getoption("--stop-after-minutes")
-    if limit and time.monotonic() - _started > limit * 60:
-        _not_reached.append(item.nodeid)
-        pytest.skip(f"not reached within {limit:g} minutes")
+    limit = item.config.getoption("--matrix-minutes")
+    if limit and item.get_closest_marker("full_matrix"):
+        began = item.config.stash[workers.RUN_FOLDER] / "matrix"  # made by the worker that is there first
+        began.mkdir(exist_ok=True)
+        if time.time() - began.stat().st_mtime > limit * 60:
+            pytest.skip(f"{NOT_REACHED}{limit:g} minutes")
 
 
-def pytest_terminal_summary(terminalreporter) -> None:
-    if _not_reached:
-        terminalreporter.section(f"not reached in time: {len(_not_reached)}")
-        for nodeid in _not_reached:
-            terminalreporter.write_line(nodeid)
+class PartCounter:
+    """How many tests of each part ran, for the summary and for ``--every-part``; not in a worker."""
+
+    PARTS = ("fast", "the rest", "full_matrix")
+
+    def __init__(self) -> None:
+        self.ran: Counter[str] = Counter()
+        self.not_reached = 0
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        part = next((part for part in self.PARTS if part in report.keywords), "the rest")
+        if report.when == "call" and not report.skipped:
+            self.ran[part] += 1
+        elif report.when == "setup" and report.skipped and NOT_REACHED in str(report.longrepr):
+            self.not_reached += 1
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if session.config.getoption("--every-part") and session.exitstatus == pytest.ExitCode.OK and self.missing():
+            session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
+
+    def missing(self) -> list[str]:
+        return [part for part in self.PARTS if not self.ran[part]]
+
+    def pytest_terminal_summary(self, terminalreporter: Any, config: pytest.Config) -> None:
+        if config.getoption("--every-part") and self.missing():
+            terminalreporter.section("parts of which no test ran", red=True)
+            terminalreporter.write_line(", ".join(self.missing()))
+        if self.not_reached:
+            reached = self.ran["full_matrix"]
+            terminalreporter.section("full matrix")
+            terminalreporter.write_line(f"{reached} of {reached + self.not_reached} tests in the given time")
+            if reached:
+                changes = rotation.rounds(reached / (reached + self.not_reached))
+                terminalreporter.write_line(
+                    f"at this pace {changes} changes reach all of it (one_in(n): n times as many)"
+                )
 
 
 @pytest.fixture(scope="session")

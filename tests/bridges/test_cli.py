@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from bridges.families import SUPPORTED
 from bridges.verified import LAYOUTS
 from tests.bridges.tiny_models import save_tiny, tiny_config
 
@@ -66,6 +65,8 @@ def test_inspect_counts_parameters(tmp_path, capsys):
 
 
 def test_list_names_every_family_with_what_is_verified(capsys):
+    from bridges.families import SUPPORTED
+
     code, out, _ = cli(capsys, "list")
     assert code == 0 and all(name in out and ", ".join(LAYOUTS[name]) in out for name in SUPPORTED)
     assert set(LAYOUTS) == set(SUPPORTED)

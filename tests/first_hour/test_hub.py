@@ -14,12 +14,15 @@ from skyrl_megatron import hub as names
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.errors import ConfigError, DataError, HubError
 from skyrl_megatron.hub import Repo, download
-from tests.bridges.tiny_models import tiny_config
+from tests.bridges.tiny_models import SIZES
+from tests.bridges.tiny_models import TINY as TINY_MODELS
 from tests.job import runs
 from tests.support import hub_endpoint
 
 TINY = Repo("model", "acme/tiny")
-CONFIG = json.dumps(tiny_config("qwen3_moe", max_position_embeddings=4096)).encode()
+CONFIG = json.dumps(
+    {"model_type": "qwen3_moe", **SIZES, **TINY_MODELS["qwen3_moe"], "max_position_embeddings": 4096}
+).encode()
 INDEX = json.dumps({"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}).encode()
 FILES = {
     "config.json": CONFIG,
@@ -174,7 +177,7 @@ def fetching(hub, commit):
     return subprocess.Popen([sys.executable, "-c", FETCH, commit], stdout=subprocess.PIPE, text=True, env=environment)
 
 
-def until(condition, seconds=60):
+def until(condition, seconds=300):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
@@ -192,7 +195,7 @@ def test_a_downloader_that_is_killed_leaves_whole_files_and_no_process(hub):
     started = psutil.Process(other.pid).children()
     other.kill()
     other.wait()
-    assert started and not psutil.wait_procs(started, timeout=30)[1]
+    assert started and not psutil.wait_procs(started, timeout=300)[1]
     hub.stalls.clear()
     assert hub_endpoint.folder_files(names.fetch(TINY, hub.first, names.WHOLE)) == FILES
     assert len(hub.downloads("model-1-of-2.safetensors")) == 1
@@ -211,8 +214,8 @@ def test_of_two_processes_one_downloads_and_the_other_waits(hub, monkeypatch):
     until(lambda: any("another process downloads it" in line for line in said))
     assert "download of acme/tiny: 0.00 of 0.00 GB" in said[-1]
     hub.stalls.clear()
-    waiter.join(60)
-    out, _ = other.communicate(timeout=60)
+    waiter.join(300)
+    out, _ = other.communicate(timeout=300)
     assert [str(folder) for folder in found] == out.splitlines()[-1:]
     for path in FILES:
         assert len(hub.downloads(path)) == 1, path

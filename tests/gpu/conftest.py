@@ -22,6 +22,11 @@ def is_rung(item: pytest.Item) -> bool:
     return item.path.parent == HERE
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if is_rung(item):
+        item.add_marker(pytest.mark.xdist_group("the ladder"))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = [place for place, item in enumerate(items) if is_rung(item)]

@@ -2,9 +2,7 @@
 
 import os
 import re
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,43 +12,6 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
 DOCKERFILES = sorted(DOCKER.glob("Dockerfile.*"))
 HOME = "/opt/skyrl-megatron/"
-SCRIPTS = sorted(
-    [
-        *DOCKER.glob("*.sh"),
-        *(ROOT / "launch").rglob("*.sh"),
-        *(ROOT / "launch").rglob("*.sbatch"),
-        ROOT / ".ci" / "run",
-    ]
-)
-
-
-def linter(name):
-    """The linter of this environment, or the machine's; skips the test without one."""
-    own = Path(sys.prefix) / "bin" / name
-    found = str(own) if own.exists() else shutil.which(name)
-    if found is None:
-        pytest.skip(f"no {name}: run launch/requirements/lint.sh")
-    return found
-
-
-@pytest.mark.process
-def test_shellcheck_passes_every_script():
-    done = subprocess.run([linter("shellcheck"), *SCRIPTS], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout
-
-
-@pytest.mark.process
-def test_hadolint_passes_every_dockerfile():
-    done = subprocess.run([linter("hadolint"), *DOCKERFILES], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout
-
-
-@pytest.mark.process
-def test_hadolint_sees_what_is_wrong(tmp_path):
-    bad = tmp_path / "Dockerfile"
-    bad.write_text("FROM debian\nRUN apt-get install curl\n")
-    done = subprocess.run([linter("hadolint"), bad], capture_output=True, text=True, timeout=60)
-    assert done.returncode != 0 and "DL3006" in done.stdout
 
 
 def in_context(path):

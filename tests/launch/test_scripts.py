@@ -8,12 +8,6 @@ import pytest
 
 pytestmark = pytest.mark.process
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = sorted([*(ROOT / "launch").rglob("*.sh"), ROOT / ".ci" / "run"])
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_scripts_parse(script):
-    subprocess.run(["bash", "-n", script], check=True)
 
 
 def test_run_tests_help():

@@ -5,8 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_megatron.data.splitting import balance, pack_by_tokens, plan_micro_batches
-
 
 @settings(max_examples=60, deadline=None)
 @given(
@@ -15,6 +13,8 @@ from skyrl_megatron.data.splitting import balance, pack_by_tokens, plan_micro_ba
     multiple_of=st.integers(1, 4),
 )
 def test_every_sequence_once_and_no_bin_over_the_budget(lengths, min_bins, multiple_of):
+    from skyrl_megatron.data.splitting import pack_by_tokens, plan_micro_batches
+
     lengths = np.array(lengths)
     bins = plan_micro_batches(
         lengths,
@@ -32,12 +32,16 @@ def test_every_sequence_once_and_no_bin_over_the_budget(lengths, min_bins, multi
 
 
 def test_lognormal_lengths_reach_the_lower_bound():
+    from skyrl_megatron.data.splitting import pack_by_tokens
+
     lengths = np.minimum(np.exp(np.random.default_rng(0).normal(8.3, 0.9, 4096)).astype(int) + 1, 20_000)
     bins = pack_by_tokens(lengths, 32_768)
     assert len(bins) <= 1.002 * -(-lengths.sum() // 32_768)
 
 
 def test_a_sequence_over_the_budget_is_named():
+    from skyrl_megatron.data.splitting import pack_by_tokens
+
     with pytest.raises(ValueError, match="sequence 1 has 101 tokens, the budget of a micro-batch is 100"):
         pack_by_tokens(np.array([5, 101]), 100)
 
@@ -45,6 +49,8 @@ def test_a_sequence_over_the_budget_is_named():
 @settings(max_examples=60, deadline=None)
 @given(costs=st.lists(st.floats(0, 1e6), min_size=6, max_size=90), k=st.integers(1, 6), equal=st.booleans())
 def test_balance_deals_out_everything(costs, k, equal):
+    from skyrl_megatron.data.splitting import balance
+
     groups = balance(np.array(costs), k, equal_counts=equal)
     assert sorted(np.concatenate(groups).tolist()) == list(range(len(costs)))
     if equal:
@@ -55,6 +61,8 @@ def test_balance_deals_out_everything(costs, k, equal):
 
 
 def test_balance_of_many_sequences_is_close_to_perfect():
+    from skyrl_megatron.data.splitting import balance
+
     lengths = np.minimum(np.exp(np.random.default_rng(0).normal(8.3, 0.9, 8192)), 20_000)
     costs = 24_576 * lengths + lengths**2
     sums = np.array([costs[group].sum() for group in balance(costs, 128, equal_counts=True)])

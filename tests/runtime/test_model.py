@@ -233,10 +233,9 @@ def test_every_random_state_follows_the_seed(ranks):
 
 
 def dying_rank(rank, port, folder, pipe):
-    """A forward pass over two stages in which rank 1 dies; rank 0 tells how it ended and after how long."""
+    """A forward pass over two ranks of which rank 1 dies; rank 0 reports how it ended."""
     import datetime
     import os
-    import time
 
     import torch
     import torch.distributed as dist
@@ -249,26 +248,25 @@ def dying_rank(rank, port, folder, pipe):
 
     os.environ.update(RANK=str(rank), WORLD_SIZE="2")
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, datetime.timedelta(seconds=120))
+    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, datetime.timedelta(seconds=500))
     dist.init_process_group(device.collective_backend(), store=store, rank=rank, world_size=2)
-    groups = parallel_state.initialize(ParallelConfig(2, tp=2), timeout_s=120)
+    groups = parallel_state.initialize(ParallelConfig(2, tp=2), timeout_s=3600)
     model = build_model(folder, groups, dtype=torch.float32)
     load_hf(model, folder, groups)
     dist.barrier()
     if rank == 1:
         os._exit(7)
-    started = time.monotonic()
     tokens = torch.arange(16)[None]
     try:
         model.chunks[0](input_ids=tokens, position_ids=tokens, attention_mask=None)
-        pipe.send((time.monotonic() - started, "no error"))
+        pipe.send("no error")
     except RuntimeError as error:
-        pipe.send((time.monotonic() - started, str(error)))
+        pipe.send(str(error))
 
 
 @pytest.mark.process
 def test_a_rank_that_dies_takes_the_others_down_at_once(tmp_path):
-    """The group's timeout is 120 s; the survivor's error comes when the connection breaks, not then."""
+    """The group's timeout is an hour; the survivor's error comes when the connection breaks, not then."""
     folder = save_tiny("qwen3_moe", tmp_path, num_key_value_heads=2)
     context = forked.context()
     ours, theirs = context.Pipe()
@@ -277,10 +275,9 @@ def test_a_rank_that_dies_takes_the_others_down_at_once(tmp_path):
     for process in processes:
         process.start()
     try:
-        assert ours.poll(150), "rank 0 is still waiting for the dead rank"
-        seconds, error = ours.recv()
-        assert error != "no error" and seconds < 30
-        processes[1].join(10)
+        assert ours.poll(500), "rank 0 is still waiting for the dead rank"
+        assert ours.recv() != "no error"
+        processes[1].join(60)
         assert processes[1].exitcode == 7
     finally:
         for process in processes:

@@ -1,7 +1,7 @@
-"""The fast part of the suite (``--fast``): every test that starts no process of its own; ``--slow`` is the rest.
+"""The fast part of the suite (``--fast``): every test that starts no process of its own.
 
 What needs the rank pool, Ray or an engine is known by its fixtures and markers; a test that starts processes itself is
-marked ``process``. Nobody has to remember that: under ``--fast`` the start of a process fails the test.
+marked ``process``. Nobody has to remember that: the start of a process fails a test of the fast part, in every run.
 """
 
 from __future__ import annotations
@@ -28,20 +28,9 @@ def starts_processes(item: pytest.Item) -> bool:
     return bool(FIXTURES & set(getattr(item, "fixturenames", ()))) or any(map(item.get_closest_marker, MARKERS))
 
 
-def _keep(config: pytest.Config, items: list[pytest.Item], *, slow: bool) -> None:
-    config.hook.pytest_deselected(items=[item for item in items if starts_processes(item) != slow])
-    items[:] = [item for item in items if starts_processes(item) == slow]
-
-
-class SlowPart:
-    """The pytest plugin of ``--slow``: what ``--fast`` leaves."""
-
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        _keep(config, items, slow=True)
-
-
-class FastPart:
-    """The pytest plugin of ``--fast``. At most one in an interpreter: audit hooks stay for good."""
+class ProcessGuard:
+    """The pytest plugin that marks the fast part and refuses it processes. At most one in an interpreter: audit hooks
+    cannot be removed."""
 
     def __init__(self) -> None:
         self._watching = False
@@ -51,20 +40,23 @@ class FastPart:
         start = multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]
         multiprocessing.util.spawnv_passfds = self._refusing(start)  # type: ignore[attr-defined]
 
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        _keep(config, items, slow=False)
+    @pytest.hookimpl(tryfirst=True)  # before -m selects
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            if not starts_processes(item):
+                item.add_marker("fast")
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_setup(self) -> Generator[None, Any, Any]:
-        return (yield from self._watch())
+    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        return (yield from self._watch(item))
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_call(self) -> Generator[None, Any, Any]:
-        return (yield from self._watch())
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        return (yield from self._watch(item))
 
-    def _watch(self) -> Generator[None, Any, Any]:
+    def _watch(self, item: pytest.Item) -> Generator[None, Any, Any]:
         """Run a phase of a test, and raise if a process was refused in it, even where the code swallowed that."""
-        self._watching, self._refused = True, ""
+        self._watching, self._refused = item.get_closest_marker("fast") is not None, ""
         try:
             result = yield
         finally:
@@ -86,7 +78,5 @@ class FastPart:
         return spawnv_passfds
 
     def _refuse(self, what: str) -> None:
-        self._refused = (
-            f"--fast runs what starts no process; mark this test pytest.mark.process, it starts {what:.200}"
-        )
+        self._refused = f"a fast test starts no process; mark this one pytest.mark.process, it starts {what:.200}"
         raise ProcessStarted(self._refused)

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_megatron.errors import ConfigError
-from skyrl_megatron.trainer.simulate.__main__ import main
 from skyrl_megatron.trainer.simulate.plan import MODES, DecodeCurve, Distribution, RunPlan
 from skyrl_megatron.trainer.simulate.simulation import simulate
 
@@ -160,6 +159,8 @@ def test_distributions():
 
 def test_the_plan_of_a_run(capsys):
     """A synchronous run is found again; what it would take with sampling ahead follows from its phases."""
+    from skyrl_megatron.trainer.simulate.__main__ import main
+
     assert main(["--run", str(RUN), "--json", "--steps", "8", "--warmup", "2"]) == 0
     answer = json.loads(capsys.readouterr().out)
     measured = answer["measured"]
@@ -186,6 +187,8 @@ GIVEN += " --sync 5 --engine-gpus 8 --trainer-gpus 504 --max-tokens 16000 --step
 
 
 def test_a_table_for_people(capsys):
+    from skyrl_megatron.trainer.simulate.__main__ import main
+
     assert main(GIVEN.split()) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("1000 GPUs: 62 engines x 8, trainer 504")
@@ -211,6 +214,8 @@ def test_a_table_for_people(capsys):
     ],
 )
 def test_bad_input_is_one_line(arguments, said, capsys):
+    from skyrl_megatron.trainer.simulate.__main__ import main
+
     try:
         code = main(arguments.split())
     except SystemExit as ended:

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_megatron.errors import DataError, JournalError
-from skyrl_megatron.trainer.stream.schedule import read_schedule
 from tests.trainer import store_runner
 from tests.trainer.lives import killed
 from tests.trainer.store_runner import group_of
@@ -160,6 +159,8 @@ def test_what_cannot_be_recorded_costs_its_group_alone(tmp_path):
 
 
 def test_the_schedule_is_read_back_for_a_replay(tmp_path):
+    from skyrl_megatron.trainer.stream.schedule import read_schedule
+
     async def body():
         store = store_in(tmp_path, keep_consumed=True, segment_bytes=1000)
         for number in range(6):

@@ -5,7 +5,7 @@ import asyncio
 
 import pytest
 
-PHASE_S = 0.2
+PHASE_S = 2.0
 
 
 def together(*ranks, phase_s=PHASE_S, end_waiting=lambda error: None):
@@ -37,15 +37,15 @@ def soon(monkeypatch):
     """Neither a rank's own deadline nor that of its neighbours is waited for."""
     from skyrl_megatron.workers import sync_calls
 
-    monkeypatch.setattr(sync_calls, "LATER_S", 0.1)
-    monkeypatch.setattr(sync_calls, "GRACE_S", 0.1)
+    monkeypatch.setattr(sync_calls, "LATER_S", 1.0)
+    monkeypatch.setattr(sync_calls, "GRACE_S", 1.0)
 
 
 def test_a_rank_that_stands_still_and_not_those_that_wait_for_it(soon):
     from skyrl_megatron.errors import WeightSyncError
 
     waits = raises(RuntimeError("Timed out waiting 200ms for recv operation to complete"), PHASE_S)
-    said = r"^trainer rank 1, phase score: no answer within 0.3 s \(trainer.phase_timeout_s\); looked$"
+    said = r"^trainer rank 1, phase score: no answer within 3 s \(trainer.phase_timeout_s\); looked$"
     with pytest.raises(WeightSyncError, match=said):
         together(waits, stands_still, waits)
 

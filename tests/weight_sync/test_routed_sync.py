@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests.support.engines import tiny_settings
-from tests.weight_sync.faulty_copies import with_fault
 
 pytestmark = pytest.mark.vllm
 OPTIONS = {"phase_s": 15.0, "bucket_bytes": 4 << 20}  # experts are packed together, attention travels alone
@@ -46,6 +45,7 @@ def test_faults_are_found_and_named(pool, sync, loop, monkeypatch):
     from skyrl_megatron.errors import WeightSyncError
     from skyrl_megatron.weight_sync.route_plan import join
     from skyrl_megatron.workers import weight_routes
+    from tests.weight_sync.faulty_copies import with_fault
 
     first = scores(pool, loop)
     sync("B", "B", **OPTIONS)

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.engines import largest_gap, reference_logprobs, tiny_settings
+from tests.support.in_flight import has_sampled
 from tests.weight_sync.trainer_process import BUCKET_BYTES
 
 pytestmark = pytest.mark.vllm
@@ -159,7 +160,7 @@ def test_a_request_in_flight_is_frozen_and_tells_its_versions(pool, sync, loop):
     sync("before", "A")
     long = {"max_tokens": 300, "temperature": 1.0, "seed": 0, "ignore_eos": True}
     running = loop.start(pool.slots[0].engine.generate("in flight", TOKENS[:12], long))
-    loop(asyncio.sleep(0.3))
+    loop(has_sampled(pool.slots[0].engine, "in flight"))
     sync("after", "B")
     spans = running.result(120).versions
     assert [version for version, _, _ in spans] == ["before", "after"]
@@ -176,7 +177,7 @@ def test_keys_and_values_of_old_weights(pool, sync, loop, clear):
         sync("old", "A")
         long = {"max_tokens": 180, "temperature": 1.0, "seed": 0, "ignore_eos": True}
         running = loop.start(engine.generate("frozen", prompt, long))
-        loop(asyncio.sleep(0.3))
+        loop(has_sampled(engine, "frozen"))
         sync("new", "B")
         beside = loop(engine.generate("beside", prompt, SAMPLING))
         assert not running.done(), "it was to be under way all the time"
