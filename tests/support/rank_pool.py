@@ -159,7 +159,7 @@ class RankPool:
         if not 1 <= world_size <= POOL_SIZE:
             raise ValueError(f"world_size={world_size}: the pool has {POOL_SIZE} ranks")
         self._grow(world_size)
-        port = free_port()
+        port = lasting_port()  # a free one of Linux's own may be given to a connection before rank 0 listens
         pipes = [connection for _, connection in self._ranks[:world_size]]
         for rank, pipe in enumerate(pipes):
             pipe.send((rank, world_size, port, timeout_s, body, args, kwargs))
