@@ -17,6 +17,7 @@ from skyrl_megatron.hub import Repo, download
 from tests.bridges.tiny_models import tiny_config
 from tests.job import runs
 from tests.support import hub_endpoint
+from tests.support.processes import left_behind
 
 TINY = Repo("model", "acme/tiny")
 CONFIG = json.dumps(tiny_config("qwen3_moe", max_position_embeddings=4096)).encode()
@@ -192,7 +193,7 @@ def test_a_downloader_that_is_killed_leaves_whole_files_and_no_process(hub):
     started = psutil.Process(other.pid).children()
     other.kill()
     other.wait()
-    assert started and not psutil.wait_procs(started, timeout=30)[1]
+    assert started and not left_behind(started)
     hub.stalls.clear()
     assert hub_endpoint.folder_files(names.fetch(TINY, hub.first, names.WHOLE)) == FILES
     assert len(hub.downloads("model-1-of-2.safetensors")) == 1
