@@ -13,9 +13,11 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Ray reads both when it is first imported; all Rays of a test run are its own and share a token.
+# Ray reads these when it is first imported; all Rays of a test run are its own and share a token.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+# Ray replaces a loopback address by the machine's own, unless this says, when it is imported, that it is alone.
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 
 from tests.support import rotation
 from tests.support.engines import VOCABULARY, LoopThread, SharedEngines
