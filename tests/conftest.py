@@ -21,14 +21,18 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Ray reads both when it is first imported; all Rays of a test run are its own and share a token.
+# Ray reads these when it is first imported; all Rays of a test run are its own and share a token.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+# Ray replaces a loopback address by the machine's own, unless this says, when it is imported, that it is alone.
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 
 from tests.support import rotation, workers
+from tests.support.engines import VOCABULARY, LoopThread, SharedEngines
 from tests.support.fast import ProcessGuard
 from tests.support.random_order import RandomOrder
 from tests.support.rank_pool import RankPool
+from tests.support.shared_ray import SharedRay, shared_ray
 
 HEAVY = {"torch", "ray", "megatron", "vllm", "transformers"}
 NOT_REACHED = "not reached within "
@@ -179,6 +183,39 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def session_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedRay]:
+    """One Ray of four slots and four GPUs, as Ray counts them, which tests join and leave."""
+    with shared_ray(tmp_path_factory.mktemp("ray") / "head.log") as session:
+        yield session
+
+
+@pytest.fixture(scope="session")
+def engines() -> Iterator[SharedEngines]:
+    """Real engines by their settings, shared by all modules that need the same."""
+    engines = SharedEngines()
+    yield engines
+    engines.close()
+
+
+@pytest.fixture(scope="session")
+def engine_loop(engines: SharedEngines) -> LoopThread:
+    """The event loop that shared engines live on."""
+    return engines.loop
+
+
+@pytest.fixture(scope="session")
+def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of two tiny Qwen3-MoE of one shape, A and B: the models of shared engines."""
+    from tests.support.tiny_models import write_tiny_model
+
+    folder = tmp_path_factory.mktemp("tiny_moe")
+    return {
+        name: write_tiny_model("qwen3_moe", folder / name, seed, vocab_size=VOCABULARY)
+        for name, seed in (("A", 0), ("B", 1))
+    }
 
 
 @pytest.fixture(scope="session")

@@ -1,13 +1,9 @@
 """Registries: names, duplicates, and agreement of all processes of a Ray cluster."""
 
-import os
 import sys
 from collections.abc import Iterator
 
 import pytest
-
-# Ray replaces a loopback address by the machine's own, unless told when it is imported that it is alone.
-os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 
 
 @pytest.fixture
@@ -75,38 +71,12 @@ def test_registries_are_apart(losses):
     OtherRegistry.reset()
 
 
-def test_without_ray_there_is_nothing_to_sync():
-    import ray
-
-    from skyrl_megatron.algorithms.registry import ensure_registry_versions, registry_versions, sync_registries
-
-    if ray.is_initialized():
-        pytest.skip("another module holds a Ray session")
-    ensure_registry_versions(registry_versions())
-    with pytest.raises(ValueError, match="Ray is not initialised"):
-        sync_registries()
-
-
 # With Ray ------------------------------------------------------------------------------------------------------------
-
-
-def start_ray():
-    import ray
-
-    ray.init(
-        address="local",
-        num_cpus=2,
-        object_store_memory=80 * 2**20,
-        include_dashboard=False,
-        log_to_driver=False,
-    )
-    assert ray.util.get_node_ip_address() == "127.0.0.1"
-    return ray
 
 
 @pytest.fixture(scope="module")
 def registered_before() -> Iterator[None]:
-    """Functions that are there when Ray starts: a lambda, and one that lives in ``__main__``."""
+    """Functions that are there when Ray is joined: a lambda, and one that lives in ``__main__``."""
     from skyrl_megatron.algorithms.losses import PolicyLossRegistry
 
     main = sys.modules["__main__"].__dict__
@@ -119,10 +89,9 @@ def registered_before() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def ray(registered_before):
-    ray = start_ray()
-    yield ray
-    ray.shutdown()
+def ray(registered_before, session_ray):
+    with session_ray.joined() as ray:
+        yield ray
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +133,7 @@ def test_functions_reach_every_actor(ray, workers, losses):
     ray.get(workers[0].register.remote("of a worker", "worker 0"))
     assert losses.get("of a worker")() == "worker 0"
     assert ray.get(workers[1].call.remote("of a worker")) == "worker 0"
-    assert ray.available_resources()["CPU"] == 2, "the registry takes no CPU"
+    assert ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"], "the registry takes no CPU"
 
 
 def test_a_name_registered_anew_is_seen_at_the_next_call(ray, workers, losses):
@@ -279,26 +248,3 @@ def test_a_lost_registry_is_replaced(ray, workers, losses):
     for worker in workers:
         assert ray.get(worker.call.remote("replaced", after)) == "new"
         assert ray.get(worker.call.remote("survivor", after)) == "alive"
-
-
-def test_ray_restarted_in_the_same_process(ray, losses):
-    """Last in this module: ends the session of the fixture and starts another, which is told what is known."""
-    from skyrl_megatron.algorithms.registry import registry_versions
-
-    losses.register("across", lambda: "both sessions")
-    before = registry_versions()
-    ray.shutdown()
-    losses.register("between", lambda: "sessions")
-    start_ray()
-
-    @ray.remote(num_cpus=0)
-    def call(names, version):
-        from skyrl_megatron.algorithms.losses import PolicyLossRegistry
-        from skyrl_megatron.algorithms.registry import ensure_registry_versions
-
-        ensure_registry_versions(version)
-        return [PolicyLossRegistry.get(name)() for name in names]
-
-    after = registry_versions()
-    assert after["policy_loss_registry"].actor != before["policy_loss_registry"].actor
-    assert ray.get(call.remote(["across", "between"], after)) == ["both sessions", "sessions"]

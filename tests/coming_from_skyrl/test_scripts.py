@@ -5,7 +5,6 @@ configuration, trainer. The command of the overview is parsed here.
 """
 
 import functools
-import os
 import runpy
 import shlex
 import shutil
@@ -17,8 +16,6 @@ import pytest
 
 from tests.job import runs
 
-# Ray replaces a loopback address by the machine's own, unless told when it is imported that it is alone.
-os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 SCRIPTS = Path(__file__).with_name("scripts")
 
 
@@ -85,12 +82,11 @@ def test_the_registry():
 
 
 @pytest.mark.process
-def test_the_registry_with_ray(monkeypatch):
-    """``ray.init()`` is given what keeps it on this machine and small; the rest is as a user starts it."""
+def test_the_registry_with_ray(session_ray, monkeypatch):
+    """``ray.init()`` joins the session's Ray; the rest is as a user starts it."""
     import ray
 
-    small = {"address": "local", "num_cpus": 2, "object_store_memory": 80 * 2**20, "include_dashboard": False}
-    monkeypatch.setattr(ray, "init", functools.partial(ray.init, **small, _node_ip_address="127.0.0.1"))
+    monkeypatch.setattr(ray, "init", functools.partial(ray.init, session_ray.address))
     try:
         names = script("registry_with_ray")
     finally:

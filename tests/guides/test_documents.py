@@ -1,4 +1,7 @@
-"""What the guides show works: every block of Python runs, every command's keys exist, every link leads somewhere."""
+"""What the guides show works: every block of Python runs, every command's keys exist, every link leads somewhere.
+
+The script of the trainer guide runs in ``tests/plugins``.
+"""
 
 import functools
 import importlib.util
@@ -12,9 +15,6 @@ import pytest
 
 from tests.guides.documents import DOCUMENTS, ROOT, blocks, name_of
 from tests.job import runs
-
-# Ray replaces a loopback address by the machine's own, unless told when it is imported that it is alone.
-os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[\w-]+)?\)")
 OLDER_KEYS = pytest.mark.filterwarnings("ignore:older spelling:DeprecationWarning")  # which a page shows
@@ -69,12 +69,11 @@ def test_code_runs(document, folder):
 
 @pytest.mark.process
 @pytest.mark.parametrize("document", with_python(process=True), ids=name_of)
-def test_code_that_starts_processes_runs(document, folder, monkeypatch):
-    """``ray.init()`` is given what keeps it on this machine and small; the rest is as a user starts it."""
+def test_code_that_starts_processes_runs(document, folder, session_ray, monkeypatch):
+    """``ray.init()`` joins the session's Ray; the rest is as a user starts it."""
     import ray
 
-    small = {"address": "local", "num_cpus": 2, "object_store_memory": 80 * 2**20, "include_dashboard": False}
-    monkeypatch.setattr(ray, "init", functools.partial(ray.init, **small, _node_ip_address="127.0.0.1"))
+    monkeypatch.setattr(ray, "init", functools.partial(ray.init, session_ray.address))
     try:
         run_blocks(document, folder)
     finally:
@@ -154,25 +153,3 @@ def test_an_experiment_that_makes_its_prompts_needs_no_file(capsys, tmp_path, mo
         assert main(given, experiment=experiment) == 2
         wanting.append("data.train_data" in capsys.readouterr().err)
     assert wanting == [False, True, True]
-
-
-@pytest.mark.process
-def test_the_script_of_the_trainer_guide_runs(tmp_path):
-    """Two steps of it: its environment, its data, its key, its trainer, its callback."""
-    runs.prepare(tmp_path)
-    for block in blocks(ROOT / "docs/guides/trainer.md", "python"):
-        if block.file:
-            (tmp_path / block.file).write_text(block.text)
-    keys = {"trainer__price_of_a_token": 0.5, "data__val_data": "[]"}
-    done = subprocess.run(
-        [sys.executable, "train_letters.py", *runs.arguments(tmp_path, **keys)],
-        cwd=tmp_path,
-        env=runs.environment(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=runs.TIMEOUT_S,
-    )
-    first, second = runs.Run(done.returncode, done.stdout, done.stderr, tmp_path).check().lines
-    assert 1 <= first["reward/mean_length"] <= 6 and second["step"] == 2
-    assert -3 <= first["reward/avg_raw_reward"] <= 0.5, "at most a share of letters, less half a point for each token"
-    assert "2 of 2 steps are done" in done.stdout

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from tests.support.engines import tiny_settings
+from tests.support.processes import left_behind
 from tests.weight_sync.trainer_process import BUCKET_BYTES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,37 +24,38 @@ START_S = 580.0
 
 
 class Run:
-    """What a run has of engines: a pool, with one of its own unless ``own`` is 0, the sync, and the registry."""
+    """What a run has of engines: a pool, with a shared engine of its own unless ``own`` is 0, the sync, and the
+    registry."""
 
-    def __init__(self, loop, trainer, model, folder, *, own=1, port=0, silence_s=60.0, drain_s=60.0, **synchronizer):
+    def __init__(
+        self, engines, trainer, model, folder, *, own=1, port=0, silence_s=60.0, drain_s=60.0, **synchronizer
+    ):
         from skyrl_megatron.inference.client import InferenceClient
         from skyrl_megatron.inference.fleet import Fleet
         from skyrl_megatron.inference.health import HealthMonitor
         from skyrl_megatron.inference.offer import wanted
-        from skyrl_megatron.inference.pool import EnginePool
-        from skyrl_megatron.inference.vllm.engine import VLLMEngine
         from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
-        self.loop, self.trainer, self.model, self.said = loop, trainer, model, []
-        self.settings = tiny_settings(model, served_model_name="policy")
+        self.loop, self.trainer, self.model, self.said = engines.loop, trainer, model, []
+        self.settings = tiny_settings(model)
+        self._lent = contextlib.ExitStack()
+        self.pool = self._lent.enter_context(engines.pool(*[self.settings] * own, wait_s=120))
         self.token_file = folder / "registry_token"
         options = dict(hf_config=json.loads((model / "config.json").read_text()), dtype="float32")
         options |= dict(bucket_bytes=BUCKET_BYTES, phase_s=60.0, deadline_s=400.0, routes=True) | synchronizer
 
         async def make():
-            self.pool = EnginePool([lambda: VLLMEngine(self.settings)] * own, wait_s=120)
             self.client = InferenceClient(self.pool)
             self.fleet = Fleet(
                 self.pool, wanted(self.settings), silence_s=silence_s, drain_s=drain_s, say=self.said.append
             )
             self.synchronizer = WeightSynchronizer(self.pool, [trainer], **options)
             self.fleet.sync_engine = self.synchronizer.sync_engine
-            await self.pool.start()
             self.fleet.start()
             self.monitor = HealthMonitor(self.pool, interval_s=1.0, sync_engine=self.synchronizer.sync_engine)
             self.monitor.start()
 
-        loop(make(), START_S)
+        self.loop(make(), START_S)
         self._open(port)
 
     def _open(self, port):
@@ -100,7 +102,7 @@ class Run:
     def close(self):
         self.loop(self.registry.stop())
         self.loop(self.monitor.stop())
-        self.loop(self.pool.shutdown())
+        self._lent.close()
 
 
 @contextlib.contextmanager
@@ -110,7 +112,7 @@ def server(run, folder):
     from skyrl_megatron.inference.vllm.server import EngineServer
     from tests.support.rank_pool import free_port
 
-    settings = tiny_settings(run.model, served_model_name="policy", max_num_seqs=16, log_file=folder / "vllm.log")
+    settings = tiny_settings(run.model, max_num_seqs=16, log_file=folder / "vllm.log")
     server = EngineServer(settings, "127.0.0.1", free_port(), "a key")
     server.start()
     try:
@@ -220,7 +222,6 @@ class Command:
         children = psutil.Process(self.process.pid).children(recursive=True)
         self.process.send_signal(signal.SIGTERM)
         code = self.process.wait(within_s)
-        _, alive = psutil.wait_procs(children, timeout=30)
-        assert not alive, f"left behind: {[p.cmdline() for p in alive]}"
+        assert not left_behind(children)
         self._reader.join(10)
         return code

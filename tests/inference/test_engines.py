@@ -9,44 +9,29 @@ import signal
 
 import pytest
 
-from tests.support.engines import LoopThread, largest_gap, reference_logprobs, tiny_settings
-from tests.support.tiny_models import VOCAB_SIZE, write_tiny_model
+from tests.support.engines import VOCABULARY, largest_gap, reference_logprobs, tiny_settings
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.engines("tiny_moe")]
 PROMPTS = [[(11 * i + 7 * j + j * j) % 380 + 5 for j in range(8 + i % 5)] for i in range(24)]
 LONG = {"max_tokens": 400, "temperature": 1.0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_tiny_model("qwen3_moe", tmp_path_factory.mktemp("model"))
+def model(tiny_moe):
+    return tiny_moe["A"]
 
 
 @pytest.fixture(scope="module")
-def loop():
-    loop = LoopThread()
-    yield loop
-    loop.close()
+def loop(engine_loop):
+    return engine_loop
 
 
 @pytest.fixture(scope="module")
-def pool(model, loop):
+def pool(engines, model):
     """Two engines; the second takes log-probs before truncation."""
-    from skyrl_megatron.inference.pool import EnginePool
-    from skyrl_megatron.inference.vllm.engine import VLLMEngine
-
-    makers = [
-        lambda truncated=truncated: VLLMEngine(
-            tiny_settings(model, served_model_name="policy", logprobs_at_temperature=truncated)
-        )
-        for truncated in (False, True)
-    ]
-    pool = EnginePool(makers, wait_s=120)
-    loop(pool.start(), 590)
-    yield pool
-    processes = [process for slot in pool.slots for process in slot.engine.process_ids()]
-    loop(pool.shutdown())
-    assert not any(alive(process) for process in processes), "engine processes were left behind"
+    truncated = (tiny_settings(model, logprobs_at_temperature=each) for each in (False, True))
+    with engines.pool(*truncated, wait_s=120) as pool:
+        yield pool
 
 
 @pytest.fixture
@@ -196,7 +181,7 @@ def test_many_requests_are_spread_and_sessions_stay(pool, loop, client):
 @pytest.mark.parametrize(
     ("prompt", "sampling", "message"),
     [
-        ([5, VOCAB_SIZE + 3], {}, "out of vocabulary"),
+        ([5, VOCABULARY + 3], {}, "out of vocabulary"),
         ([5] * 600, {}, "maximum.*length"),
         ([], {}, "empty|at least"),
         ([5], {"temprature": 1.0}, "unknown sampling key 'temprature': did you mean 'temperature'"),
@@ -282,7 +267,7 @@ def test_the_endpoint_refuses(endpoint):
     assert status("/v1/chat/completions", {}, json={})[0] == 401
     assert status(path, right, content=b"x" * 30_000)[0] == 413
     assert status(path, right, content=(b"x" * 1000 for _ in range(30)))[0] == 413  # chunked: no length told
-    assert status(path, right, json={"token_ids": [VOCAB_SIZE + 3]})[0] == 400
+    assert status(path, right, json={"token_ids": [VOCABULARY + 3]})[0] == 400
     assert status(path, right, json={"token_ids": "abc"})[0] == 400
     assert status(path, right, content=b"{")[0] == 400
     assert httpx.get(f"{url}/health").status_code == 200

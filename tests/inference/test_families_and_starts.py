@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.engines import LoopThread, largest_gap, reference_logprobs, tiny_settings
+from tests.support.processes import left_behind
 from tests.support.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.vllm
@@ -156,8 +157,7 @@ def test_engine_processes_end_with_their_owner_however_it_ends(tmp_path):
     assert len(started) == 2 and set(started) <= set(everything)
     owner.kill()
     owner.wait(10)
-    _, left = psutil.wait_procs(everything, 30)
-    assert not left, left
+    assert not left_behind(everything)
 
 
 def test_too_little_memory_is_said_before_anything_starts(loop, tmp_path):

@@ -8,28 +8,19 @@ import socket
 import pytest
 
 from tests.inference.fleet_parts import Command, HeldTransfer, Load, Run, server
-from tests.support.engines import LoopThread, largest_gap, reference_logprobs
+from tests.support.engines import largest_gap, reference_logprobs
 from tests.support.tiny_models import write_tiny_model
 from tests.weight_sync.trainer_process import TrainerProcess
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.engines("tiny_moe")]
 TOKENS = [(7 * i + 3 * i * i) % 400 + 5 for i in range(40)]
 LONG = {"max_tokens": 200, "temperature": 1.0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
+def models(tiny_moe, tmp_path_factory):
     """Models A and B of the same shape, and one of another."""
-    folder = tmp_path_factory.mktemp("models")
-    models = {name: write_tiny_model("qwen3_moe", folder / name, seed) for name, seed in (("A", 0), ("B", 1))}
-    return models | {"other": write_tiny_model("olmoe", folder / "other")}
-
-
-@pytest.fixture(scope="module")
-def loop():
-    loop = LoopThread()
-    yield loop
-    loop.close()
+    return tiny_moe | {"other": write_tiny_model("olmoe", tmp_path_factory.mktemp("other"))}
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +31,8 @@ def trainer():
 
 
 @pytest.fixture(scope="module")
-def run(loop, trainer, models, tmp_path_factory):
-    run = Run(loop, trainer, models["A"], tmp_path_factory.mktemp("run"))
+def run(engines, trainer, models, tmp_path_factory):
+    run = Run(engines, trainer, models["A"], tmp_path_factory.mktemp("run"))
     yield run
     run.close()
 
@@ -258,7 +249,7 @@ def test_a_sync_in_which_engines_join_leave_and_die(run, models, tmp_path, monke
 
 
 @pytest.mark.full_matrix
-def test_an_engine_outlives_a_run(loop, trainer, models, tmp_path):
+def test_an_engine_outlives_a_run(engines, trainer, models, tmp_path):
     """Started before its run, without engines of the run's own; known to the next run at that address; done when there
     is none."""
     from tests.support.rank_pool import lasting_port
@@ -273,12 +264,12 @@ def test_an_engine_outlives_a_run(loop, trainer, models, tmp_path):
     command = Command(Later, tmp_path, patience=30)
     try:
         for number, version in enumerate(("1", "7")):
-            one = Run(loop, trainer, models["A"], tmp_path, own=0, port=port)
+            one = Run(engines, trainer, models["A"], tmp_path, own=0, port=port)
             one.load(models["B"])
-            sync = loop.start(one.synchronizer.sync(version))
+            sync = one.loop.start(one.synchronizer.sync(version))
             command.until("engine-0: serving" if number == 0 else "unknown to the run: joins again")
             assert list(sync.result(500).logprob_diffs) == ["engine 0"], "the sync waited for an engine"
-            sample = loop(one.client.sample(TOKENS, LONG))
+            sample = one.loop(one.client.sample(TOKENS, LONG))
             assert [each for each, _, _ in sample.versions] == [version]
             one.close()
         assert command.process.wait(120) == 0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.engines import LoopThread, tiny_settings
+from tests.support.engines import tiny_settings
 from tests.support.tiny_models import tiny_model, write_tokenizer
 
 pytestmark = pytest.mark.vllm
@@ -30,21 +30,17 @@ def write_judge(folder):
     return folder
 
 
-def test_a_judge_behind_our_own_endpoint(tmp_path, monkeypatch):
+def test_a_judge_behind_our_own_endpoint(engines, tmp_path, monkeypatch):
     from skyrl_megatron import envs
     from skyrl_megatron.config import GSM8kLLMJudgeEnvConfig
     from skyrl_megatron.inference.client import InferenceClient
     from skyrl_megatron.inference.http import build_app
     from skyrl_megatron.inference.http_server import HttpServer, endpoint_token
-    from skyrl_megatron.inference.pool import EnginePool
-    from skyrl_megatron.inference.vllm.engine import VLLMEngine
 
     settings = tiny_settings(write_judge(tmp_path), served_model_name="judge", max_model_len=1024)
     token = endpoint_token(tmp_path / "token")
-    loop = LoopThread()
-    pool = EnginePool([lambda: VLLMEngine(settings)], wait_s=120)
-    loop(pool.start(), 590)
-    try:
+    loop = engines.loop
+    with engines.pool(settings, wait_s=120) as pool:
         server = HttpServer(build_app(InferenceClient(pool), "judge", token, max_body_bytes=20_000), "127.0.0.1", 0)
         loop(server.start())
         config = GSM8kLLMJudgeEnvConfig(model="judge", base_url=f"{server.url}/v1")
@@ -56,6 +52,3 @@ def test_a_judge_behind_our_own_endpoint(tmp_path, monkeypatch):
         with pytest.raises(RuntimeError, match="401"):
             env.step("15")
         loop(server.stop())
-    finally:
-        loop(pool.shutdown())
-        loop.close()

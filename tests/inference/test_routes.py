@@ -7,33 +7,30 @@ import asyncio
 import numpy as np
 import pytest
 
-from tests.support.engines import LoopThread, tiny_settings
-from tests.support.tiny_models import write_tiny_model
+from tests.support.engines import tiny_settings
 
 PROMPTS = [[(11 * i + i * i + 7 * k) % 380 + 5 for i in range(length)] for k, length in enumerate((9, 70, 33, 1, 150))]
 SAMPLING = {"max_tokens": 24, "temperature": 1.0, "ignore_eos": True}
-CHUNK = 64
-"""Tokens of a step: the longest prompts come in pieces, beside others' tokens."""
+RECORDS = {
+    "return_support": True,
+    "enable_return_routed_experts": True,
+    "max_num_batched_tokens": 64,  # the longest prompts come in pieces, beside others' tokens
+    "max_num_seqs": 8,
+}
+"""Settings of an engine that says all it can of each token."""
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.engines("records")]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_tiny_model("qwen3_moe", tmp_path_factory.mktemp("model"))
+def model(tiny_moe):
+    return tiny_moe["A"]
 
 
 @pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.full_matrix)], ids=["tp1", "tp2"])
-def engine(request, model):
-    from skyrl_megatron.inference.vllm.engine import VLLMEngine
-
-    changes = {"enable_return_routed_experts": True, "max_num_batched_tokens": CHUNK, "max_num_seqs": 8}
-    loop = LoopThread()
-    engine = VLLMEngine(tiny_settings(model, tensor_parallel_size=request.param, return_support=True, **changes))
-    loop(engine.start(), 590)
-    yield lambda work: loop(work(engine))
-    loop(engine.shutdown())
-    loop.close()
+def engine(request, engines, model):
+    with engines.pool(tiny_settings(model, tensor_parallel_size=request.param, **RECORDS)) as pool:
+        yield lambda work: engines.loop(work(pool.slots[0].engine))
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from tests.support.engines import LoopThread, largest_gap, tiny_settings
-from tests.support.tiny_models import VOCAB_SIZE, write_tiny_model
+from tests.inference.test_routes import RECORDS
+from tests.support.engines import VOCABULARY, largest_gap, tiny_settings
 
 PROMPT = [(11 * i + i * i) % 380 + 5 for i in range(9)]
 TEMPERATURE = 0.7
@@ -22,20 +22,18 @@ SAMPLING = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_tiny_model("qwen3_moe", tmp_path_factory.mktemp("model"))
+pytestmark = pytest.mark.engines("records")
 
 
 @pytest.fixture(scope="module")
-def engine(model):
-    from skyrl_megatron.inference.vllm.engine import VLLMEngine
+def model(tiny_moe):
+    return tiny_moe["A"]
 
-    loop, engine = LoopThread(), VLLMEngine(tiny_settings(model, return_support=True))
-    loop(engine.start(), 590)
-    yield lambda work: loop(work(engine))
-    loop(engine.shutdown())
-    loop.close()
+
+@pytest.fixture(scope="module")
+def engine(engines, model):
+    with engines.pool(tiny_settings(model, **RECORDS)) as pool:
+        yield lambda work: engines.loop(work(pool.slots[0].engine))
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +79,7 @@ def test_tokens_come_with_what_they_were_sampled_from(engine, logits_of, rule):
     every = logits_of([*PROMPT, *sample.token_ids])[len(PROMPT) - 1 : -1]
     start, expected = 0, []
     for token, (logits, count) in enumerate(zip(every, sample.support.counts.tolist(), strict=True)):
-        assert 0 < count < VOCAB_SIZE
+        assert 0 < count < VOCABULARY
         found = torch.zeros(len(logits), dtype=torch.bool)
         found[sample.support.ids[start : start + count].astype("int64")] = True
         start += count

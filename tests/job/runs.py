@@ -8,12 +8,15 @@ import os
 import secrets
 import subprocess
 import sys
-import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.shared_ray import ray_head
+
 TIMEOUT_S = 900
+GAP = "policy/rollout_train_logprobs_abs_diff_max"
+AGREE = 1e-4
+"""Largest difference of trainer and engine on the same token and weights, nats, fp32."""
 SMALL = {
     "trainer.logger": "tensorboard",
     "trainer.run_name": "run",
@@ -172,25 +175,18 @@ def run(folder, body="", **overrides):
     return finish(start(folder, body, **overrides), folder)
 
 
+def until_line(process, text):
+    """The lines that a run prints, up to the first with ``text``."""
+    for line in process.stdout:
+        yield line.rstrip()
+        if text in line:
+            return
+    raise AssertionError(f"the run ended without {text!r}: {process.stderr.read()[-4000:]}")
+
+
 @contextlib.contextmanager
 def cluster(folder):
     """A Ray cluster of one node on the loopback interface, for the block: the variables of a run that joins it."""
-    from skyrl_megatron.workers.ports import LOOPBACK, free_port
-
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    address = f"{LOOPBACK}:{free_port()}"
-    with tempfile.TemporaryDirectory(prefix="ray-") as files:
-        command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--num-cpus=8"]
-        command += [f"--node-ip-address={LOOPBACK}", f"--port={address.rpartition(':')[2]}", f"--temp-dir={files}"]
-        command += ["--include-dashboard=false", "--disable-usage-stats", f"--object-store-memory={256 << 20}"]
-        with (folder / "cluster.log").open("w") as log:
-            head = subprocess.Popen(command, stdout=log, stderr=log, env=environment(folder) | token)
-        try:
-            deadline = time.monotonic() + 90
-            while "Ray runtime started" not in (folder / "cluster.log").read_text():
-                assert head.poll() is None and time.monotonic() < deadline, (folder / "cluster.log").read_text()
-                time.sleep(0.2)
-            yield token | {"RAY_ADDRESS": address}
-        finally:
-            head.terminate()
-            head.wait(60)
+    with ray_head(folder / "cluster.log", cpus=8, environment=environment(folder) | token) as address:
+        yield token | {"RAY_ADDRESS": address}

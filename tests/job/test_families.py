@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from tests.job import runs
-from tests.job.test_run import AGREE, GAP
+from tests.job.runs import AGREE, GAP
 from tests.support.tiny_models import write_tiny_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.full_matrix]

@@ -6,7 +6,7 @@ import pytest
 
 from tests.job import runs
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(2 * runs.TIMEOUT_S)]
 
 AHEAD = {
     "trainer__fully_async__enabled": "true",
@@ -77,7 +77,7 @@ def test_sampling_runs_ahead_within_the_bound(folder):
             if "step 3/40" in line:
                 break
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=runs.TIMEOUT_S)
     finally:
         process.kill()
     assert process.returncode == 130, err[-4000:]

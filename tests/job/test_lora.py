@@ -7,8 +7,9 @@ import psutil
 import pytest
 
 from tests.job import runs
-from tests.job.test_run import AGREE, GAP, until_line
+from tests.job.runs import AGREE, GAP, until_line
 from tests.job.test_run_matrix import HASHES
+from tests.support.processes import left_behind
 
 pytestmark = pytest.mark.vllm
 
@@ -99,7 +100,7 @@ def test_a_killed_run_of_adapters_goes_on_as_if_it_had_not_been(tmp_path):
             finally:
                 process.kill()
                 process.communicate(timeout=120)
-            assert not psutil.wait_procs(children, timeout=60)[1], "left behind"
+            assert not left_behind(children)
             assert not (folder / "exports/hashes.json").exists()
         out = runs.run(folder, HASHES, **keys).check().out
         assert ("(step 2 of 4)" in out) == (name == "killed")

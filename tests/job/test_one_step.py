@@ -28,7 +28,7 @@ def test_prompts_to_synced_weights(tmp_path):
     before_step, unsynced, synced = gaps
     assert before_step <= 1e-4 and synced <= 1e-4 < unsynced
     assert lines[-1] == "OK: equal weights agree, skipped syncs show"
-    assert descendants() == before, "a process was left behind"
+    assert descendants() <= before, "a process was left behind"
 
 
 @pytest.mark.process

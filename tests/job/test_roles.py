@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.job import runs
-from tests.job.test_run import AGREE, GAP
+from tests.job.runs import AGREE, GAP
 
 pytestmark = pytest.mark.vllm
 
@@ -52,10 +52,10 @@ Trainer.begin_training = begin_training
 
 
 def test_ppo_with_a_critic(folder):
-    """A step in which the critic learns alone, and one of both; the two take turns, and are saved and exported."""
-    done = runs.run(
-        folder, TAKE_TURNS, **critic(folder, trainer__critic_warmup_steps=1, trainer__hf_save_interval=2)
-    ).check()
+    """A step in which the critic learns alone, and one of both, which is evaluated; the two take turns, and are saved
+    and exported."""
+    keys = {"trainer__critic_warmup_steps": 1, "trainer__hf_save_interval": 2, "trainer__eval_interval": 2}
+    done = runs.run(folder, TAKE_TURNS, **critic(folder, **keys)).check()
     one, two = done.lines
     for line in (one, two):
         assert line[GAP] <= AGREE and line["critic/critic_loss"] > 0 and line["critic/grad_norm"] > 0
@@ -68,6 +68,7 @@ def test_ppo_with_a_critic(folder):
             "timing/critic_train",
         } <= line.keys()
     assert "policy/grad_norm" not in one and two["policy/grad_norm"] > 0
+    assert "eval/sums/avg_score" not in one and 0 <= two["eval/sums/avg_score"] <= 1
     held = {role: [two[f"memory/{phase}_{role}_gb"] for phase in TURNS] for role in ("policy", "critic")}
     assert [size > 0 for size in held["critic"]] == [False, True, True, False], "it leaves before the policy trains"
     assert held["policy"][1:3] == [0, 0] and held["policy"][3] > 0, "it leaves before the critic scores and trains"

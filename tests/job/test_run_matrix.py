@@ -3,7 +3,7 @@
 import pytest
 
 from tests.job import runs
-from tests.job.test_run import AGREE, GAP
+from tests.job.runs import AGREE, GAP
 
 pytestmark = [pytest.mark.vllm, pytest.mark.full_matrix]
 

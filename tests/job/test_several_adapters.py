@@ -8,7 +8,8 @@ import psutil
 import pytest
 
 from tests.job import runs
-from tests.job.test_run import AGREE, GAP, until_line
+from tests.job.runs import AGREE, GAP, until_line
+from tests.support.processes import left_behind
 
 pytestmark = pytest.mark.vllm
 
@@ -170,7 +171,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch):
             finally:
                 os.kill(process.pid, signal.SIGKILL)
                 process.communicate(timeout=120)
-            assert not psutil.wait_procs(children, timeout=60)[1], "left behind"
+            assert not left_behind(children)
             assert not (folder / "hashes.json").exists()
         done = runs.run(folder, "import os\n" + RECORDS, **keys).check()
         assert ("(step 2 of 4)" in done.out) == (name == "killed")

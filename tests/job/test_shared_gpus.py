@@ -28,17 +28,12 @@ def config(**changes):
 
 
 @pytest.fixture
-def four_gpus(monkeypatch):
-    import ray
-
+def four_gpus(session_ray, monkeypatch):
     from skyrl_megatron import device
 
     monkeypatch.setattr(device, "has_cuda", lambda: True)
-    ray.init(
-        num_cpus=4, num_gpus=4, object_store_memory=100 << 20, include_dashboard=False, _node_ip_address="127.0.0.1"
-    )
-    yield
-    ray.shutdown()
+    with session_ray.joined():
+        yield
 
 
 class Seen:
@@ -82,7 +77,7 @@ def test_gpus_that_do_not_answer_are_given_back(four_gpus, monkeypatch):
     monkeypatch.setattr(placement, "READY_TIMEOUT_S", 0.001)
     with pytest.raises(LaunchError, match=r"the 4 GPUs reserved for the run do not answer: .*ray status"):
         placement.create_placement(config(), timeout_s=60.0)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while ray.available_resources().get("GPU") != 4 and time.monotonic() < deadline:
         time.sleep(0.1)
     assert ray.available_resources()["GPU"] == 4

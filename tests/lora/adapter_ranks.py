@@ -108,14 +108,13 @@ def pairs_of(folder, overrides=None):
     return configured_pairs(config(folder, overrides=bodies.KEYS | memory | (overrides or {})))
 
 
-def engine(folder, overrides=None, **settings):
-    """An engine for the adapters of a run on ``folder``; it is not started."""
+def adapted(folder, overrides=None, **settings):
+    """Settings of an engine for the adapters of a run on ``folder``."""
     from skyrl_megatron.inference.vllm.adapters import adapter_slots
-    from skyrl_megatron.inference.vllm.engine import VLLMEngine
 
     extra = {"worker_extension_cls": "tests.lora.faulty_workers.FaultyWorker"}
     slots = adapter_slots(pairs_of(folder, overrides))
-    return VLLMEngine(tiny_settings(folder, **{"adapters": slots, "extra": extra} | settings))
+    return tiny_settings(folder, **{"adapters": slots, "extra": extra} | settings)
 
 
 def synchronizer(pool, trainer, folder, overrides=None, **options):

@@ -2,17 +2,12 @@
 
 import pytest
 
-from tests.support.engines import LoopThread
-from tests.support.tiny_models import write_tiny_model
+
+@pytest.fixture(scope="module")
+def folder(tiny_moe):
+    return tiny_moe["A"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_tiny_model("qwen3_moe", tmp_path_factory.mktemp("model"), 0)
-
-
-@pytest.fixture(scope="module")
-def loop():
-    loop = LoopThread()
-    yield loop
-    loop.close()
+def loop(engine_loop):
+    return engine_loop

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.lora.adapter_ranks import MergedRank, engine, ranks_with_adapters, synchronizer
+from tests.lora.adapter_ranks import MergedRank, adapted, ranks_with_adapters, synchronizer
 from tests.lora.bodies import HOW
 from tests.support.engines import largest_gap, reference_logprobs, tiny_settings
 
@@ -29,27 +29,18 @@ CASES = [
 ]
 
 
-def started(loop, makers):
-    from skyrl_megatron.inference.pool import EnginePool
-
-    pool = EnginePool(makers, wait_s=20)
-    loop(pool.start(), 590)
-    yield pool
-    loop(pool.shutdown())
-
-
 @pytest.fixture(scope="module")
-def pool(folder, loop):
+def pool(engines, folder):
     """An engine of each kind that takes adapters."""
-    yield from started(loop, [lambda how=how: engine(folder, **how) for how in ENGINES.values()])
+    with engines.pool(*(adapted(folder, **how) for how in ENGINES.values()), wait_s=20) as pool:
+        yield pool
 
 
 @pytest.fixture(scope="module")
-def plain(folder, loop):
+def plain(engines, folder):
     """One engine that knows no adapters, of two workers."""
-    from skyrl_megatron.inference.vllm.engine import VLLMEngine
-
-    yield from started(loop, [lambda: VLLMEngine(tiny_settings(folder, tensor_parallel_size=2))])
+    with engines.pool(tiny_settings(folder, tensor_parallel_size=2), wait_s=20) as pool:
+        yield pool
 
 
 @pytest.mark.parametrize("layout, overrides", CASES, ids=str)

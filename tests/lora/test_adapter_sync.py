@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests.lora.adapter_ranks import engine, ranks_with_adapters, synchronizer
+from tests.lora.adapter_ranks import adapted, ranks_with_adapters, synchronizer
 from tests.support.engines import largest_gap, reference_logprobs, tiny_settings
 
 pytestmark = [pytest.mark.vllm, pytest.mark.full_matrix]
@@ -26,14 +26,10 @@ Memory that a process takes once, for a batch of a new shape, comes in steps of 
 
 
 @pytest.fixture(scope="module")
-def pool(folder, loop):
+def pool(engines, folder):
     """Two engines: one worker, and two."""
-    from skyrl_megatron.inference.pool import EnginePool
-
-    pool = EnginePool([lambda: engine(folder), lambda: engine(folder, tensor_parallel_size=2)], wait_s=20)
-    loop(pool.start(), 590)
-    yield pool
-    loop(pool.shutdown())
+    with engines.pool(adapted(folder), adapted(folder, tensor_parallel_size=2), wait_s=20) as pool:
+        yield pool
 
 
 @pytest.fixture
@@ -94,17 +90,11 @@ def test_engines_with_adapters_equal_the_merged_model(pool, loop, trained, merge
             assert sample.versions == [(f"of seed {seed}", 0, 96)]
 
 
-def test_an_engine_of_merged_weights_agrees(trained, pool, loop, folder, tmp_path):
-    from skyrl_megatron.inference.vllm.engine import VLLMEngine
-
+def test_an_engine_of_merged_weights_agrees(engines, trained, pool, loop, folder, tmp_path):
     trained(5, "merged too")
     trained.trainer.together("export", tmp_path / "merged")
-    other = VLLMEngine(tiny_settings(tmp_path / "merged"))
-    loop(other.start(), 590)
-    try:
-        expected = loop(other.score(TOKENS))
-    finally:
-        loop(other.shutdown())
+    with engines.pool(tiny_settings(tmp_path / "merged")) as other:
+        expected = loop(other.slots[0].engine.score(TOKENS))
     for found in scores(pool, loop):
         assert largest_gap(found, expected) <= EXACT
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.lora import bodies
 from tests.lora.adapter_ranks import BUCKET_BYTES, AdapterRank
-from tests.support.engines import LoopThread, largest_gap, reference_logprobs, tiny_settings
+from tests.support.engines import largest_gap, reference_logprobs, tiny_settings
 from tests.support.quantised import quantise
 from tests.support.tiny_models import write_tiny_model
 
@@ -27,20 +27,15 @@ class MergedRank(AdapterRank):
         return MergedWeightSource(self.engine.adapters, self.engine.groups)
 
 
-def test_it_serves_the_merged_model(ranks, tmp_path):
+def test_it_serves_the_merged_model(ranks, engines, tmp_path):
     import json
 
-    from skyrl_megatron.inference.pool import EnginePool
-    from skyrl_megatron.inference.vllm.engine import VLLMEngine
     from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
     from tests.weight_sync.megatron_ranks import MegatronRanks
 
     folder, plain = quantise(write_tiny_model("qwen3_moe", tmp_path / "model", 0), tmp_path, "fp8")
-    loop = LoopThread()
-    pool = EnginePool([lambda: VLLMEngine(tiny_settings(folder, extra=PLAIN))], wait_s=20)
-    loop(pool.start(), 590)
-    layout = dict(tp=2, etp=2, overrides=bodies.KEYS)
-    try:
+    loop, layout = engines.loop, dict(tp=2, etp=2, overrides=bodies.KEYS)
+    with engines.pool(tiny_settings(folder, extra=PLAIN), wait_s=20) as pool:
         with MegatronRanks(ranks, folder, 2, layout, BUCKET_BYTES, kind=MergedRank) as trainer:
             trainer.together("adapt", 3)
             trainer.together("export", tmp_path / "merged")
@@ -51,6 +46,3 @@ def test_it_serves_the_merged_model(ranks, tmp_path):
         found, expected = loop(pool.slots[0].engine.score(TOKENS)), reference_logprobs(tmp_path / "merged", TOKENS)
         assert largest_gap(found, expected) <= EXACT
         assert largest_gap(reference_logprobs(plain, TOKENS), expected) > 100 * EXACT
-    finally:
-        loop(pool.shutdown())
-        loop.close()

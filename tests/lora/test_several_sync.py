@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.lora import bodies
-from tests.lora.adapter_ranks import engine, ranks_with_adapters, synchronizer
+from tests.lora.adapter_ranks import adapted, ranks_with_adapters, synchronizer
 from tests.support.engines import largest_gap, reference_logprobs
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.engines("adapters")]
 TOKENS = [(7 * i + 3 * i * i) % 400 + 5 for i in range(64)]
 SAMPLING = {"max_tokens": 32, "temperature": 1.0, "ignore_eos": True}
 GREEDY = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
@@ -18,14 +18,10 @@ SEVERAL = {f"{bodies.LORA}adapters": {"math": {}, "code": {"alpha": 20}}}
 
 
 @pytest.fixture(scope="module")
-def pool(folder, loop):
+def pool(engines, folder):
     """One engine of two workers."""
-    from skyrl_megatron.inference.pool import EnginePool
-
-    pool = EnginePool([lambda: engine(folder, SEVERAL, tensor_parallel_size=2)], wait_s=20)
-    loop(pool.start(), 590)
-    yield pool
-    loop(pool.shutdown())
+    with engines.pool(adapted(folder, SEVERAL, tensor_parallel_size=2), wait_s=20) as pool:
+        yield pool
 
 
 @pytest.fixture

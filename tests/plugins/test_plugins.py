@@ -1,4 +1,5 @@
-"""What users write, from the command line: one of each kind in a package of its own, and what goes wrong with it."""
+"""What users write, from the command line: one of each kind in a package of its own, beside the script of the trainer
+guide, and what goes wrong with it."""
 
 import json
 import os
@@ -9,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.guides.documents import blocks
 from tests.job import runs
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.timeout(runs.TIMEOUT_S)]
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = {
     "trainer.algorithm.policy_loss_type": "my_loss",
@@ -24,13 +26,17 @@ NAMES = {
 
 @pytest.fixture
 def folder(tmp_path):
-    """A working directory with the package ``mine``, which no path leads to."""
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "__init__.py").touch()
-    shutil.copy(Path(__file__).with_name("plugin.py"), tmp_path / "mine" / "everything.py")
-    shutil.copy(Path(__file__).with_name("family.py"), tmp_path / "mine" / "family.py")
-    (tmp_path / "marks").mkdir()
-    return tmp_path
+    return with_mine(tmp_path)
+
+
+def with_mine(folder):
+    """Make it a working directory with the package ``mine``, which no path leads to."""
+    (folder / "mine").mkdir()
+    (folder / "mine" / "__init__.py").touch()
+    shutil.copy(Path(__file__).with_name("plugin.py"), folder / "mine" / "everything.py")
+    shutil.copy(Path(__file__).with_name("family.py"), folder / "mine" / "family.py")
+    (folder / "marks").mkdir()
+    return folder
 
 
 def install(folder):
@@ -72,12 +78,12 @@ def write_mistral(folder):
     MistralForCausalLM(config).save_pretrained(folder)
 
 
-def command(folder, module, *args, path=ROOT):
-    """Run ``python -m module`` in ``folder``, as a user would."""
+def command(folder, *words, path=ROOT):
+    """Run ``python …`` in ``folder``, as a user would."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(path)}
     environment["SKYRL_TEST_MARKS"] = str(folder / "marks")
     process = subprocess.Popen(
-        [sys.executable, "-m", module, *map(str, args)],
+        [sys.executable, *map(str, words)],
         cwd=folder,
         env=environment,
         stdout=subprocess.PIPE,
@@ -89,31 +95,43 @@ def command(folder, module, *args, path=ROOT):
 
 
 def train(folder, *args, **options):
-    return command(folder, "skyrl_megatron.entrypoints.main_base", *args, **options)
+    return command(folder, "-m", "skyrl_megatron.entrypoints.main_base", *args, **options)
 
 
 def assignments(names):
     return [f"{key}={value}" for key, value in names.items()]
 
 
-@pytest.mark.vllm
-def test_one_of_each_kind_in_one_run(folder):
-    """Loss, estimator, environment, generator, engine, transport and family, each used where it belongs."""
-    runs.prepare(folder)
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """(A run of two steps, its process): the guide's script with its environment, data, key, trainer and callback, on
+    a plugin's loss, estimator, generator, engine, transport and family, evaluated with the plugin's environment."""
+    folder = runs.prepare(with_mine(tmp_path_factory.mktemp("both")))
     shutil.rmtree(folder / "model")
     write_mistral(folder / "model")
+    for block in blocks(ROOT / "docs/guides/trainer.md", "python"):
+        if block.file:
+            (folder / block.file).write_text(block.text)
     args = runs.arguments(
         folder,
         trainer__placement__policy_num_gpus_per_node=1,
         trainer__policy__megatron_config__expert_model_parallel_size=1,
-        trainer__max_training_steps=1,
         environment__env_class="my_env",
+        trainer__eval_interval=2,
         trainer__plugins="[mine.everything]",
+        trainer__price_of_a_token=0.5,
     )
-    done, driver = train(folder, *args, *assignments(NAMES))
-    (line,) = done.check().lines
-    assert line["policy/loss_metrics/my_ratio"] == 0.5
-    marks = {path.name: set(map(int, path.read_text().split())) for path in (folder / "marks").iterdir()}
+    done, driver = command(folder, "train_letters.py", *args, *assignments(NAMES))
+    return done.check(), driver
+
+
+@pytest.mark.vllm
+def test_one_of_each_kind_in_one_run(both):
+    """Each is used where it belongs."""
+    done, driver = both
+    assert all(line["policy/loss_metrics/my_ratio"] == 0.5 for line in done.lines)
+    assert "eval/sums/avg_score" in done.lines[-1]
+    marks = {path.name: set(map(int, path.read_text().split())) for path in (done.folder / "marks").iterdir()}
     assert set(marks) == {"loss", "estimator", "environment", "generator", "engine", "transport", "family"}
     assert marks["estimator"] == marks["environment"] == marks["generator"] == {driver}
     (rank,), (engine,) = marks["loss"], marks["engine"]
@@ -122,12 +140,22 @@ def test_one_of_each_kind_in_one_run(folder):
     assert not marks["transport"] & {driver, engine}
 
 
+@pytest.mark.vllm
+def test_the_script_of_the_trainer_guide_runs(both):
+    """Two steps of it: its environment, its data, its key, its trainer, its callback."""
+    done, _ = both
+    first, second = done.lines
+    assert 1 <= first["reward/mean_length"] <= 6 and second["step"] == 2
+    assert -3 <= first["reward/avg_raw_reward"] <= 0.5, "at most a share of letters, less half a point for each token"
+    assert "2 of 2 steps are done" in done.out
+
+
 def test_an_installed_package_is_found(folder):
     """By its entry points, without a word on the command line: by a training command and by ``bridges``."""
     site = install(folder)
     shutil.rmtree(folder / "mine")
     path = f"{ROOT}:{site}"
-    listed, _ = command(folder, "bridges", "list", path=path)
+    listed, _ = command(folder, "-m", "bridges", "list", path=path)
     assert listed.returncode == 0 and listed.out.splitlines()[-1].split() == ["mistral", "not", "checked", "yet"]
     checked, _ = train(folder, "--check", "data.train_data=[./none.jsonl]", *assignments(NAMES), path=path)
     assert checked.returncode == 2 and "none.jsonl: no such file" in checked.err
@@ -135,9 +163,9 @@ def test_an_installed_package_is_found(folder):
 
 
 def test_families_of_a_module_named_to_bridges(folder):
-    listed, _ = command(folder, "bridges", "--plugin", "mine.family", "list", "--json")
+    listed, _ = command(folder, "-m", "bridges", "--plugin", "mine.family", "list", "--json")
     assert listed.returncode == 0 and json.loads(listed.out)["families"][-1]["model_type"] == "mistral"
-    lost, _ = command(folder, "bridges", "--plugin", "nowhere", "list")
+    lost, _ = command(folder, "-m", "bridges", "--plugin", "nowhere", "list")
     assert lost.returncode == 2
     assert lost.err == "error: --plugin nowhere: cannot be imported (No module named 'nowhere')\n"
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-FIXTURES = {"ranks", "children", "ray", "ray_slots", "four_gpus"}
+FIXTURES = {"ranks", "children", "ray", "ray_slots", "four_gpus", "session_ray", "engines"}
 MARKERS = ("process", "vllm", "gpu", "full_matrix")
 PASSES = {"git", "/sbin/ldconfig"}  # what a checkpoint's manifest asks for the commit; what the import of torch asks
 AUDITED = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system", "os.exec"}

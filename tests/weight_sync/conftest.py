@@ -6,23 +6,18 @@ import json
 
 import pytest
 
-from tests.support.engines import LoopThread
-from tests.support.tiny_models import write_tiny_model
 from tests.weight_sync.trainer_process import BUCKET_BYTES, TrainerProcess
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
+def models(tiny_moe):
     """Two models of the same shape, A and B."""
-    folder = tmp_path_factory.mktemp("models")
-    return {name: write_tiny_model("qwen3_moe", folder / name, seed) for name, seed in (("A", 0), ("B", 1))}
+    return tiny_moe
 
 
 @pytest.fixture(scope="module")
-def loop():
-    loop = LoopThread()
-    yield loop
-    loop.close()
+def loop(engine_loop):
+    return engine_loop
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from skyrl_megatron.inference.vllm.compat import WorkerExtension
 from skyrl_megatron.weight_sync import parcel_receiver, vllm_targets
+from tests.weight_sync.route_extension import RouteExtension
 
 GATE = (64, 128)
 """Rows and columns of an expert's gate in the tiny model; nothing else has as many."""
@@ -32,8 +32,8 @@ def with_fault(plan: Any, fault: str) -> Any:
     return replace(plan, workers=[replace(worker, copies=copies)])
 
 
-class FaultyCopies(WorkerExtension):
-    """Copies that go wrong in the worker."""
+class FaultyCopies(RouteExtension):
+    """Copies that go wrong in the worker, where a mistake was planted."""
 
     def plant(self, fault: str) -> None:
         """Make this mistake from now on; none if it is in the plan."""

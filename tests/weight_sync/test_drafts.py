@@ -6,11 +6,13 @@ from typing import ClassVar
 
 import pytest
 
+from tests.support.engines import PROBE as TOKENS
+from tests.support.engines import PROBE_SAMPLING as SAMPLING
 from tests.support.engines import largest_gap, reference_logprobs
 from tests.support.tiny_models import write_tiny_model
 from tests.training.draft_reference import LAYERS, PREFIX, last_as_draft
 from tests.weight_sync.megatron_ranks import MegatronRanks, Rank
-from tests.weight_sync.test_layouts import BUCKET_BYTES, SAMPLING, TOKENS, Model, digest
+from tests.weight_sync.test_layouts import BUCKET_BYTES, Model, digest
 
 pytestmark = pytest.mark.vllm
 DRAFTING = {
@@ -58,8 +60,8 @@ def seeds(folder, model_type, **overrides):
 
 
 @pytest.fixture(scope="module")
-def deepseek(tmp_path_factory, loop):
-    model = Drafting(seeds(tmp_path_factory.mktemp("deepseek_v3"), "deepseek_v3"), loop, extra=DRAFTING)
+def deepseek(tmp_path_factory, engines):
+    model = Drafting(seeds(tmp_path_factory.mktemp("deepseek_v3"), "deepseek_v3"), engines, extra=DRAFTING)
     yield model
     model.close()
 
@@ -91,8 +93,8 @@ def test_what_is_drafted_with_is_that_of_a_fresh_engine(ranks, deepseek, tmp_pat
 
 @pytest.mark.full_matrix
 @pytest.mark.parametrize("model_type, world, layout", [("glm4_moe", 2, dict(tp=2)), ("glm4_moe_lite", 2, dict(ep=2))])
-def test_families(ranks, loop, tmp_path, model_type, world, layout):
-    model = Drafting(seeds(tmp_path, model_type), loop, extra=DRAFTING)
+def test_families(ranks, engines, tmp_path, model_type, world, layout):
+    model = Drafting(seeds(tmp_path, model_type), engines, extra=DRAFTING)
     try:
         check(model, ranks, world, layout, tmp_path)
     finally:
@@ -119,8 +121,8 @@ def test_what_is_not_trained_stays_and_shares_what_came(ranks, deepseek, routes)
 
 @pytest.mark.full_matrix
 @pytest.mark.parametrize("routes", [False, True], ids=["in buckets for all", "by routes"])
-def test_an_engine_that_does_not_draft_leaves_it(ranks, loop, deepseek, tmp_path, routes):
-    model = Model(deepseek.folders, loop)
+def test_an_engine_that_does_not_draft_leaves_it(ranks, engines, deepseek, tmp_path, routes):
+    model = Model(deepseek.folders, engines)
     try:
         with MegatronRanks(ranks, model.folders["A"], 2, dict(pp=2), BUCKET_BYTES, kind=TrainsDraft) as trainer:
             synchronizer = model.synchronizer(trainer, routes=routes)

@@ -3,21 +3,20 @@ on the HF folder which the same ranks export."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import signal
 
 import pytest
 
-from tests.support.engines import LoopThread, largest_gap, reference_logprobs, tiny_settings
+from tests.support.engines import PROBE as TOKENS
+from tests.support.engines import VOCABULARY, largest_gap, reference_logprobs, tiny_settings
 from tests.support.tiny_models import write_tiny_model
 from tests.weight_sync.megatron_ranks import MegatronRanks
 
-pytestmark = pytest.mark.vllm
-TOKENS = [(7 * i + 3 * i * i) % 400 + 5 for i in range(64)]
-SAMPLING = {"max_tokens": 24, "temperature": 1.0, "seed": 3, "ignore_eos": True}
+pytestmark = [pytest.mark.vllm, pytest.mark.engines("tiny_moe")]
 BUCKET_BYTES = 1 << 17  # smaller than the largest tensor
-VOCABULARY = 509  # no multiple of any degree: padded rows must not travel
 # name → ranks, degrees
 PLAIN = {"tp2·ep2": (2, dict(tp=2, ep=2))}
 MORE = {
@@ -55,49 +54,30 @@ FAMILIES = {
 }
 
 
-@pytest.fixture(scope="module")
-def loop():
-    loop = LoopThread()
-    yield loop
-    loop.close()
-
-
 class Model:
     """Two seeds, A and B, of a model, and an engine that was started on A."""
 
-    def __init__(self, folders, loop, **settings) -> None:
-        from skyrl_megatron.inference.pool import EnginePool
-        from skyrl_megatron.inference.vllm.engine import VLLMEngine
-
-        self.folders, self.loop, self.settings = folders, loop, settings
+    def __init__(self, folders, engines, **settings) -> None:
+        self.folders, self.engines, self.loop, self.settings = folders, engines, engines.loop, settings
         self.config = json.loads((folders["A"] / "config.json").read_text())
+        self.contents = {digest(folder): folder for folder in folders.values()}
         self.fresh: dict[str, tuple] = {}
-        self.pool = EnginePool([lambda: VLLMEngine(tiny_settings(folders["A"], **settings))], wait_s=20)
-        loop(self.pool.start(), 590)
+        self._lent = contextlib.ExitStack()
+        self.pool = self._lent.enter_context(engines.pool(tiny_settings(folders["A"], **settings), wait_s=20))
         self.fresh[digest(folders["A"])] = self.answers(self.pool)
 
     def close(self) -> None:
-        self.loop(self.pool.shutdown())
+        self._lent.close()
 
     def answers(self, pool) -> tuple:
-        async def ask():
-            engine = pool.slots[0].engine
-            sample = await engine.generate(f"ask {id(object())}", TOKENS[:20], SAMPLING)
-            return await engine.score(TOKENS), sample.token_ids, sample.logprobs
-
-        return self.loop(ask())
+        return self.engines.answers(pool.slots[0].engine)
 
     def fresh_answers(self, folder) -> tuple:
-        """Of an engine that was started on ``folder`` and never held anything else; one is started per content."""
-        from skyrl_megatron.inference.pool import EnginePool
-        from skyrl_megatron.inference.vllm.engine import VLLMEngine
-
+        """Of an engine that was started on A or B, whichever ``folder`` equals, and holds nothing else."""
         content = digest(folder)
         if content not in self.fresh:
-            pool = EnginePool([lambda: VLLMEngine(tiny_settings(folder, **self.settings))])
-            self.loop(pool.start(), 590)
-            self.fresh[content] = self.answers(pool)
-            self.loop(pool.shutdown())
+            with self.engines.pool(tiny_settings(self.contents[content], **self.settings)) as pool:
+                self.fresh[content] = self.answers(pool)
         return self.fresh[content]
 
     def synchronizer(self, trainer, phase_s=60.0, deadline_s=200.0, routes=False):
@@ -148,8 +128,8 @@ def seeds(folder, model_type, **overrides):
 
 
 @pytest.fixture(scope="module")
-def qwen3_moe(tmp_path_factory, loop):
-    model = Model(seeds(tmp_path_factory.mktemp("qwen3_moe"), "qwen3_moe", vocab_size=VOCABULARY), loop)
+def qwen3_moe(engines, tiny_moe):
+    model = Model(tiny_moe, engines)
     yield model
     model.close()
 
@@ -197,9 +177,9 @@ def test_a_rank_that_dies_ends_the_sync(ranks, qwen3_moe, rank):
 
 @pytest.mark.full_matrix
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_families(ranks, loop, tmp_path, model_type):
+def test_families(ranks, engines, tmp_path, model_type):
     world, layout, overrides = FAMILIES[model_type]
-    model = Model(seeds(tmp_path, model_type, **overrides), loop)
+    model = Model(seeds(tmp_path, model_type, **overrides), engines)
     try:
         model.check(ranks, world, layout, tmp_path)
     finally:
@@ -207,12 +187,11 @@ def test_families(ranks, loop, tmp_path, model_type):
 
 
 @pytest.mark.full_matrix
-def test_an_engine_on_two_ranks(ranks, loop, tmp_path):
+def test_an_engine_on_two_ranks(ranks, engines, tiny_moe, tmp_path):
     """Bit for bit a fresh engine with tp=2; rounding away from a model that is not split."""
-    folders = seeds(tmp_path, "qwen3_moe", vocab_size=VOCABULARY)
-    model = Model(folders, loop, tensor_parallel_size=2)
+    model = Model(tiny_moe, engines, tensor_parallel_size=2)
     try:
         model.check(ranks, 2, dict(tp=2, ep=2), tmp_path)
-        assert largest_gap(model.answers(model.pool)[0], reference_logprobs(folders["A"], TOKENS)) <= 1e-5
+        assert largest_gap(model.answers(model.pool)[0], reference_logprobs(tiny_moe["A"], TOKENS)) <= 1e-5
     finally:
         model.close()

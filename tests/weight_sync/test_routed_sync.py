@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.support.engines import tiny_settings
+from tests.weight_sync.test_routes import EXTENDED
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.engines("extended")]
 OPTIONS = {"phase_s": 15.0, "bucket_bytes": 4 << 20}  # experts are packed together, attention travels alone
 TOKENS = [(7 * i + 3 * i * i) % 400 + 5 for i in range(64)]
-FAULTY = {"worker_extension_cls": "tests.weight_sync.faulty_copies.FaultyCopies"}
 BUCKET = r"engine 0, worker 0: bucket \d+ of \d+ from rank 0 is not what was sent \(checksums differ\): .*{}"
 PACKED = r"model.layers.\d.*weight\[\d\] is not in its place in the memory of vLLM's kernel"
 FAULTS = {
@@ -26,14 +26,9 @@ FAULTS = {
 
 
 @pytest.fixture(scope="module")
-def pool(models, loop):
-    from skyrl_megatron.inference.pool import EnginePool
-    from skyrl_megatron.inference.vllm.engine import VLLMEngine
-
-    pool = EnginePool([lambda: VLLMEngine(tiny_settings(models["A"], extra=FAULTY))], wait_s=20)
-    loop(pool.start(), 590)
-    yield pool
-    loop(pool.shutdown())
+def pool(engines, models):
+    with engines.pool(tiny_settings(models["A"], extra=EXTENDED), wait_s=20) as pool:
+        yield pool
 
 
 def scores(pool, loop):

@@ -7,8 +7,9 @@ import pytest
 from tests.support.engines import tiny_settings
 from tests.support.tiny_models import write_tiny_model
 
-pytestmark = pytest.mark.vllm
-EXTENSION = {"worker_extension_cls": "tests.weight_sync.route_extension.RouteExtension"}
+pytestmark = [pytest.mark.vllm, pytest.mark.engines("extended")]
+EXTENDED = {"worker_extension_cls": "tests.weight_sync.faulty_copies.FaultyCopies"}
+"""An engine whose worker compares routes with loaders, and makes the mistakes that are planted in it."""
 FAMILIES = {
     "qwen3": dict(tie_word_embeddings=True, vocab_size=509),
     "mixtral": {},
@@ -16,26 +17,21 @@ FAMILIES = {
 }
 
 
-def found(loop, folder, checks, **settings):
+def found(engines, folder, checks, **settings):
     """What the checks (arguments of ``route_against_loaders``) find on each worker of an engine."""
-    from skyrl_megatron.inference.vllm.engine import VLLMEngine
 
-    async def ask():
-        engine = VLLMEngine(tiny_settings(folder, extra=EXTENSION, **settings))
-        await engine.start()
-        try:
-            await engine.pause()
-            call = engine._llm.collective_rpc
-            return [await call("route_against_loaders", args=(str(folder), *check)) for check in checks]
-        finally:
-            await engine.shutdown()
+    async def ask(engine):
+        await engine.pause()
+        call = engine._llm.collective_rpc
+        return [await call("route_against_loaders", args=(str(folder), *check)) for check in checks]
 
-    return loop(ask(), 590)
+    with engines.pool(tiny_settings(folder, extra=EXTENDED, **settings)) as pool:
+        return engines.loop(ask(pool.slots[0].engine))
 
 
-def test_a_route_is_what_loaders_do(loop, tmp_path):
-    folder = write_tiny_model("qwen3_moe", tmp_path, 1, vocab_size=509)
-    same, fused, adds, computes = found(loop, folder, [(False,), (True,), (False, "adds"), (False, "computes")])
+def test_a_route_is_what_loaders_do(engines, models):
+    checks = [(False,), (True,), (False, "adds"), (False, "computes")]
+    same, fused, adds, computes = found(engines, models["A"], checks)
     assert same == [[]] and fused == [[]]
     assert "a loader does more than copy: aten.add_.Tensor on weight of RMSNorm" in adds[0][0]
     assert "aten.mul" in computes[0][0]
@@ -43,12 +39,11 @@ def test_a_route_is_what_loaders_do(loop, tmp_path):
 
 @pytest.mark.full_matrix
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_families(loop, tmp_path, model_type):
+def test_families(engines, tmp_path, model_type):
     folder = write_tiny_model(model_type, tmp_path, 1, **FAMILIES[model_type])
-    assert found(loop, folder, [(False,)]) == [[[]]]
+    assert found(engines, folder, [(False,)]) == [[[]]]
 
 
 @pytest.mark.full_matrix
-def test_workers_that_share_a_model(loop, tmp_path):
-    folder = write_tiny_model("qwen3_moe", tmp_path, 1, vocab_size=509)
-    assert found(loop, folder, [(False,), (True,)], tensor_parallel_size=2) == [[[], []], [[], []]]
+def test_workers_that_share_a_model(engines, models):
+    assert found(engines, models["A"], [(False,), (True,)], tensor_parallel_size=2) == [[[], []], [[], []]]

@@ -10,49 +10,33 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.engines import PROBE as TOKENS
+from tests.support.engines import PROBE_SAMPLING as SAMPLING
 from tests.support.engines import largest_gap, reference_logprobs, tiny_settings
 from tests.support.in_flight import has_sampled
 from tests.weight_sync.trainer_process import BUCKET_BYTES
 
-pytestmark = pytest.mark.vllm
-TOKENS = [(7 * i + 3 * i * i) % 400 + 5 for i in range(64)]
-SAMPLING = {"max_tokens": 24, "temperature": 1.0, "seed": 3, "ignore_eos": True}
+pytestmark = [pytest.mark.vllm, pytest.mark.engines("tiny_moe")]
 
 
 @pytest.fixture(scope="module")
-def pool(models, loop):
-    from skyrl_megatron.inference.pool import EnginePool
-    from skyrl_megatron.inference.vllm.engine import VLLMEngine
-
-    pool = EnginePool([lambda: VLLMEngine(tiny_settings(models["A"]))] * 2, wait_s=20)
-    loop(pool.start(), 590)
-    yield pool
-    loop(pool.shutdown())
-
-
-def answers(pool, loop):
-    """Scores and a sample of every engine that is alive."""
-
-    async def ask(slot):
-        sample = await slot.engine.generate(f"ask {slot.name} {id(object())}", TOKENS[:20], SAMPLING)
-        return await slot.engine.score(TOKENS), sample.token_ids, sample.logprobs
-
-    return [loop(ask(slot)) for slot in pool.alive()]
+def pool(engines, models):
+    """Two engines; the second takes log-probs before truncation, which are the same where nothing is truncated."""
+    truncated = (tiny_settings(models["A"], logprobs_at_temperature=each) for each in (False, True))
+    with engines.pool(*truncated, wait_s=20) as pool:
+        yield pool
 
 
 @pytest.fixture(scope="module")
-def fresh(models, loop):
+def answers(engines):
+    """``answers(pool)``: scores and a sample of every engine that is alive."""
+    return lambda pool: [engines.answers(slot.engine) for slot in pool.alive()]
+
+
+@pytest.fixture(scope="module")
+def fresh(models, engines):
     """What engines that never held anything else answer: model → (scores, token ids, log-probs)."""
-    from skyrl_megatron.inference.pool import EnginePool
-    from skyrl_megatron.inference.vllm.engine import VLLMEngine
-
-    found = {}
-    for name, folder in models.items():
-        pool = EnginePool([lambda folder=folder: VLLMEngine(tiny_settings(folder))])
-        loop(pool.start(), 590)
-        found[name] = answers(pool, loop)[0]
-        loop(pool.shutdown())
-    return found
+    return {name: engines.first_answers(tiny_settings(folder)) for name, folder in models.items()}
 
 
 @pytest.fixture
@@ -88,14 +72,14 @@ def check_nothing_is_served(pool, published):
 
 
 @pytest.mark.parametrize("routes", [True, False], ids=["by routes", "in buckets for all"])
-def test_engines_equal_fresh_ones_bit_for_bit(pool, sync, loop, models, fresh, routes):
+def test_engines_equal_fresh_ones_bit_for_bit(answers, pool, sync, loop, models, fresh, routes):
     """A → B → A → B, and again without a new connection."""
     for number, model in enumerate("BABB"):
         report = sync(f"{model}{number}", model, routes=routes)
         assert report.engines == 2 and not report.failures
         assert max(diff.largest for diff in report.logprob_diffs.values()) <= 1e-4
         assert pool.published == f"{model}{number}"
-        for found in answers(pool, loop):
+        for found in answers(pool):
             assert found == fresh[model]
     assert largest_gap(fresh["B"][0], reference_logprobs(models["B"], TOKENS)) <= 1e-5
 
@@ -139,7 +123,7 @@ def test_engines_on_shared_gpus_sleep_while_the_trainer_works(pool, on_shared_gp
 
 
 @pytest.mark.full_matrix
-def test_an_engine_that_does_not_sleep_gives_its_memory_back_by_force(pool, on_shared_gpus, loop, fresh):
+def test_an_engine_that_does_not_sleep_gives_its_memory_back_by_force(answers, pool, on_shared_gpus, loop, fresh):
     synchronizer, _ = on_shared_gpus
     loop(synchronizer.sync("before"))
     engine = pool.slots[1].engine
@@ -153,7 +137,7 @@ def test_an_engine_that_does_not_sleep_gives_its_memory_back_by_force(pool, on_s
     assert "did not go to sleep: RuntimeError('Memory usage increased" in pool.slots[1].why
     loop(synchronizer.sync("after"), 500)
     assert pool.slots[1].engine is not engine
-    assert [found == fresh["A"] for found in answers(pool, loop)] == [True, True]
+    assert [found == fresh["A"] for found in answers(pool)] == [True, True]
 
 
 def test_a_request_in_flight_is_frozen_and_tells_its_versions(pool, sync, loop):
@@ -223,7 +207,7 @@ def test_a_faulty_update_is_never_served(pool, sync, loop, fault, message):
     assert all(slot.state.value == "serving" for slot in pool.slots)
 
 
-def test_a_bucket_that_never_comes_is_noticed(pool, sync, loop, fresh):
+def test_a_bucket_that_never_comes_is_noticed(answers, pool, sync, loop, fresh):
     from skyrl_megatron.errors import WeightSyncError
 
     sync("good", "A")
@@ -231,10 +215,10 @@ def test_a_bucket_that_never_comes_is_noticed(pool, sync, loop, fresh):
         sync("bad", "B", "the last bucket is skipped", phase_s=8.0)
     check_nothing_is_served(pool, "good")
     sync("good again", "B")
-    assert [found == fresh["B"] for found in answers(pool, loop)] == [True, True]
+    assert [found == fresh["B"] for found in answers(pool)] == [True, True]
 
 
-def test_a_trainer_that_dies_leaves_engines_paused(pool, sync, loop, fresh, trainer):
+def test_a_trainer_that_dies_leaves_engines_paused(answers, pool, sync, loop, fresh, trainer):
     from skyrl_megatron.errors import DistributedError
 
     sync("good", "A")
@@ -243,10 +227,10 @@ def test_a_trainer_that_dies_leaves_engines_paused(pool, sync, loop, fresh, trai
     check_nothing_is_served(pool, "good")
     trainer.start()
     sync("good again", "B")
-    assert [found == fresh["B"] for found in answers(pool, loop)] == [True, True]
+    assert [found == fresh["B"] for found in answers(pool)] == [True, True]
 
 
-def test_a_trainer_that_dies_can_give_an_engine_its_weights_later(pool, models, loop, fresh, trainer):
+def test_a_trainer_that_dies_can_give_an_engine_its_weights_later(answers, pool, models, loop, fresh, trainer):
     from skyrl_megatron.errors import DistributedError
     from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
@@ -262,7 +246,7 @@ def test_a_trainer_that_dies_can_give_an_engine_its_weights_later(pool, models, 
     trainer.start()
     trainer.load(models["A"])
     loop(synchronizer.sync_engine(slot), 100)
-    assert slot.state.value == "serving" and answers(pool, loop)[1] == fresh["A"]
+    assert slot.state.value == "serving" and answers(pool)[1] == fresh["A"]
 
 
 @pytest.mark.full_matrix
@@ -272,7 +256,9 @@ def test_a_trainer_that_dies_can_give_an_engine_its_weights_later(pool, models, 
     ids=["worker killed", "worker stopped", "core killed"],
 )
 @pytest.mark.parametrize("when", ["between updates", "in the transfer", "before the finish"])
-def test_an_engine_that_is_lost_is_restarted_and_synced(pool, sync, loop, fresh, process, number, when, monkeypatch):
+def test_an_engine_that_is_lost_is_restarted_and_synced(
+    answers, pool, sync, loop, fresh, process, number, when, monkeypatch
+):
     from skyrl_megatron.workers import weight_synchronizer
 
     monkeypatch.setattr(weight_synchronizer, "SILENT_S", 15.0)
@@ -295,11 +281,11 @@ def test_an_engine_that_is_lost_is_restarted_and_synced(pool, sync, loop, fresh,
     assert report.failures and "engine 1" in report.failures[0]
     assert number == signal.SIGSTOP or "no answer within" not in report.failures[0], "it is known to be dead"
     assert pool.slots[1].engine is not engine
-    assert [found == fresh["B"] for found in answers(pool, loop)] == [True, True]
+    assert [found == fresh["B"] for found in answers(pool)] == [True, True]
 
 
 @pytest.mark.full_matrix
-def test_an_engine_that_does_not_come_back_is_dropped(pool, sync, loop, fresh, models):
+def test_an_engine_that_does_not_come_back_is_dropped(answers, pool, sync, loop, fresh, models):
     from skyrl_megatron.inference.vllm.engine import VLLMEngine
 
     sync("good", "A")
@@ -309,14 +295,14 @@ def test_an_engine_that_does_not_come_back_is_dropped(pool, sync, loop, fresh, m
     report = sync("next", "B", phase_s=20.0)
     assert "engine 1 is dropped" in report.failures[-1]
     assert [each.state.value for each in pool.slots] == ["serving", "dropped"]
-    assert answers(pool, loop) == [fresh["B"]]
+    assert answers(pool) == [fresh["B"]]
     slot.make = make
     loop(pool.restart(slot), 590)
     sync("both", "A")
 
 
 @pytest.mark.full_matrix
-def test_an_engine_that_fails_the_same_way_after_its_restart_is_dropped(pool, sync, loop, fresh, models):
+def test_an_engine_that_fails_the_same_way_after_its_restart_is_dropped(answers, pool, sync, loop, fresh, models):
     from skyrl_megatron.inference.vllm.engine import VLLMEngine
 
     started = []
@@ -338,24 +324,20 @@ def test_an_engine_that_fails_the_same_way_after_its_restart_is_dropped(pool, sy
     assert len(started) == 2, "started for the hang and for the first death, not for the second"
     assert report.failures[-1] == "engine 1 is dropped: a restart changes nothing"
     assert [each.state.value for each in pool.slots] == ["serving", "dropped"]
-    assert answers(pool, loop) == [fresh["B"]]
+    assert answers(pool) == [fresh["B"]]
     slot.make = make
     loop(pool.restart(slot), 590)
     sync("both", "A")
 
 
 @pytest.mark.full_matrix
-def test_experts_that_are_not_packed_again_are_noticed(models, trainer, loop):
+def test_experts_that_are_not_packed_again_are_noticed(engines, models, trainer, loop):
     """Without the work-around, vLLM computes with garbled experts after an update and says nothing: the probe does."""
     from skyrl_megatron.errors import WeightSyncError
-    from skyrl_megatron.inference.pool import EnginePool
-    from skyrl_megatron.inference.vllm.engine import VLLMEngine
     from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
     extension = {"worker_extension_cls": "tests.weight_sync.without_packing.WorkerExtension"}
-    pool = EnginePool([lambda: VLLMEngine(tiny_settings(models["A"], extra=extension))])
-    loop(pool.start(), 590)
-    try:
+    with engines.pool(tiny_settings(models["A"], extra=extension)) as pool:
         trainer.load(models["A"])
         config = json.loads((models["A"] / "config.json").read_text())
         synchronizer = WeightSynchronizer(
@@ -363,5 +345,3 @@ def test_experts_that_are_not_packed_again_are_noticed(models, trainer, loop):
         )
         with pytest.raises(WeightSyncError, match="differ from the trainer's"):
             loop(synchronizer.sync("garbled"), 500)
-    finally:
-        loop(pool.shutdown())

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.support import forked
-from tests.support.engines import LoopThread, largest_gap, reference_logprobs, tiny_settings
-from tests.support.tiny_models import write_tiny_model
+from tests.support.engines import PROBE as TOKENS
+from tests.support.engines import largest_gap, reference_logprobs, tiny_settings
 
-pytestmark = pytest.mark.vllm
-TOKENS = [(7 * i + 3 * i * i) % 400 + 5 for i in range(64)]
+pytestmark = [pytest.mark.vllm, pytest.mark.engines("tiny_moe")]
 
 
 def send_folder(connection, folder: str, bucket_bytes: int) -> None:
@@ -29,27 +28,10 @@ def send_folder(connection, folder: str, bucket_bytes: int) -> None:
         connection.send(sender.send())
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    return [write_tiny_model("qwen3_moe", folder / str(seed), seed) for seed in (0, 1)]
-
-
-@pytest.fixture(scope="module")
-def loop():
-    loop = LoopThread()
-    yield loop
-    loop.close()
-
-
-@pytest.fixture(scope="module")
-def engine(models, loop):
-    from skyrl_megatron.inference.vllm.engine import VLLMEngine
-
-    engine = VLLMEngine(tiny_settings(models[0]))
-    loop(engine.start(), 590)
-    yield engine
-    loop(engine.shutdown())
+@pytest.fixture
+def engine(engines, models):
+    with engines.pool(tiny_settings(models["A"])) as pool:
+        yield pool.slots[0].engine
 
 
 @pytest.fixture
@@ -57,7 +39,7 @@ def trainer(models):
     """A process that sends the second model, in buckets smaller than its largest tensor."""
     context = forked.context()
     ours, theirs = context.Pipe()
-    process = context.Process(target=send_folder, args=(theirs, str(models[1]), 1 << 17), daemon=True)
+    process = context.Process(target=send_folder, args=(theirs, str(models["B"]), 1 << 17), daemon=True)
     process.start()
     yield ours
     ours.send("stop")
@@ -69,9 +51,9 @@ def test_log_probs_are_those_of_transformers(engine, loop, models):
     sample = loop(
         engine.generate("one", TOKENS, {"max_tokens": 32, "temperature": 0.7, "seed": 1, "ignore_eos": True})
     )
-    expected = reference_logprobs(models[0], TOKENS + sample.token_ids, temperature=0.7)[len(TOKENS) - 1 :]
+    expected = reference_logprobs(models["A"], TOKENS + sample.token_ids, temperature=0.7)[len(TOKENS) - 1 :]
     assert largest_gap(sample.logprobs, expected) <= 1e-5
-    assert largest_gap(loop(engine.score(TOKENS)), reference_logprobs(models[0], TOKENS)) <= 1e-5
+    assert largest_gap(loop(engine.score(TOKENS)), reference_logprobs(models["A"], TOKENS)) <= 1e-5
     assert sample.versions == [("initial", 0, 32)]
 
 
@@ -90,4 +72,4 @@ def test_update_from_another_process(engine, loop, models, trainer):
         loop(engine.finish_update(version))
         loop(engine.resume())
         assert loop(engine.version()) == version
-        assert largest_gap(loop(engine.score(TOKENS)), reference_logprobs(models[1], TOKENS)) <= 1e-5
+        assert largest_gap(loop(engine.score(TOKENS)), reference_logprobs(models["B"], TOKENS)) <= 1e-5
