@@ -35,7 +35,7 @@ def module_of(nodeid: str) -> str:
 def unit_of(item: pytest.Item) -> str:
     """What has to be run by one worker, in order: a module, or all that share an ``xdist_group`` or engines."""
     group = item.get_closest_marker("xdist_group") or item.get_closest_marker("engines")
-    return module_of(item.nodeid) if group is None else f"{group.name} {group.args[0]}"
+    return module_of(item.nodeid) if group is None else str(group.args[0])
 
 
 def recorded() -> dict[str, float]:

@@ -15,7 +15,7 @@ import pytest
 from tests.support.tiny_models import write_tiny_model
 from tests.weight_sync.engine_models import ENGINES
 from tests.weight_sync.routes_of_layouts import UNTOUCHED, carried_out
-from tests.weight_sync.test_layouts import BUCKET_BYTES, MORE, PLAIN, VOCABULARY, Model, loop, seeds  # noqa: F401
+from tests.weight_sync.test_layouts import BUCKET_BYTES, MORE, PLAIN, VOCABULARY, Model, seeds
 
 pytestmark = pytest.mark.vllm
 LAYOUTS = PLAIN | MORE
@@ -123,12 +123,12 @@ def test_the_cover_is_whole():
 
 @pytest.mark.full_matrix
 @pytest.mark.parametrize(("family", "engine", "layout"), cover(), ids=map("-".join, cover()))
-def test_real_syncs(ranks, loop, tmp_path, family, engine, layout):  # noqa: F811
+def test_real_syncs(ranks, engines, tmp_path, family, engine, layout):
     """A → B → A; each time the engine is, bit for bit, one that was started on what the ranks export."""
     folders = seeds(tmp_path, family, **FAMILIES[family])
     degrees = ENGINES[engine]
     model = Model(
-        folders, loop, tensor_parallel_size=degrees.get("tp", 1), pipeline_parallel_size=degrees.get("pp", 1)
+        folders, engines, tensor_parallel_size=degrees.get("tp", 1), pipeline_parallel_size=degrees.get("pp", 1)
     )
     try:
         model.check(ranks, *LAYOUTS[layout], tmp_path, routes=True)
