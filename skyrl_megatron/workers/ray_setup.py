@@ -21,7 +21,7 @@ import psutil
 import ray
 
 from skyrl_megatron import device
-from skyrl_megatron.algorithms.registry import sync_registries
+from skyrl_megatron.algorithms.registry import exchange_changes
 from skyrl_megatron.config.dict_config import AnyConfig, typed_config
 from skyrl_megatron.config.rules.role_layout import active_roles, engine_ranks, role_world_size
 from skyrl_megatron.errors import LaunchError
@@ -90,7 +90,7 @@ def initialize_ray(cfg: AnyConfig, *, log_to_driver: bool = True) -> str:
             slots = max(logical_slots(cfg), os.cpu_count() or 1) if device.has_cuda() else logical_slots(cfg)
             _start(slots, environment, None if device.has_cuda() else CPU_STORE_BYTES, show_output=log_to_driver)
             told = "local, loopback, token"
-    sync_registries()
+    exchange_changes()
     return told
 
 
