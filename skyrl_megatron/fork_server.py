@@ -143,6 +143,7 @@ def serve(address: str, listener: int, alive: int, imports: str) -> None:
     """Be a server on the socket ``listener``, which ``address`` names, until the other end of the pipe ``alive`` is
     closed."""
     _environment.update(os.environ)
+    gc.disable()  # what is imported stays
     left, leave = os.pipe()
     watch = threading.Thread(target=_end_with_starter, args=(address, alive, left))
     watch.start()
@@ -159,6 +160,7 @@ def serve(address: str, listener: int, alive: int, imports: str) -> None:
     os.close(left)
     gc.collect()
     gc.freeze()  # collections in forked processes would write to, and so copy, all of it
+    gc.enable()
     _serve(address, listener, alive)
 
 
