@@ -32,7 +32,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import forkserver, reduction, resource_tracker
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
 
 READ_BY_IMPORTS = (
     *("HF_", "TRANSFORMERS_", "TOKENIZERS_", "VLLM_", "TORCH", "PYTORCH_", "TRITON_", "NVTE_"),
@@ -102,7 +102,8 @@ class ForkServer:
     def connect(self, descriptors: Sequence[int]) -> tuple[int, int]:
         """Have a process forked that gets ``descriptors``. Returns where its id and then its exit code can be read,
         and where what it is to do is to be written, pickled. Raises OSError when there is no server any more."""
-        return _connect(self.address, [self._alive, resource_tracker.getfd(), *descriptors])  # type: ignore[attr-defined]
+        tracker: Any = resource_tracker._resource_tracker
+        return _connect(self.address, [self._alive, tracker.getfd(), *descriptors])
 
     def is_alive(self) -> bool:
         """Return whether the server runs, as far as this process can tell."""
@@ -168,7 +169,7 @@ def _serve(address: str, listener: int, alive: int) -> None:
     try:
         while True:
             try:
-                forkserver.main(listener, alive, [])  # type: ignore[arg-type]
+                forkserver.main(listener, alive, [])
             except EOFError:  # who connected was killed before it asked
                 Path(address).unlink()
                 listener = _Listener(address).detach()
@@ -232,14 +233,20 @@ def main() -> NoReturn:
     if serving:
         del arguments[0]
     nothing = os.open(os.devnull, os.O_RDWR)  # in place of what multiprocessing's own children share with their parent
+    reader, answer = os.pipe()
     try:
-        status, order = _connect(address, [nothing, nothing, 0, 1, 2])
+        status, order = _connect(address, [nothing, nothing, 0, 1, 2, answer])
         with os.fdopen(order, "wb") as file:
             pickle.dump({}, file)
             pickle.dump(_Program(arguments, serving=serving), file)
         child = forkserver.read_signed(status)
+        os.close(answer)
+        with os.fdopen(reader) as file:
+            refused = file.read()
     except (OSError, EOFError) as error:
-        print(f"fork server: {error or 'it ended'}; {arguments[0]} starts without it", file=sys.stderr, flush=True)
+        refused = str(error) or "it ended"
+    if refused:
+        print(f"fork server: {refused}; this process imports for itself", file=sys.stderr, flush=True)
         os.execv(sys.executable, [sys.executable, *arguments])
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda number, _: _send(child, number))
@@ -288,16 +295,21 @@ class _Program:
         self.environment, self.folder = dict(os.environ), os.getcwd()
         self.blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
         self.limits = {kind: resource.getrlimit(kind) for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_CORE)}
+        self.mask = os.umask(0)
+        os.umask(self.mask)
         self.killed_first = Path("/proc/self/oom_score_adj").read_text()
 
-    def _bootstrap(self, parent_sentinel: int) -> NoReturn:
-        """Run the script; CPython's server calls this in the new process, and it does not return."""
+    def _bootstrap(self, parent_sentinel: int) -> None:
+        """Run the script, unless imports may have read other variables than it has; ends the process, in which
+        CPython's server calls this."""
         with _exiting():
             os.close(parent_sentinel)
-            self._take_place()
+            *streams, answer = forkserver._forkserver._inherited_fds  # type: ignore[attr-defined]
             if differing := sorted(self._differing()):
-                print(f"fork server: its {', '.join(differing)} differ", file=sys.stderr, flush=True)
-                os.execv(sys.executable, [sys.executable, *self.arguments])
+                os.write(answer, f"it has another {', '.join(differing)}".encode())
+                return
+            os.close(answer)
+            self._take_place(streams)
             if self.serving:
                 _inherited.append(ForkServer.fork())
             end_with(self.starter)
@@ -307,19 +319,20 @@ class _Program:
             finally:
                 threading._shutdown()  # type: ignore[attr-defined]
                 atexit._run_exitfuncs()
-        raise AssertionError
 
-    def _take_place(self) -> None:
+    def _take_place(self, streams: Sequence[int]) -> None:
         """Become what the process is that asked."""
-        for number, descriptor in enumerate(forkserver._forkserver._inherited_fds):  # type: ignore[attr-defined]
+        for number, descriptor in enumerate(streams):
             os.dup2(descriptor, number)
             os.close(descriptor)
-        tracker = resource_tracker._resource_tracker  # type: ignore[attr-defined]
+        sys.stdin = open(0, closefd=False)  # CPython's server has another
+        tracker: Any = resource_tracker._resource_tracker
         os.close(tracker._fd)
         tracker._fd = None
         os.environ.clear()
         os.environ.update(self.environment)
         os.chdir(self.folder)
+        os.umask(self.mask)
         for kind, limits in self.limits.items():
             resource.setrlimit(kind, limits)
         with contextlib.suppress(PermissionError):

@@ -28,8 +28,12 @@ def start_server() -> None:
     """
     global _server
     if _server is None and not os.environ.get("RAY_ADDRESS") and device.driver_gpu_count() == 0:
-        environment = os.environ | worker_environment() | {"LD_PRELOAD": processes.libraries()}
-        _server = fork_server.ForkServer.start(f"{__name__}:import_all", environment)
+        _server = fork_server.ForkServer.start(f"{__name__}:import_all", server_environment())
+
+
+def server_environment() -> dict[str, str]:
+    """Return the variables of the server: those of actors, which may read none of them otherwise."""
+    return {**os.environ, **worker_environment(), "LD_PRELOAD": processes.libraries()}
 
 
 def runtime_environment(variables: Mapping[str, str], *, serving: bool = False) -> dict[str, Any]:
@@ -45,10 +49,12 @@ def runtime_environment(variables: Mapping[str, str], *, serving: bool = False) 
 
 
 def import_all() -> None:
-    """Import what ranks, engine actors and vLLM's processes need, but for Ray.
+    """Import what ranks, engine actors and vLLM's processes need, but for Ray; nothing may look for a GPU.
 
-    Ray's library reads its environment when it is loaded, and a worker's names its node.
+    Ray's library reads its environment when it is loaded, and a worker's names its node. Libraries that ask torch
+    whether there is a GPU make it load and initialise the driver, unless none is visible and NVML is to be asked.
     """
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     sys.modules["ray"] = None  # type: ignore[assignment]  # as if it were not installed, where vLLM asks
     try:
         # read where functions are decorated: on CPU Megatron's are not to be compiled (RankProcess.load)
