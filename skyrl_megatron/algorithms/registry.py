@@ -161,6 +161,7 @@ class BaseFunctionRegistry:
     @classmethod
     def sync_with_actor(cls) -> None:
         """Exchange changes with the other processes. Raises AlgorithmError when Ray is not initialised."""
+        cls._client.connect()
         cls._client.sync()
 
     @classmethod
@@ -213,6 +214,16 @@ def sync_registries() -> None:
     clients = [registry._client for registry in REGISTRIES.values()]
     for client in clients:
         client.connect()  # their actors start at the same time
+    for client in clients:
+        client.sync()
+
+
+def exchange_changes() -> None:
+    """Exchange what was changed, as :func:`sync_registries` does; where nothing was, no actor starts for it."""
+    clients = [registry._client for registry in REGISTRIES.values()]
+    for client in clients:
+        if client.changed():
+            client.connect()
     for client in clients:
         client.sync()
 

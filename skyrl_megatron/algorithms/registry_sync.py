@@ -177,6 +177,8 @@ class RegistryClient:
         Raises AlgorithmError when a name registered here belongs to another function of another process.
         """
         with self.lock:
+            if self._alone():
+                return
             # None from an actor that does not know us: first contact, Ray restarted, or the old one is gone.
             while (reply := self._ask("exchange", self.known, self.pending)) is None:
                 self.known = self._ask("take_over", list(self.remembered.values()))
@@ -196,10 +198,24 @@ class RegistryClient:
     def version(self) -> RegistryVersion:
         """Return the actor's version, after sending it what was changed here and applying what is new."""
         with self.lock:
+            if self._alone():
+                return self.known
             version: RegistryVersion = self._ask("version")
             if self.pending or version != self.known:
                 self.sync()
             return self.known
+
+    def _alone(self) -> bool:
+        """Return whether no process has changed anything: this one has not, and there is no actor. The first change
+        makes one, as a process that starts for nothing takes two seconds of a core."""
+        ray, session = _connection()
+        if self.changed() or (self.actor is not None and session == self.session):
+            return False
+        try:
+            ray.get_actor(self.actor_name)
+        except ValueError:
+            return True
+        return False
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         """Call the actor, which is started where there is none. One that is gone is replaced, once."""

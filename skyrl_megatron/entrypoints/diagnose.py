@@ -53,8 +53,9 @@ def _on_every_host(address: str, run: Path, lines: int) -> int:
     1 when no host has any."""
     import ray
 
+    from skyrl_megatron.workers.environment import worker_environment
     from skyrl_megatron.workers.node_check import start_on_nodes
-    from skyrl_megatron.workers.ray_setup import join, worker_environment
+    from skyrl_megatron.workers.ray_setup import join
 
     join(address, {"env_vars": worker_environment()})
     try:

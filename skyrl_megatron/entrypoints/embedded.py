@@ -30,6 +30,7 @@ from skyrl_megatron.entrypoints.checks import load_config
 from skyrl_megatron.entrypoints.command import require_memory, run_command
 from skyrl_megatron.entrypoints.main_base import config_dir
 from skyrl_megatron.entrypoints.run_hardware import run_hardware
+from skyrl_megatron.workers.forked import start_server
 
 if TYPE_CHECKING:
     from skyrl_megatron.data.prompts import PromptDataset
@@ -170,6 +171,7 @@ def write_problems(folder: Path, seed: int) -> Path:
 
 def _train(args: Sequence[str]) -> int:
     began = time.perf_counter()
+    start_server()
     hardware = run_hardware()
     trainer = WARMING_UP.get(_variant(args)) if _own_model(args) is None else None
     if trainer is None:

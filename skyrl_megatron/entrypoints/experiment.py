@@ -32,6 +32,7 @@ from skyrl_megatron.trainer.checkpoints import recorded_hub_commits
 from skyrl_megatron.trainer.console import ConsoleSink
 from skyrl_megatron.trainer.phases import StartUp
 from skyrl_megatron.trainer.tracking import Tracking
+from skyrl_megatron.workers.forked import start_server
 from skyrl_megatron.workers.inference_engine_client import InferenceEngineClient
 from skyrl_megatron.workers.model_fetch import fetch_models
 from skyrl_megatron.workers.placement import Placement, create_placement
@@ -219,6 +220,7 @@ def run_experiment(
     """
     require_available(cfg)
     start_times.begin(began)
+    start_server()
     address = os.environ.get("RAY_ADDRESS")
     with _alone_in(run_folder(cfg)), noise_into(run_folder(cfg) / "console.log"):
         start_up = _start_up(cfg, began)

@@ -17,6 +17,7 @@ from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.entrypoints import check
 from skyrl_megatron.entrypoints.checks import load_config
 from skyrl_megatron.entrypoints.command import run_command
+from skyrl_megatron.workers.forked import start_server
 
 if TYPE_CHECKING:
     from skyrl_megatron.entrypoints.experiment import BasePPOExp, skyrl_entrypoint
@@ -65,6 +66,7 @@ def main(
 
 def _train(args: Sequence[str], experiment: type[BasePPOExp] | None, config: type[SkyRLTrainConfig]) -> int:
     began = time.perf_counter()
+    start_server()
     cfg, _ = load_config(config, args, scripted=_brings_data(experiment))
     from skyrl_megatron.entrypoints import experiment as experiments  # Ray, which a wrong key need not await
 

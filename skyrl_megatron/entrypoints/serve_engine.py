@@ -33,9 +33,9 @@ from skyrl_megatron import hub
 from skyrl_megatron.entrypoints.command import run_command
 from skyrl_megatron.errors import EngineError, LaunchError
 from skyrl_megatron.inference.fleet_client import FleetClient
-from skyrl_megatron.inference.http_guard import ENGINE_KEY
 from skyrl_megatron.inference.http_server import bound
 from skyrl_megatron.inference.offer import package_versions
+from skyrl_megatron.inference.protocol import ENGINE_KEY
 from skyrl_megatron.inference.vllm.model_folder import hf_config
 from skyrl_megatron.inference.vllm.server import EngineHosts, EngineServer
 from skyrl_megatron.inference.vllm.settings import EngineSettings

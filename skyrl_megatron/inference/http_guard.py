@@ -12,10 +12,9 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from skyrl_megatron.errors import RequestError
+from skyrl_megatron.inference.protocol import ENGINE_KEY
 
 MAX_BODY_BYTES = 16 << 20
-ENGINE_KEY = "VLLM_API_KEY"
-"""Variable with the token of a vLLM server. vLLM itself asks for it on ``/v1`` and ``/inference`` alone."""
 MAX_ENGINE_BODY_BYTES = 1 << 30
 """The metadata of a model of a million tensors are below it."""
 

@@ -18,6 +18,8 @@ type OpenAIAnswer = AsyncGenerator[tuple[int, str] | bytes, None]
 """(status, content type) first, then the body in pieces."""
 INITIAL_VERSION = "initial"
 """Version of the weights that an engine loads from its folder."""
+ENGINE_KEY = "VLLM_API_KEY"
+"""Variable with the token of a vLLM server. vLLM itself asks for it on ``/v1`` and ``/inference`` alone."""
 PauseMode = Literal["keep", "wait", "abort"]
 """Fate of the requests in flight: frozen until resume, finished first, or ended with what they have."""
 WeightMetadata = Sequence[Sequence[Any]]

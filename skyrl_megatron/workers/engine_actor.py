@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from skyrl_megatron.errors import EngineGoneError, SkyRLMegatronError
 from skyrl_megatron.inference.protocol import InferenceEngine, OpenAIAnswer
 from skyrl_megatron.inference.vllm.engine import EngineSettings, VLLMEngine
+from skyrl_megatron.workers.forked import runtime_environment
 
 KILL_TIMEOUT_S = 20
 """For killing an engine's processes on another host."""
@@ -67,6 +68,7 @@ class RayEngine:
     ) -> None:
         """``kind``: engine class, made of ``settings``. ``environment``: variables of the engine's processes.
         ``options``: of the actor, such as ``num_cpus`` or a ``scheduling_strategy``."""
+        options = {"runtime_env": runtime_environment({}, serving=True)} | options
         self.actor = engine_actor(kind).options(**options).remote(settings, environment or {})
         self._node = ""
         self._processes: list[int] = []

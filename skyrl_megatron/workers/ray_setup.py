@@ -1,4 +1,4 @@
-"""Starting Ray or joining it, and what every actor finds in its environment.
+"""Starting Ray or joining it.
 
 On one machine Ray is ours: bound to loopback, with a token that only its own processes know, gone when the run is.
 With ``RAY_ADDRESS`` set (``auto``: a cluster that this machine belongs to) the run joins that cluster.
@@ -21,10 +21,11 @@ import psutil
 import ray
 
 from skyrl_megatron import device
-from skyrl_megatron.algorithms.registry import sync_registries
+from skyrl_megatron.algorithms.registry import exchange_changes
 from skyrl_megatron.config.dict_config import AnyConfig, typed_config
 from skyrl_megatron.config.rules.role_layout import active_roles, engine_ranks, role_world_size
 from skyrl_megatron.errors import LaunchError
+from skyrl_megatron.workers.environment import worker_environment
 from skyrl_megatron.workers.node_check import check_nodes
 from skyrl_megatron.workers.ports import LOOPBACK
 from skyrl_megatron.workers.ray_guard import guard_agents
@@ -33,10 +34,6 @@ if TYPE_CHECKING:
     from skyrl_megatron.config import MegatronConfig, SkyRLTrainConfig
 
 log = logging.getLogger(__name__)
-FORWARDED_PREFIXES = (
-    *("HF_", "WANDB_", "MLFLOW_", "SWANLAB_", "VLLM_", "SKYRL_"),
-    *("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "NVTE_"),
-)
 SPARE_SLOTS = 4
 """Logical CPUs beyond those of ranks and engines: for entry points and environments that ask for one."""
 CPU_STORE_BYTES = 1 << 30
@@ -45,18 +42,6 @@ START_ATTEMPTS = 2
 CONNECT_TIMEOUT_S = 10.0
 END_TIMEOUT_S = 30.0
 CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
-
-
-def worker_environment() -> dict[str, str]:
-    """Return the variables of every actor: one thread per process unless told otherwise, and the user's own."""
-    variables = {
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0"),
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", ""),
-    }
-    return variables | {name: value for name, value in os.environ.items() if name.startswith(FORWARDED_PREFIXES)}
 
 
 def rank_environment(cfg: SkyRLTrainConfig, role: str) -> dict[str, str]:
@@ -105,7 +90,7 @@ def initialize_ray(cfg: AnyConfig, *, log_to_driver: bool = True) -> str:
             slots = max(logical_slots(cfg), os.cpu_count() or 1) if device.has_cuda() else logical_slots(cfg)
             _start(slots, environment, None if device.has_cuda() else CPU_STORE_BYTES, show_output=log_to_driver)
             told = "local, loopback, token"
-    sync_registries()
+    exchange_changes()
     return told
 
 
@@ -153,6 +138,7 @@ def _exit(code: int) -> None:
 def _start(slots: int, environment: dict[str, Any], store_bytes: int | None, *, show_output: bool) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # ranks and engines are the work, not helpers of it
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # they would have none of a job's variables
     for attempt in range(START_ATTEMPTS):
         try:
             ray.init(

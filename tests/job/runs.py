@@ -60,6 +60,9 @@ class Digits(BaseTextEnv):
         return {"observations": again, "reward": reward, "done": done, "metadata": {}}
 '''
 EXPERIMENT = """\
+from skyrl_megatron.workers.forked import start_server
+if __name__ == "__main__":
+    start_server()  # what ranks and engines import is imported while this script does
 from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
 from skyrl_megatron.envs import register
 from skyrl_megatron.trainer import RayPPOTrainer

@@ -20,7 +20,7 @@ def config(*assignments):
 
 
 def test_variables_that_reach_every_actor(monkeypatch):
-    from skyrl_megatron.workers.ray_setup import worker_environment
+    from skyrl_megatron.workers.environment import worker_environment
 
     given = {
         **{"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth1", "TORCH_NCCL_TRACE_BUFFER_SIZE": "9"},

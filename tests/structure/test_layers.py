@@ -28,6 +28,7 @@ LAYER = {
     "config": 0,
     "hub": 0,
     "errors": 0,
+    "fork_server": 0,
     "plugins": 0,
     "progress": 0,
     "spans": 0,

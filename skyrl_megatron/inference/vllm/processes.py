@@ -1,26 +1,26 @@
 """vLLM's processes on CPU, forked from one that has imported everything.
 
 vLLM starts an engine as a core process, which starts workers, and each of them imports torch and vLLM anew: 15 s of a
-core a process. Here a server process imports once, while its parent does so too, and every core and worker of all
-engines that the parent starts is forked from it. A process that it forks has the environment and the output of the
-one that asked for it, and ends when that one does, whatever ended it.
+core a process. Here a fork server imports once, and every core and worker of all engines that a process starts is
+forked from it: the server that came with the process (``workers/forked.py``), or else one that imports while the
+process does so too. A forked process has the environment and the output of the one that asked for it, and ends when
+that one does, whatever ended it.
 
 On GPUs vLLM keeps its own way: CUDA and NCCL set themselves up in ways that a fork may not survive. Imports no vLLM.
 """
 
 from __future__ import annotations
 
-import contextlib
+import importlib
 import io
 import os
-import select
-import signal
-import threading
-from collections.abc import Iterator
 from importlib.util import find_spec
 from multiprocessing import context, forkserver, popen_forkserver, reduction, spawn, util
 from pathlib import Path
 from typing import Any
+
+from skyrl_megatron import fork_server
+from skyrl_megatron.fork_server import ForkServer
 
 IMPORTED = [
     "vllm.v1.engine.core",
@@ -37,15 +37,24 @@ _LIBRARIES = (
 )
 """Shared libraries that vLLM's CPU processes want loaded before all others: package, pattern."""
 
-
-_server: Any = forkserver.ForkServer()  # CPython's own is one for all of a process, with one list of what it imports
-_server.set_forkserver_preload(IMPORTED)
+_server: ForkServer | None = None
 
 
-def start_server() -> None:
+def start_server() -> ForkServer:
     """Start the server unless it runs. Returns at once; it imports while this process goes on."""
-    with _environment(LD_PRELOAD=_libraries(), OMP_NUM_THREADS=omp_threads()):
-        _server.ensure_running()
+    global _server
+    if _server is None:
+        _server = fork_server.inherited()
+    if _server is None or not _server.is_alive():
+        environment = os.environ | {"LD_PRELOAD": libraries(), "OMP_NUM_THREADS": omp_threads()}
+        _server = ForkServer.start(f"{__name__}:import_all", environment)
+    return _server
+
+
+def import_all() -> None:
+    """Import what engine cores and workers need."""
+    for module in IMPORTED:
+        importlib.import_module(module)
 
 
 def omp_threads() -> str:
@@ -67,7 +76,7 @@ class _Popen(popen_forkserver.Popen):
             reduction.dump(process, pickled)
         finally:
             context.set_spawning_popen(None)
-        self.sentinel, writer = _server.connect_to_new_process(self._fds)
+        self.sentinel, writer = start_server().connect(self._fds)
         self.finalizer = util.Finalize(self, util.close_fds, (os.dup(writer), self.sentinel))  # type: ignore[attr-defined]
         with open(writer, "wb") as file:
             file.write(pickled.getbuffer())
@@ -80,8 +89,7 @@ class EngineProcess(context.ForkServerProcess):
     _Popen = _Popen
 
     def start(self) -> None:
-        start_server()
-        self._server_address = _server._forkserver_address
+        self._server_address = start_server().address
         self._environment = dict(os.environ)
         self._output = _Output()
         self._starter = os.getpid()
@@ -89,15 +97,14 @@ class EngineProcess(context.ForkServerProcess):
         del self._output
 
     def run(self) -> None:
-        threading.Thread(target=_end_with, args=(self._starter,), name="end with the starter", daemon=True).start()
+        global _server
+        fork_server.end_with(self._starter)
         for name in os.environ.keys() - self._environment.keys():
             del os.environ[name]
         os.environ.update({n: value for n, value in self._environment.items() if os.environ.get(n) != value})
         self._output.take()
         # workers, which this process starts, come from the same server
-        _server._forkserver_address = self._server_address
-        _server._forkserver_alive_fd = forkserver._forkserver._forkserver_alive_fd  # type: ignore[attr-defined]
-        _server.ensure_running = lambda: None
+        _server = ForkServer(self._server_address, forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
         super().run()
 
 
@@ -124,16 +131,7 @@ class _Output:
             os.close(received)
 
 
-def _end_with(process: int) -> None:
-    """Wait for the end of ``process``; then end this one."""
-    with contextlib.suppress(ProcessLookupError):
-        waiting = select.poll()
-        waiting.register(os.pidfd_open(process), select.POLLIN)
-        waiting.poll()
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _libraries() -> str:
+def libraries() -> str:
     """Return ``LD_PRELOAD`` with vLLM's libraries, as far as they are there, before what is in it already."""
     already = os.environ.get("LD_PRELOAD", "")
     found: dict[str, str] = {}
@@ -143,18 +141,3 @@ def _libraries() -> str:
             for path in sorted(Path(folder).glob(pattern)):
                 found.setdefault(path.name.split(".")[0].split("-")[0], str(path.resolve()))
     return ":".join([*(path for name, path in found.items() if name not in already), *filter(None, [already])])
-
-
-@contextlib.contextmanager
-def _environment(**changes: str) -> Iterator[None]:
-    """Give programs started within the block these variables."""
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

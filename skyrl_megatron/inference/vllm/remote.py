@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 
 from skyrl_megatron.errors import EngineError, EngineGoneError, RequestError, WeightSyncError
-from skyrl_megatron.inference.http_guard import ENGINE_KEY
 from skyrl_megatron.inference.protocol import (
+    ENGINE_KEY,
     INITIAL_VERSION,
     Generation,
     InferenceEngine,

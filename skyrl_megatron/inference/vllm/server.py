@@ -18,7 +18,8 @@ from typing import Any
 
 from skyrl_megatron import device
 from skyrl_megatron.errors import EngineError
-from skyrl_megatron.inference.http_guard import ENGINE_KEY, EngineGuard
+from skyrl_megatron.inference.http_guard import EngineGuard
+from skyrl_megatron.inference.protocol import ENGINE_KEY
 from skyrl_megatron.inference.vllm.log import last_errors
 from skyrl_megatron.inference.vllm.model_folder import hf_config
 from skyrl_megatron.inference.vllm.platform import platform_arguments, worker_environment

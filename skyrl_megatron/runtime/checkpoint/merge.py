@@ -9,17 +9,18 @@ import json
 import pickle
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
 
 from bridges.errors import BridgeError
 from bridges.rows import Shape
-from bridges.torch_dist import FORMAT, Chunk, build_metadata
 from skyrl_megatron.errors import CheckpointError
 from skyrl_megatron.runtime.checkpoint.manifest import PARTS, FileEntry, hash_bytes
 from skyrl_megatron.runtime.checkpoint.storage import Storage
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 STATE = "state.json"
 _AFTER_EXIT_S = 60.0  # once the main thread has ended, other ranks may be gone: do not keep the process for long
@@ -54,6 +55,8 @@ def complete_role(storage: Storage, folder: str, role: str, notes: list[Note]) -
 
     Raises CheckpointError when the ranks' chunks do not cover every tensor exactly once, or disagree.
     """
+    from bridges.torch_dist import FORMAT  # torch.distributed.checkpoint, which a start need not await
+
     target = f"{folder}/{role}"
     metadata = _metadata(notes, target)
     counts = {note["optimizer_step"] for note in notes if note["optimizer_step"] is not None}
@@ -80,6 +83,8 @@ def complete_role(storage: Storage, folder: str, role: str, notes: list[Note]) -
 
 def _metadata(notes: list[Note], target: str) -> Metadata:
     """Return torch's metadata of all chunks of all ranks, in an order that does not depend on the ranks'."""
+    from bridges.torch_dist import Chunk, build_metadata
+
     kinds: dict[str, tuple[Shape, torch.dtype]] = {}
     for note in notes:
         for key, (dtype, shape) in note["tensors"].items():
