@@ -5,6 +5,7 @@ The suite has three parts, markers of one collection: ``fast`` (starts no proces
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import shutil
@@ -137,6 +138,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         began.mkdir(exist_ok=True)
         if time.time() - began.stat().st_mtime > limit * 60:
             pytest.skip(f"{NOT_REACHED}{limit:g} minutes")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Generator[None, None, None]:
+    """Give handlers a stream that stays open: those of a library that a test was the first to import, while ``capsys``
+    replaced stderr, would report a closed file in every later test."""
+    yield
+    for reference in logging._handlerList:  # type: ignore[attr-defined]
+        handler = reference()
+        if isinstance(handler, logging.StreamHandler) and getattr(handler.stream, "closed", False):
+            handler.stream = sys.stderr
 
 
 class PartCounter:

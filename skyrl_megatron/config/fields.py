@@ -74,7 +74,7 @@ class Section:
         """Note the names of the fields given to the constructor, which the dataclass machinery forgets."""
         self = super().__new__(cls)
         if dataclasses.is_dataclass(cls):
-            positional = [field.name for field in dataclasses.fields(cls)][: len(args)]
+            positional = [field.name for field in dataclasses.fields(cls)][: len(args)] if args else []
             self.__dict__["_given"] = frozenset([*positional, *kwargs])
         return self
 

@@ -308,3 +308,19 @@ def test_random_orders_differ_and_keep_modules_together(suite):
         orders.append(re.findall(r"^tests/(\w+.py)::(\w+) PASSED", out, re.MULTILINE))
         assert len(list(groupby(module for module, _ in orders[-1]))) == 5
     assert orders[0] == orders[1] and sorted(orders[0]) == sorted(orders[2]) and orders[0] != orders[2]
+
+
+def test_a_handler_made_while_stderr_is_captured_outlives_the_capture(suite):
+    """As transformers makes one at import: it must not depend on which test imports it first."""
+    text = """
+import logging, sys
+
+def test_first(capsys):
+    logging.getLogger("library").addHandler(logging.StreamHandler())
+
+def test_second(capsys):
+    logging.getLogger("library").warning("said")
+    assert "Logging error" not in capsys.readouterr().err
+"""
+    write(suite, "tests/test_handlers.py", text)
+    run_tests(suite, "tests/test_handlers.py")

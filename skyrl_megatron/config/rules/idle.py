@@ -415,25 +415,27 @@ def _asked_for(cfg: SkyRLTrainConfig, key: str, fresh: SkyRLTrainConfig) -> bool
     return bool(value != get_path(_without(cfg, key), key))
 
 
-def _declared(cfg: SkyRLTrainConfig, key: str) -> Any:
-    """Return the default in the classes, before anything is filled in."""
+def _declared(cfg: SkyRLTrainConfig, key: str, sections: dict[str, Any]) -> Any:
+    """Return the default in the classes, before anything is filled in. ``sections``: those made so far, by name."""
     first, _, rest = key.partition(".")
-    section = default_of(type(cfg), first)
-    if _is_there(section, rest):
-        return get_path(section, rest)
+    if first not in sections:
+        sections[first] = default_of(type(cfg), first)
+    if _is_there(sections[first], rest):
+        return copy.deepcopy(get_path(sections[first], rest))
     owner, name = owner_of(cfg, key)
     return default_of(type(owner), name)
 
 
 def _without(cfg: SkyRLTrainConfig, key: str) -> SkyRLTrainConfig:
     """Return the configuration as it would be had nobody set ``key``."""
+    sections: dict[str, Any] = {}
     unset = copy.deepcopy(cfg)
     section, name = owner_of(unset, key)
-    setattr(section, name, _declared(cfg, key))
+    setattr(section, name, _declared(cfg, key, sections))
     for path, value in [*unset.__dict__["_filled"].items()]:  # it may follow from the key
         if get_path(unset, path) == value:
             owner, part = owner_of(unset, path)
-            setattr(owner, part, _declared(cfg, path))
+            setattr(owner, part, _declared(cfg, path, sections))
             del unset.__dict__["_filled"][path]
     parts = key.split(".")
     for path in (".".join(parts[: depth + 1]) for depth in range(len(parts))):
