@@ -229,7 +229,7 @@ class RegistryClient:
                     f"the registry of functions (Ray actor {self.actor_name}) did not answer {method} within"
                     f" {ANSWER_TIMEOUT_S:g} s: look for a dead or overloaded node in `ray status`"
                 ) from None
-            except ray.exceptions.RayActorError:
+            except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError):
                 self.actor = None
                 if attempt == 2:
                     raise

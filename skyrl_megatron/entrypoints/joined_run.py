@@ -14,6 +14,7 @@ from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.exceptions import OutOfMemoryError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_megatron import start_times
@@ -23,6 +24,7 @@ from skyrl_megatron.errors import DistributedError, SkyRLMegatronError
 from skyrl_megatron.progress import heartbeat
 from skyrl_megatron.trainer.console import ConsoleSink
 from skyrl_megatron.trainer.stop import StopRequested, StopSignal
+from skyrl_megatron.workers.actor_group import ACTOR_LOST, lost_because
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -113,7 +115,7 @@ def run_in_cluster(cfg: SkyRLTrainConfig, experiment: Any) -> None:
                     told = True
                     holder.stop.remote()
             stopped = ray.get(ended)
-        except ray.exceptions.RayActorError as error:
+        except ACTOR_LOST as error:
             raise DistributedError(
                 f"the process of the run died ({_told(error)}); the same command continues from the last checkpoint"
             ) from error
@@ -130,8 +132,8 @@ def run_in_cluster(cfg: SkyRLTrainConfig, experiment: Any) -> None:
         raise StopRequested
 
 
-def _told(error: ray.exceptions.RayActorError) -> str:
-    """Return the first line of Ray's account, and the node that it names further down."""
-    text = str(error).strip()
-    node = re.search(r"\bip(?: address)?: ([\d.]*\d)", text, re.IGNORECASE)
-    return text.splitlines()[0] + (f" Node {node[1]}" if node else "")
+def _told(error: Exception) -> str:
+    """Return why the process is gone, and the node that Ray names further down."""
+    node = re.search(r"\bip(?: address)?: ([\d.]*\d)", str(error), re.IGNORECASE)
+    why = lost_because(error) if isinstance(error, OutOfMemoryError) else str(error).strip().splitlines()[0]
+    return why + (f" Node {node[1]}" if node else "")

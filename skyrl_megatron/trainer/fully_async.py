@@ -226,12 +226,6 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
                 f"rollouts: {count} groups that were sampled and not trained are in {groups.store.folder}"
             )
 
-    def _check_replay(self, recorded: ReplayedRollouts) -> None:
-        recorded.check(self.global_step)
-        self.tracker.say(f"replay: steps {self.global_step + 1} to {recorded.last_step} of {recorded.folder}")
-        for key, before, here in recorded.differences():
-            self.tracker.say(f"replay: {key}={here}, recorded with {before}: the numbers will be others")
-
     def save_checkpoints(self) -> None:
         """Save, and free the groups that no checkpoint needs any more."""
         super().save_checkpoints()

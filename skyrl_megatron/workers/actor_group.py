@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from skyrl_megatron import device
 from skyrl_megatron.errors import DistributedError, RankLostError, SkyRLMegatronError
 
+ACTOR_LOST = (RayActorError, OutOfMemoryError)
+"""What a call to an actor raises whose process is gone: Ray's memory monitor ends it with an error of its own."""
 GRACE_S = 5.0
 """Seconds that the other ranks get to end by themselves once one has failed."""
 POLL_S = 5.0
@@ -49,7 +52,7 @@ class PendingCall:
                 rank = waiting.pop(reference)
                 try:
                     ray.get(reference)
-                except (RayTaskError, RayActorError) as error:
+                except (RayTaskError, *ACTOR_LOST) as error:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
                     failures[rank] = error
         if failures:
@@ -61,9 +64,9 @@ class PendingCall:
 
     def _fail(self, failures: dict[int, Exception]) -> None:
         """Raise the failure that explains the others: a process that died or was stopped, else the first error."""
-        died = [rank for rank, error in failures.items() if isinstance(error, RayActorError)]
+        died = [rank for rank, error in failures.items() if isinstance(error, ACTOR_LOST)]
         if died and self.group.replaceable:
-            raise self._lost(died, f"the process died ({_reason(failures[died[0]])})") from failures[died[0]]
+            raise self._lost(died, f"the process died ({lost_because(failures[died[0]])})") from failures[died[0]]
         if len(failures) < len(self.references) and (lost := self.group.lost()):
             raise self._lost(lost, "the process does not answer")
         rank = died[0] if died else min(failures)
@@ -92,8 +95,8 @@ class PendingCall:
 
 def raise_as_told(error: Exception, rank: str, phase: str) -> NoReturn:
     """Raise what a call to a rank failed with, as :meth:`ActorGroup.call` does."""
-    if isinstance(error, RayActorError):
-        raise DistributedError(f"{rank}, phase {phase}: the process died ({_reason(error)})") from error
+    if isinstance(error, ACTOR_LOST):
+        raise DistributedError(f"{rank}, phase {phase}: the process died ({lost_because(error)})") from error
     cause = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(cause, SkyRLMegatronError):
         raise cause from error
@@ -195,7 +198,7 @@ class ActorGroup:
 def _gone(answer: Any) -> bool:
     try:
         ray.get(answer)
-    except RayActorError:
+    except ACTOR_LOST:
         return True
     return False
 
@@ -203,7 +206,7 @@ def _gone(answer: Any) -> bool:
 def _failed(answer: Any) -> bool:
     try:
         ray.get(answer)
-    except (RayTaskError, RayActorError):
+    except (RayTaskError, *ACTOR_LOST):
         return True
     return False
 
@@ -214,7 +217,15 @@ def _in_a_line(error: Exception) -> str:
     return first if isinstance(cause, SkyRLMegatronError) else f"{type(cause).__name__}: {first}"
 
 
-def _reason(error: Exception) -> str:
+def lost_because(error: Exception) -> str:
+    """Return in a line why a process is gone, from what a call to it raised (:data:`ACTOR_LOST`)."""
+    if isinstance(error, OutOfMemoryError):
+        used = re.search(r"was ([\d.]+ ?[GMT]i?B / [\d.]+ ?[GMT]i?B)", str(error))
+        return (
+            f"Ray ended it because its node runs out of memory{f': {used[1]} in use' if used else ''}; make "
+            "trainer.max_tokens_per_microbatch or generator.inference_engine.max_num_seqs smaller, use fewer engines "
+            "or ranks on that node, or end other processes there"
+        )
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [
         line for line in lines if "exit" in line.lower() or "killed" in line.lower() or "memory" in line.lower()

@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from skyrl_megatron.errors import EngineGoneError, SkyRLMegatronError
 from skyrl_megatron.inference.protocol import InferenceEngine, OpenAIAnswer
 from skyrl_megatron.inference.vllm.engine import EngineSettings, VLLMEngine
+from skyrl_megatron.workers.actor_group import ACTOR_LOST, lost_because
 from skyrl_megatron.workers.forked import runtime_environment
 
 KILL_TIMEOUT_S = 20
@@ -147,8 +148,8 @@ def _start_tracker() -> None:
 def _lost_actors() -> Iterator[None]:
     try:
         yield
-    except ray.exceptions.RayActorError as error:
-        raise EngineGoneError(f"the engine's actor is gone: {str(error).splitlines()[0]}") from error
+    except ACTOR_LOST as error:
+        raise EngineGoneError(f"the engine's actor is gone: {lost_because(error)}") from error
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, SkyRLMegatronError):
             raise error.cause from None

@@ -66,11 +66,6 @@ class InferenceEngineClient(InferenceClient):
         """``http://host:port`` of the HTTP endpoint; None when there is none."""
         return None if self._endpoint is None else self._endpoint.url
 
-    @property
-    def registry_url(self) -> str | None:
-        """``http://host:port`` where engines join; None when none may."""
-        return None if self._registry is None else self._registry.url
-
     async def start(self) -> None:
         """Start all engines, the HTTP endpoint and the registry if they are configured, and wait for the engines that
         must have joined.

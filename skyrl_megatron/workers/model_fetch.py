@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_megatron import hub
 from skyrl_megatron.errors import ConfigError, DistributedError
+from skyrl_megatron.workers.actor_group import ACTOR_LOST
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -85,7 +86,7 @@ def _answer(reference: Any, node: str) -> Any:
             there = [replace(problem, fix=f"on node {node}: {problem.fix}") for problem in error.cause.problems]
             raise ConfigError(there) from None
         raise
-    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+    except (*ACTOR_LOST, ray.exceptions.GetTimeoutError) as error:
         raise DistributedError(f"node {node}: no answer from the process that fetches models there") from error
 
 

@@ -12,7 +12,7 @@ from skyrl_megatron.config.rules.role_layout import trains_draft, weight_transpo
 from skyrl_megatron.errors import RankLostError
 from skyrl_megatron.weight_sync.adapter_tensors import configured_pairs
 from skyrl_megatron.weight_sync.probe import QUANTISED
-from skyrl_megatron.workers.actor_group import raise_as_told
+from skyrl_megatron.workers.actor_group import ACTOR_LOST, lost_because, raise_as_told
 from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
 if TYPE_CHECKING:
@@ -100,7 +100,8 @@ class PolicyRank:
         name = self.policy.group.names[self.rank]
         try:
             return await getattr(self.actor, method).remote(*args)
-        except ray.exceptions.RayActorError as error:
-            raise RankLostError(f"{name}, phase {PHASE}: the process died", self.policy.group.role) from error
+        except ACTOR_LOST as error:
+            why = lost_because(error)
+            raise RankLostError(f"{name}, phase {PHASE}: the process died ({why})", self.policy.group.role) from error
         except ray.exceptions.RayTaskError as error:
             raise_as_told(error, name, PHASE)

@@ -347,3 +347,23 @@ def test_an_address_without_a_cluster_is_one_message():
     assert result.returncode == 1
     assert "RAY_ADDRESS=127.0.0.1:1: no Ray cluster answers there" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_an_actor_that_the_memory_monitor_ends_is_lost():
+    """Ray's error for it is none of those of dead actors: engines and ranks are replaced all the same."""
+    from ray.exceptions import OutOfMemoryError
+
+    from skyrl_megatron.errors import DistributedError, EngineGoneError
+    from skyrl_megatron.workers.actor_group import raise_as_told
+    from skyrl_megatron.workers.engine_actor import _lost_actors
+
+    ray_says = (
+        "Task was killed due to the node running low on memory.\nMemory on the node (IP: 127.0.0.1, ID: 7f) where the "
+        "lease (actor ID: 1, name=EngineActor.__init__, pid=8) was running was 22.91GB / 23.50GB (0.974894), which "
+        "exceeds the memory usage threshold of 0.95."
+    )
+    with pytest.raises(EngineGoneError, match=r"runs out of memory: 22.91GB / 23.50GB in use; make .* smaller"):
+        with _lost_actors():
+            raise OutOfMemoryError(ray_says)
+    with pytest.raises(DistributedError, match=r"policy rank 0, phase x: the process died \(Ray ended it because"):
+        raise_as_told(OutOfMemoryError(ray_says), "policy rank 0", "x")
