@@ -1,6 +1,6 @@
 """Options and fixtures of the suite. Test modules load no torch, ray, megatron, vllm or transformers at collection.
 
-The suite has three parts, markers of one collection: ``fast`` (starts no process), the rest, and ``full_matrix``.
+The suite has three parts, markers of one collection: ``fast`` (no process, not slow), the rest, and ``full_matrix``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ NOT_REACHED = "not reached within "
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("skyrl-megatron")
     group.addoption("--layouts", choices=["plain", "all"], default="plain", help="all: also the full layout matrix")
-    group.addoption("--fast", action="store_true", help="only tests that start no process, as -m fast")
+    group.addoption(
+        "--fast", action="store_true", help="only tests that start no process and are not slow, as -m fast"
+    )
     group.addoption("--rotate", type=int, help="the matrix in the order of run number N (e.g. the number of commits)")
     group.addoption("--matrix-minutes", type=float, default=0.0, help="skip what of the matrix starts later than this")
     group.addoption(

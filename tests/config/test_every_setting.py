@@ -21,6 +21,8 @@ from tests.config.settings import base
 from tests.config.settings.table import NO_EFFECT, REFUSED, REFUSED_BY_RANKS, ROWS
 from tests.config.test_idle import IDLE_BY_DEFAULT
 
+pytestmark = pytest.mark.slow
+
 KEYS = [key for key, _, _ in leaves(SkyRLTrainConfig)]
 OF_RANKS = [key for key, row in ROWS.items() if isinstance(row.shows, str) and row.shows != "warns"]
 DESCRIBED = [key for key, row in ROWS.items() if callable(row.shows)]

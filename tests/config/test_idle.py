@@ -13,6 +13,8 @@ from skyrl_megatron.errors import SkyRLMegatronWarning
 from tests.config import golden
 from tests.config.values import another_value
 
+pytestmark = pytest.mark.slow
+
 CPU, GPUS = Hardware(0, 1), Hardware(8, 2)
 QUIET = {"trainer.logger": "console", "trainer.policy.model.path": "some/model"}
 KEYS = [key for key, _, _ in leaves(SkyRLTrainConfig)]

@@ -8,6 +8,8 @@ from tests.bridges.tiny_models import save_tiny
 from tests.support.released_models import DEEPSEEK_V3, QWEN3_30B_A3B
 from tests.support.whole_folder import write_sums, write_whole_folder
 
+pytestmark = pytest.mark.slow
+
 M = "trainer.policy.megatron_config."
 E = "generator.inference_engine."
 

@@ -17,6 +17,8 @@ from tests.support.released_models import (
 )
 from tests.support.whole_folder import write_sums, write_whole_folder
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "launch" / "recipes"
 NO_RECIPES = {"ppo_base_config"}  # Hydra's base file

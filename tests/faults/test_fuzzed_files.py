@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from tests.faults import fuzz
 from tests.faults.fuzz import few
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):

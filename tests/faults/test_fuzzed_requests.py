@@ -12,6 +12,8 @@ from tests.faults import fuzz
 from tests.faults.fuzz import few
 from tests.support.engines import LoopThread
 
+pytestmark = pytest.mark.slow
+
 TOKEN = "secret"
 OFFER = {
     "url": "http://127.0.0.1:9",

@@ -11,6 +11,8 @@ import pytest
 from skyrl_megatron.entrypoints import run_moe
 from tests.first_hour.mistakes import MISTAKES, Mistake, command_line, usual, write_files
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):

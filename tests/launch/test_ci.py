@@ -209,7 +209,7 @@ FAULTS = {
     "no fast test": (("def test_fast", "def fast"), "parts of which no test ran"),
     "all fast tests skip": (("def test_fast():\n    pass", "def test_fast():\n    pytest.skip('no GPU')"), "fast"),
     "no test at all": (("def test_", "def check_"), "no tests ran"),
-    "a fast test starts a process": (("@pytest.mark.process", ""), "a fast test starts no process"),
+    "a fast test starts a process": (("@pytest.mark.process", ""), "mark this test pytest.mark.process: it starts"),
     "a process dies": (("def test_fast():\n    pass", "def test_fast():\n    import os\n    os._exit(0)"), "crashed"),
     "a module does not load": (("import pytest\n", "import pytest\nimport no_such_module\n"), "no_such_module"),
     "a module loads ray": (("import pytest\n", "import pytest\nimport ray\n"), "loads ray at collection"),

@@ -13,6 +13,8 @@ from skyrl_megatron.entrypoints import run_moe
 from tests.bridges.tiny_models import tiny_config
 from tests.support.whole_folder import write_sums, write_whole_folder
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["trainer.train_batch_size=8", "trainer.policy_mini_batch_size=4", "trainer.logger=console"]
 

@@ -1,7 +1,8 @@
-"""The fast part of the suite (``--fast``): every test that starts no process of its own.
+"""The fast part of the suite (``--fast``): every test that starts no process of its own and is not marked ``slow``.
 
 What needs the rank pool, Ray or an engine is known by its fixtures and markers; a test that starts processes itself is
-marked ``process``. Nobody has to remember that: the start of a process fails a test of the fast part, in every run.
+marked ``process``. Nobody has to remember that: where neither says so, the start of a process fails the test, in every
+run.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ AUDITED = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.sp
 
 
 class ProcessStarted(AssertionError):
-    """A test of the fast part started a process."""
+    """A test started a process and does not say so."""
 
 
 def starts_processes(item: pytest.Item) -> bool:
@@ -29,8 +30,8 @@ def starts_processes(item: pytest.Item) -> bool:
 
 
 class ProcessGuard:
-    """The pytest plugin that marks the fast part and refuses it processes. At most one in an interpreter: audit hooks
-    cannot be removed."""
+    """The pytest plugin that marks the fast part, and refuses processes to tests that do not say that they start some.
+    At most one in an interpreter: audit hooks cannot be removed."""
 
     def __init__(self) -> None:
         self._watching = False
@@ -43,7 +44,7 @@ class ProcessGuard:
     @pytest.hookimpl(tryfirst=True)  # before -m selects
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         for item in items:
-            if not starts_processes(item):
+            if not starts_processes(item) and not item.get_closest_marker("slow"):
                 item.add_marker("fast")
 
     @pytest.hookimpl(wrapper=True)
@@ -56,7 +57,7 @@ class ProcessGuard:
 
     def _watch(self, item: pytest.Item) -> Generator[None, Any, Any]:
         """Run a phase of a test, and raise if a process was refused in it, even where the code swallowed that."""
-        self._watching, self._refused = item.get_closest_marker("fast") is not None, ""
+        self._watching, self._refused = not starts_processes(item), ""
         try:
             result = yield
         finally:
@@ -78,5 +79,5 @@ class ProcessGuard:
         return spawnv_passfds
 
     def _refuse(self, what: str) -> None:
-        self._refused = f"a fast test starts no process; mark this one pytest.mark.process, it starts {what:.200}"
+        self._refused = f"mark this test pytest.mark.process: it starts {what:.200}"
         raise ProcessStarted(self._refused)
