@@ -297,6 +297,7 @@ class _Program:
         self.limits = {kind: resource.getrlimit(kind) for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_CORE)}
         self.mask = os.umask(0)
         os.umask(self.mask)
+        self.niceness = os.getpriority(os.PRIO_PROCESS, 0)
         self.killed_first = Path("/proc/self/oom_score_adj").read_text()
 
     def _bootstrap(self, parent_sentinel: int) -> None:
@@ -337,6 +338,8 @@ class _Program:
             resource.setrlimit(kind, limits)
         with contextlib.suppress(PermissionError):
             Path("/proc/self/oom_score_adj").write_text(self.killed_first)
+        with contextlib.suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, 0, self.niceness)
         signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
 
     def _differing(self) -> set[str]:

@@ -1,7 +1,6 @@
 """The fork server: its processes are as if they had been started anew, end with those that asked for them, and come
 from one that has imported everything and touched no GPU."""
 
-import contextlib
 import json
 import os
 import shlex
@@ -15,6 +14,8 @@ import psutil
 import pytest
 
 from skyrl_megatron import fork_server
+
+pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 300
@@ -78,6 +79,7 @@ def test_a_program_is_as_if_it_had_been_started_anew(server, tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, (512, 600))
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         os.umask(0o27)
+        os.nice(1)
         Path("/proc/self/oom_score_adj").write_text("500")
 
     script = program(tmp_path, FACTS)
@@ -310,33 +312,37 @@ class Rank:
         os._exit(3)
 
 
-@pytest.mark.parametrize("how", ["exit", "signal", "ray.kill", "command"])
-def test_an_actor_of_the_server_is_lost_as_any_other_is(how):
-    import ray
-
+@pytest.fixture(scope="module")
+def ray_and_server():
+    """A Ray, and a server whose variables are those of its actors."""
     from skyrl_megatron.workers import forked
     from skyrl_megatron.workers.ray_setup import local_ray
 
-    with contextlib.ExitStack() as stack:
-        environment = forked.server_environment() | {"HF_HUB_OFFLINE": "1"}
-        server = fork_server.ForkServer.start(IMPORTS_NEXT_TO_NOTHING, environment)
-        stack.callback(server.stop)
-        if not ray.is_initialized():
-            stack.enter_context(local_ray(2, object_store_bytes=100 << 20))
-        options = {"num_cpus": 0, "runtime_env": {"py_executable": fork_server.command(server)}}
-        actor = ray.remote(Rank).options(**options).remote()
-        pid, parent = ray.get(actor.pids.remote(), timeout=TIMEOUT_S)
-        assert "fork_server import serve" in " ".join(psutil.Process(parent).cmdline())
-        found = psutil.Process().children(recursive=True)
-        [command] = [each for each in found if server.address in each.cmdline()]
-        if how == "exit":
-            actor.end.remote()
-        elif how == "signal":
-            os.kill(pid, signal.SIGKILL)
-        elif how == "ray.kill":
-            ray.kill(actor)
-        else:
-            command.kill()
-        until(lambda: ended(pid) and ended(command.pid))
-        with pytest.raises(ray.exceptions.RayActorError):
-            ray.get(actor.pids.remote(), timeout=TIMEOUT_S)
+    environment = forked.server_environment() | {"HF_HUB_OFFLINE": "1"}
+    server = fork_server.ForkServer.start(IMPORTS_NEXT_TO_NOTHING, environment)
+    with local_ray(2, object_store_bytes=100 << 20):
+        yield server
+    server.stop()
+
+
+@pytest.mark.parametrize("how", ["exit", "signal", "ray.kill", "command"])
+def test_an_actor_of_the_server_is_lost_as_any_other_is(ray_and_server, how):
+    import ray
+
+    options = {"num_cpus": 0, "runtime_env": {"py_executable": fork_server.command(ray_and_server)}}
+    actor = ray.remote(Rank).options(**options).remote()
+    pid, parent = ray.get(actor.pids.remote(), timeout=TIMEOUT_S)
+    assert "fork_server import serve" in " ".join(psutil.Process(parent).cmdline())
+    found = [each for each in psutil.Process().children(recursive=True) if each.status() != psutil.STATUS_ZOMBIE]
+    [command] = [each for each in found if ray_and_server.address in each.cmdline()]
+    if how == "exit":
+        actor.end.remote()
+    elif how == "signal":
+        os.kill(pid, signal.SIGKILL)
+    elif how == "ray.kill":
+        ray.kill(actor)
+    else:
+        command.kill()
+    until(lambda: ended(pid) and ended(command.pid))
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(actor.pids.remote(), timeout=TIMEOUT_S)
