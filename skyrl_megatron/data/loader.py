@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from skyrl_megatron.errors import DataError
+from skyrl_megatron.errors import DataError, SkyRLMegatronWarning
 
 
 class Items(Protocol):
@@ -79,12 +80,14 @@ class PromptLoader:
         """Count the epochs whose batches have all been taken."""
         return self.epoch + (self.batch == len(self))
 
-    def state_dict(self) -> dict[str, int | bool]:
-        """Return plain numbers: the loader's position, and what its order follows from."""
-        return {"epoch": self.epoch, "batch": self.batch, **self._identity()}
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values: the loader's position, what its order follows from, and fingerprints of the files."""
+        return {"epoch": self.epoch, "batch": self.batch, **self._identity(), "files": self._files}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from ``state``. Raises DataError when data, batch size or seed are not those of the state."""
+        """Continue from ``state``. Raises DataError when data, batch size or seed are not those of the state;
+        warns where files have other contents."""
+        warn_of_changes(state.get("files"), self._files)
         for key, value in self._identity().items():
             if state.get(key) != value:
                 raise DataError(
@@ -92,6 +95,10 @@ class PromptLoader:
                     " same data, batch size and seed, or start with trainer.resume_mode=none"
                 )
         self.epoch, self.batch = int(state["epoch"]), int(state["batch"])
+
+    @property
+    def _files(self) -> list[dict[str, Any]]:
+        return getattr(self.dataset, "fingerprint", [])
 
     def _identity(self) -> dict[str, int | bool]:
         return {
@@ -105,3 +112,21 @@ class PromptLoader:
     def _order(self, epoch: int) -> np.ndarray:
         rows = len(self.dataset)
         return np.random.default_rng([self.seed, epoch]).permutation(rows) if self.shuffle else np.arange(rows)
+
+
+def warn_of_changes(before: Sequence[Mapping[str, Any]] | None, now: Sequence[Mapping[str, Any]]) -> None:
+    """Warn of data files, by their fingerprints, that are not what they were when a checkpoint was saved.
+
+    ``before`` is None in checkpoints that were saved without.
+    """
+    if before is None or list(before) == list(now):
+        return
+    known = [dict(file) for file in before]
+    changed = [file["name"] for file in now if dict(file) not in known]
+    changed += [file["name"] for file in before if file["name"] not in {each["name"] for each in now}]
+    what = f"{', '.join(changed)} changed" if changed else "the order of the data files changed"
+    warnings.warn(
+        f"{what} since the checkpoint was saved: the run continues at the same row numbers, whose rows may be others",
+        SkyRLMegatronWarning,
+        stacklevel=3,
+    )

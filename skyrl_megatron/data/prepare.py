@@ -134,9 +134,11 @@ def _operands(args: argparse.Namespace) -> Iterator[tuple[str, list[tuple[int, i
 
 def _records(source: Path | None, name: str, config: str | None, split: str, stem: str = "") -> Iterable[DatasetRow]:
     """Read a published dataset, or the file ``{stem or split}`` (.parquet, .jsonl, .json) in ``source``."""
-    from datasets import load_dataset
+    from skyrl_megatron.data.rows import load_source
 
     if source is None:
+        from datasets import load_dataset
+
         try:
             published: Iterable[DatasetRow] = load_dataset(name, config, split=split)
             return published
@@ -144,9 +146,7 @@ def _records(source: Path | None, name: str, config: str | None, split: str, ste
             raise DataError(f"{name} cannot be loaded: {error}; give its files with --source FOLDER") from error
     for path in (source / f"{stem or split}{suffix}" for suffix in (".parquet", ".jsonl", ".json")):
         if path.is_file():
-            reader = "parquet" if path.suffix == ".parquet" else "json"
-            rows: Iterable[DatasetRow] = load_dataset(reader, data_files=str(path), split="train")
-            return rows
+            return load_source(str(path))
     raise DataError(f"{source}: there is no file {stem or split}.parquet, .jsonl or .json")
 
 

@@ -35,7 +35,7 @@ from skyrl_megatron.config.rules.role_layout import (
 )
 from skyrl_megatron.config.run_folder import run_folder
 from skyrl_megatron.config.teachers import role_configs
-from skyrl_megatron.data.loader import PromptLoader
+from skyrl_megatron.data.loader import PromptLoader, warn_of_changes
 from skyrl_megatron.data.splitting import PROMPT_UIDS, counted_rows, mini_batches, trainable
 from skyrl_megatron.errors import MemoryAheadError
 from skyrl_megatron.progress import under_way
@@ -597,6 +597,8 @@ class RayPPOTrainer:
     def trainer_state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of the trainer itself, as plain values."""
         state: dict[str, Any] = {"global_step": self.global_step, "sampler_rng": self.sampler.rng.bit_generator.state}
+        if (files := getattr(self.eval_dataset, "fingerprint", None)) is not None:
+            state["eval_files"] = files
         if self.kl_controller is not None:
             state["kl_coef"] = self.kl_controller.value
         if self.logged_step < self.global_step:
@@ -606,6 +608,8 @@ class RayPPOTrainer:
     def load_trainer_state(self, state: Mapping[str, Any]) -> None:
         """Take on what :meth:`trainer_state` returned; the position in the data is loaded already."""
         self.sampler.rng.bit_generator.state = state["sampler_rng"]
+        if self.eval_dataset is not None:
+            warn_of_changes(state.get("eval_files"), getattr(self.eval_dataset, "fingerprint", []))
         if self.kl_controller is not None:
             self.kl_controller.value = state["kl_coef"]
 

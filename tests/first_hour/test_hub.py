@@ -312,7 +312,7 @@ def rows(count, text):
 def test_data_by_subset_split_and_slice(hub, tmp_path, monkeypatch):
     import datasets
 
-    from skyrl_megatron.data.prompts import load_source
+    from skyrl_megatron.data.rows import load_source
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     card = CARD.replace(b"{split: train, path: easy/train.jsonl}", b"easy/train.jsonl")

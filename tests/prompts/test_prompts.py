@@ -174,7 +174,7 @@ for batch in PromptLoader(found, 64):
     pass
 print(len(found), anonymous() - before)
 """
-    from skyrl_megatron.data.prompts import load_source
+    from skyrl_megatron.data.rows import load_source
 
     rows = [{"prompt": [{"role": "user", "content": f"{i} " + "x" * 2000}]} for i in range(30_000)]
     path = save(rows, tmp_path / "large.parquet")
