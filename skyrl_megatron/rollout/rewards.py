@@ -28,6 +28,10 @@ def checked_reward(value: Any, env_class: str, name: str) -> float:
         raise DataError(f"{where}: the reward is {value!r} ({type(value).__name__}), it must be a number")
     try:
         reward = float(value)
+    except OverflowError as error:  # its digits may be more than Python prints
+        raise DataError(
+            f"{where}: the reward ({type(value).__name__}) is beyond what a float can be, it must be a smaller number"
+        ) from error
     except (TypeError, ValueError) as error:
         raise DataError(f"{where}: the reward is {value!r} ({type(value).__name__}), it must be a number") from error
     if not math.isfinite(reward):

@@ -126,6 +126,11 @@ def test_an_environment_that_never_ends_is_ended():
         (say(reward="15", done=True), r"'talking', trajectory 0_0: the reward is '15' \(str\), it must be a number"),
         (say(reward=None, done=True), r"the reward is None \(NoneType\)"),
         (say(reward=[1.0], done=True), r"the reward is \[1.0\] \(list\)"),
+        (
+            say(reward=10**400, done=True),
+            r"'talking', trajectory 0_0: the reward \(int\) is beyond what a float can be",
+        ),
+        (say(reward=10**5000, done=True), r"the reward \(int\) is beyond what a float can be"),
         (say(reward=float("nan"), done=True), r"the reward is nan; .*trainer.algorithm.nonfinite=skip"),
         (say(reward=float("-inf"), done=True), r"the reward is -inf"),
         (
