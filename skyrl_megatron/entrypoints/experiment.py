@@ -18,6 +18,7 @@ from skyrl_megatron.config.rules.role_layout import active_roles
 from skyrl_megatron.config.rules.unavailable import require_available
 from skyrl_megatron.config.run_folder import run_folder, save_config
 from skyrl_megatron.data.tokenizer import load_tokenizer
+from skyrl_megatron.entrypoints.checks.data import warn_of_missing_answers
 from skyrl_megatron.entrypoints.command import noise_into, terminal
 from skyrl_megatron.entrypoints.joined_run import run_in_cluster
 from skyrl_megatron.entrypoints.last_words import last_words
@@ -192,7 +193,7 @@ class BasePPOExp:
         from skyrl_megatron.rollout.templates import load_template
 
         self._pin(hub.data_sets(key, sources))
-        return PromptDataset(
+        dataset = PromptDataset(
             sources,
             self.tokenizer,
             self.cfg.trainer.max_prompt_length,
@@ -202,6 +203,9 @@ class BasePPOExp:
             hub_commits=self.cfg.trainer.hub_commits,
             say=_say(self.cfg),
         )
+        missing = dataset.rows_without_reward_spec(self.cfg.environment.env_class)
+        warn_of_missing_answers(", ".join(sources), missing, len(dataset.rows))
+        return dataset
 
 
 @ray.remote(num_cpus=0)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from skyrl_megatron.envs.base import BaseTextEnv, BaseTextEnvStepOutput
+from skyrl_megatron.envs.base import BaseTextEnv, BaseTextEnvStepOutput, answer_text
 
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _TAIL = 300  # characters of a response that are searched; the longest answer of MATH-500 has 159
@@ -62,7 +62,7 @@ class AIMEEnv(BaseTextEnv):
         known = (self.extras.get("reward_model") or {}).get("ground_truth", self.ground_truth)
         if known is None:
             raise ValueError("AIMEEnv compares with a known answer: the row has no reward_model.ground_truth")
-        self.answer = normalize(str(known))
+        self.answer = normalize(answer_text(self, known))
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         said = _ANSWER.findall(action.split("<|im_end|>")[0][-_TAIL:])

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from skyrl_megatron.envs.base import BaseTextEnv, BaseTextEnvStepOutput, require_ground_truth
+from skyrl_megatron.envs.base import BaseTextEnv, BaseTextEnvStepOutput, answer_text, require_ground_truth
 
 _BOXED = re.compile(r"\\boxed\{([^}]+)\}")
 
@@ -23,7 +23,7 @@ class MultiplyEnv(BaseTextEnv):
 
     def __init__(self, env_config: Any = None, extras: Mapping[str, Any] | None = None) -> None:
         super().__init__(env_config, extras)
-        self.answer = str(require_ground_truth(self)).strip()
+        self.answer = answer_text(self, require_ground_truth(self)).strip()
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         self.turns += 1
@@ -51,7 +51,7 @@ class AdditionEnv(BaseTextEnv):
 
     def __init__(self, env_config: Any = None, extras: Mapping[str, Any] | None = None) -> None:
         super().__init__(env_config, extras)
-        self.answer = str(require_ground_truth(self)).strip()
+        self.answer = answer_text(self, require_ground_truth(self)).strip()
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         said = action.strip()

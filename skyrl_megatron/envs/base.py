@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from typing import Any, NotRequired, TypedDict
 
 from skyrl_megatron.envs.tools import ToolGroup
@@ -95,3 +96,11 @@ def require_ground_truth(env: BaseTextEnv) -> Any:
     if env.ground_truth is None:
         raise ValueError(f"{type(env).__name__} compares with a known answer: the row has no reward_spec.ground_truth")
     return env.ground_truth
+
+
+def answer_text(env: BaseTextEnv, answer: Any) -> str:
+    """Return an answer that responses are compared with as text. Raises ValueError for one that is no text or
+    number: what ``str`` makes of it, such as "True", is no right answer to any question."""
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float | Decimal):
+        raise ValueError(f"{type(env).__name__} compares with text or a number: the row's answer is {answer!r:.80}")
+    return str(answer)

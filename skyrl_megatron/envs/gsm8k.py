@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from skyrl_megatron.envs.base import BaseTextEnv, BaseTextEnvStepOutput, require_ground_truth
+from skyrl_megatron.envs.base import BaseTextEnv, BaseTextEnvStepOutput, answer_text, require_ground_truth
 
 _STRICT = re.compile(r"#### (-?[0-9.,]+)")
 _NUMBER = re.compile(r"-?[0-9.,]+")
@@ -28,7 +28,7 @@ class GSM8kEnv(BaseTextEnv):
 
     def __init__(self, env_config: Any = None, extras: Mapping[str, Any] | None = None) -> None:
         super().__init__(env_config, extras)
-        self.answer = str(require_ground_truth(self))
+        self.answer = answer_text(self, require_ground_truth(self))
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         found = extract_answer(action)

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from skyrl_megatron.envs.base import BaseTextEnv, BaseTextEnvStepOutput, require_ground_truth
+from skyrl_megatron.envs.base import BaseTextEnv, BaseTextEnvStepOutput, answer_text, require_ground_truth
 
 _SCORE = re.compile(r"final score:\s*([01])(?:\.0)?\b", re.IGNORECASE)
 _INSTRUCTIONS = """\
@@ -32,7 +32,7 @@ class GSM8kLLMJudgeEnv(BaseTextEnv):
 
     def __init__(self, env_config: Any = None, extras: Mapping[str, Any] | None = None) -> None:
         super().__init__(env_config, extras)
-        self.reference = str(require_ground_truth(self))
+        self.reference = answer_text(self, require_ground_truth(self))
         url = env_config.base_url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
         self.url = f"{url.rstrip('/')}/chat/completions"
 

@@ -13,7 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from skyrl_megatron.envs.base import BaseTextEnv, BaseTextEnvStepOutput, ConversationType, require_ground_truth
+from skyrl_megatron.envs.base import (
+    BaseTextEnv,
+    BaseTextEnvStepOutput,
+    ConversationType,
+    answer_text,
+    require_ground_truth,
+)
 from skyrl_megatron.envs.end_tags import check_end_tags
 from skyrl_megatron.envs.tools import ToolGroup, tool
 
@@ -132,7 +138,7 @@ class Text2SQLEnv(BaseTextEnv):
 
     def __init__(self, env_config: Any = None, extras: Mapping[str, Any] | None = None) -> None:
         super().__init__(env_config, extras)
-        self.reference = str(require_ground_truth(self))
+        self.reference = answer_text(self, require_ground_truth(self))
         source, name = self.extras.get("data"), self.extras.get("db_id")
         if source not in FOLDERS or not name or Path(name).name != name:
             raise ValueError(f"text2sql needs data (one of {sorted(FOLDERS)}) and db_id, got {source!r} and {name!r}")

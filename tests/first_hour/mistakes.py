@@ -139,6 +139,20 @@ def _text(text: str) -> Callable[[Path], list[str]]:
     return arguments
 
 
+def _late(answer: bytes) -> Callable[[Path], list[str]]:
+    """Rows of JSON lines, one of which, neither the first nor the last, has another answer."""
+
+    def arguments(folder: Path) -> list[str]:
+        prompt = b'{"prompt": [{"role": "user", "content": "1 + 2"}], "env_class": "gsm8k", '
+        rows = [
+            prompt + b'"reward_spec": {"ground_truth": ' + (answer if n == 5 else b'"3"') + b"}}" for n in range(8)
+        ]
+        (folder / "train.jsonl").write_bytes(b"\n".join(rows))
+        return [f"data.train_data=[{folder}/train.jsonl]", "data.val_data=[]"]
+
+    return arguments
+
+
 PORT = 28173
 
 
@@ -187,6 +201,10 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake("a text as prompt", _rows(prompt=["10 + 20"] * 8), ("row 0", "list of messages with role and content")),
     Mistake("damaged parquet", _text("PAR1 and nothing else"), ("train.parquet", "cannot be read as parquet")),
     Mistake("damaged jsonl", lambda folder: _jsonl(folder), ("train.jsonl", "cannot be read as json")),
+    Mistake("a late byte of Latin-1", _late(b'"caf\xe9"'), ("train.jsonl", "row 5", "0xe9", "not UTF-8")),
+    Mistake("a late answer that is null", _late(b"null"), ("row 5", "gsm8k", "no reward_spec.ground_truth")),
+    Mistake("a late answer that is a list", _late(b'["3"]'), ("row 5", "gsm8k", "the row's answer is ['3']")),
+    Mistake("answers that are true", _rows(reward_spec=[{"ground_truth": True}] * 8), ("row 0", "answer is True")),
     Mistake("no such file", _keys("data.train_data=[/none/rows.parquet]"), ("/none/rows.parquet", "no such file")),
     Mistake("prompts too long", _keys("trainer.max_prompt_length=2"), ("max_prompt_length=2", "none of 8 prompts")),
     Mistake(

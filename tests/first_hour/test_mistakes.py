@@ -107,6 +107,20 @@ def test_an_environment_that_no_row_takes_is_told(folder, capsys):
     assert "environment.env_class=multiply has no effect: every row names its own environment (gsm8k)" in err
 
 
+def test_rows_without_an_answer_for_an_environment_of_ones_own_are_told(folder, capsys):
+    from skyrl_megatron.envs import BaseTextEnv, deregister, register
+    from tests.support.whole_folder import write_sums
+
+    rows = write_sums(folder / "train.parquet", env_class=["mine"] * 8, reward_spec=None)
+    register("mine", type("Mine", (BaseTextEnv,), {"__module__": __name__}))
+    try:
+        args = [*usual(folder), f"data.train_data=[{rows}]", "data.val_data=[]"]
+        assert run_moe.main(["--check", *args]) == 0
+    finally:
+        deregister("mine")
+    assert "8 of 8 rows have no reward_spec, and environment mine gets none for them" in capsys.readouterr().err
+
+
 def test_what_only_the_run_can_tell_is_listed(folder, capsys):
     args = [*usual(folder), "trainer.ckpt_path=memory://x"]
     args += ["trainer.placement.colocate_all=false", "trainer.placement.colocate_policy_ref=false"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,7 @@ from skyrl_megatron.entrypoints.checks.tokenizer import chat_format
 from skyrl_megatron.errors import DataError, Problem, SkyRLMegatronWarning
 
 if TYPE_CHECKING:
-    from datasets import Dataset
-
+    from skyrl_megatron.data.rows import Rows
     from skyrl_megatron.rollout.templates import ChatFormat
 
 _ENV = "environment.env_class"
@@ -53,9 +53,9 @@ def _sources(run: PlannedRun) -> Iterator[tuple[str, list[str], int]]:
         yield "data.val_data", cfg.data.val_data, 1
 
 
-def _open(run: PlannedRun, key: str, name: str) -> tuple[Dataset | None, list[Problem | NotChecked]]:
+def _open(run: PlannedRun, key: str, name: str) -> tuple[Rows | None, list[Problem | NotChecked]]:
     """Open a file as the run does."""
-    from skyrl_megatron.data.prompts import READERS, load_source
+    from skyrl_megatron.data.rows import READERS, load_source
 
     path = Path(name)
     if path.suffix.lower() not in READERS and not path.is_file() and not is_data_file(name):
@@ -75,40 +75,75 @@ def _open(run: PlannedRun, key: str, name: str) -> tuple[Dataset | None, list[Pr
         return None, [Problem(key, name, _about(name, error))]
 
 
-def _rows(
-    run: PlannedRun, key: str, name: str, rows: Dataset, named: set[str | None]
-) -> Iterator[Problem | NotChecked]:
-    """Check the columns, and the first and the last row; add the environments that rows name to ``named``."""
+def _rows(run: PlannedRun, key: str, name: str, rows: Rows, named: set[str | None]) -> Iterator[Problem | NotChecked]:
+    """Check the columns and every row; add the environments that rows name to ``named``."""
     from skyrl_megatron.config.adapters import ADAPTER_KEY
     from skyrl_megatron.config.adapters import KEY as ADAPTERS
-    from skyrl_megatron.data.prompts import TEACHER_KEY, TEACHERS, require_known, require_prompts
+    from skyrl_megatron.data.prompts import (
+        REWARD_SPEC,
+        TEACHER_KEY,
+        TEACHERS,
+        require_known,
+        require_prompts,
+        row_problem,
+    )
 
     adapters = tuple(run.cfg.trainer.policy.model.lora.adapters)
+    default = run.cfg.environment.env_class
+    ours: dict[str, bool | None] = {}
+    without_answers: Counter[str] = Counter()
     try:
         require_prompts(rows, name)
         require_known(rows, name, ADAPTER_KEY, adapters, ADAPTERS, needed=len(adapters) > 1)
         require_known(rows, name, TEACHER_KEY, tuple(run.cfg.trainer.teacher.models), TEACHERS)
+        for number, row in enumerate(rows):
+            if fault := row_problem(row):
+                raise DataError(f"{rows.place(number)}: {fault}")
+            env_class = row.get("env_class") or default
+            if env_class not in ours:
+                ours[env_class] = _is_ours(env_class)
+            if ours[env_class] and (problem := _unfit_for_environment(run, key, name, number, row)):
+                yield problem
+                return
+            named.add(row.get("env_class"))
+            without_answers[env_class] += not row.get(REWARD_SPEC)
     except DataError as error:
         yield Problem(key, name, _about(name, error))
         return
-    named |= set(rows.unique("env_class")) if "env_class" in rows.column_names else {None}
-    for number in sorted({0, len(rows) - 1}):
-        if problem := _unfit_for_environment(run, key, name, number, rows[number]):
-            yield problem
-            return
+    warn_of_missing_answers(name, without_answers, len(rows))
+
+
+def warn_of_missing_answers(name: str, counts: Mapping[str, int], rows: int) -> None:
+    """Warn of rows without ``reward_spec`` for a user's own environments; ours refuse rows that lack what they need.
+
+    ``counts``: such rows of each environment.
+    """
+    for env_class, count in counts.items():
+        if count and _is_ours(env_class) is False:
+            warnings.warn(
+                f"{name}: {count} of {rows} rows have no reward_spec, and environment {env_class} gets none for them: "
+                "its reward cannot depend on an answer of the row",
+                SkyRLMegatronWarning,
+                stacklevel=1,
+            )
+
+
+def _is_ours(env_class: str) -> bool | None:
+    """Return whether an environment comes with the package; None for one that is unknown, which is reported for all
+    rows together."""
+    from skyrl_megatron.envs import registry
+
+    try:
+        return str(getattr(registry.spec(env_class).load(), "__module__", "")).startswith(OURS)
+    except DataError:
+        return None
 
 
 def _unfit_for_environment(run: PlannedRun, key: str, name: str, number: int, row: dict[str, Any]) -> Problem | None:
-    """Give a row to its environment, if it is one of ours: a user's own may start something when it is made."""
+    """Give a row to its environment, which is one of ours: a user's own may start something when it is made."""
     from skyrl_megatron.envs import registry
 
     env_class = row.get("env_class") or run.cfg.environment.env_class
-    try:
-        made = registry.spec(env_class).load()
-    except DataError:
-        return None  # reported for all rows together
-    if not getattr(made, "__module__", "").startswith(OURS):
-        return None
     extras = {column: value for column, value in row.items() if column not in ("prompt", "env_class")}
     settings = registry.config_of(env_class, run.cfg.environment.skyrl_gym)
     try:
