@@ -10,11 +10,10 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
+from skyrl_megatron.data.rows import DatasetRow, load_source
 from skyrl_megatron.errors import DataError, SkyRLMegatronError
 
-type DatasetRow = dict[str, Any]
 GSM8K = "openai/gsm8k"
 AIME = {"train": "BytedTsinghua-SIA/DAPO-Math-17k", "validation": "BytedTsinghua-SIA/AIME-2024"}
 STEP_BY_STEP = 'Reason step by step, then give the final answer after "####".'
@@ -134,8 +133,6 @@ def _operands(args: argparse.Namespace) -> Iterator[tuple[str, list[tuple[int, i
 
 def _records(source: Path | None, name: str, config: str | None, split: str, stem: str = "") -> Iterable[DatasetRow]:
     """Read a published dataset, or the file ``{stem or split}`` (.parquet, .jsonl, .json) in ``source``."""
-    from skyrl_megatron.data.rows import load_source
-
     if source is None:
         from datasets import load_dataset
 

@@ -32,7 +32,7 @@ _BOM = b"\xef\xbb\xbf"
 _SPACE = b" \t\r\n"
 _BLOCK = 1 << 20
 
-type Row = dict[str, Any]
+type DatasetRow = dict[str, Any]
 
 
 class Rows(ABC):
@@ -47,17 +47,17 @@ class Rows(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def __getitem__(self, number: int) -> Row: ...
+    def __getitem__(self, number: int) -> DatasetRow: ...
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[DatasetRow]:
         return self.each()
 
-    def each(self, columns: Sequence[str] | None = None) -> Iterator[Row]:
+    def each(self, columns: Sequence[str] | None = None) -> Iterator[DatasetRow]:
         """Yield all rows in order, with ``columns`` (None: all) at least."""
         for batch in self.batches(columns):
             yield from batch
 
-    def batches(self, columns: Sequence[str] | None = None) -> Iterator[list[Row]]:
+    def batches(self, columns: Sequence[str] | None = None) -> Iterator[list[DatasetRow]]:
         """Yield all rows in order, a thousand at a time, with ``columns`` (None: all) at least."""
         for first in range(0, len(self), BATCH_ROWS):
             yield [self[number] for number in range(first, min(first + BATCH_ROWS, len(self)))]
@@ -101,11 +101,11 @@ class JsonRows(Rows):
     def __len__(self) -> int:
         return len(self._spans)
 
-    def __getitem__(self, number: int) -> Row:
+    def __getitem__(self, number: int) -> DatasetRow:
         start, length = self._spans[range(len(self))[number]].tolist()
         return self._read(number, os.pread(self._file.fileno(), length, start))
 
-    def batches(self, columns: Sequence[str] | None = None) -> Iterator[list[Row]]:
+    def batches(self, columns: Sequence[str] | None = None) -> Iterator[list[DatasetRow]]:
         """Yield all rows in order, with one read for those that are next to each other."""
         for first in range(0, len(self), BATCH_ROWS):
             spans = self._spans[first : first + BATCH_ROWS].tolist()
@@ -116,7 +116,7 @@ class JsonRows(Rows):
                 for offset, (start, length) in enumerate(spans)
             ]
 
-    def _read(self, number: int, data: bytes) -> Row:
+    def _read(self, number: int, data: bytes) -> DatasetRow:
         try:
             return _parsed(data, self.files[0], number)
         except DataError as error:  # each was read when the file was opened
@@ -171,11 +171,11 @@ class ArrowRows(Rows):
     def __len__(self) -> int:
         return len(self._table)
 
-    def __getitem__(self, number: int) -> Row:
+    def __getitem__(self, number: int) -> DatasetRow:
         with self._text_of([number]):
             return dict(self._table[number])
 
-    def batches(self, columns: Sequence[str] | None = None) -> Iterator[list[Row]]:
+    def batches(self, columns: Sequence[str] | None = None) -> Iterator[list[DatasetRow]]:
         """Yield all rows in order, a thousand at a time; only ``columns`` of them, as far as there are such."""
         names = [name for name in self.column_names if columns is None or name in columns]
         table = self._table.select_columns(names)
@@ -210,7 +210,7 @@ class PartOfRows(Rows):
     def __len__(self) -> int:
         return len(self._range)
 
-    def __getitem__(self, number: int) -> Row:
+    def __getitem__(self, number: int) -> DatasetRow:
         return self._rows[self._range[number]]
 
     def place(self, number: int) -> str:
@@ -230,11 +230,11 @@ class JoinedRows(Rows):
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def __getitem__(self, number: int) -> Row:
+    def __getitem__(self, number: int) -> DatasetRow:
         source, row = self._source(range(len(self))[number])
         return source[row]
 
-    def batches(self, columns: Sequence[str] | None = None) -> Iterator[list[Row]]:
+    def batches(self, columns: Sequence[str] | None = None) -> Iterator[list[DatasetRow]]:
         """Yield all rows in order, at most a thousand at a time."""
         for source in self._sources:
             yield from source.batches(columns)
@@ -347,7 +347,7 @@ def _after_space(head: bytes) -> bytes:
     return head.removeprefix(_BOM).lstrip(_SPACE)
 
 
-def _parsed(data: bytes, path: Path, number: int, decoder: json.JSONDecoder | None = None) -> Row:
+def _parsed(data: bytes, path: Path, number: int, decoder: json.JSONDecoder | None = None) -> DatasetRow:
     """Return the object that ``data`` is. With ``_CHECKED`` as decoder, look for what a file's first reading finds."""
     cause: Exception | None = None
     try:
@@ -371,7 +371,7 @@ def _reason(error: Exception) -> str:
     return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> Row:
+def _distinct(pairs: list[tuple[str, Any]]) -> DatasetRow:
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
