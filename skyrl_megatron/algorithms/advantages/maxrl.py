@@ -1,4 +1,4 @@
-"""MaxRL: the deviation from the mean reward of the prompt's responses, in units of that mean."""
+"""MaxRL: the deviation from the mean reward of the prompt's responses, in units of their mean size."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from skyrl_megatron.algorithms.advantages.groups import EPSILON, Groups, Index, 
 
 @torch.no_grad()
 def maxrl_scores(scores: Tensor, index: Index, epsilon: float = EPSILON) -> Tensor:
-    """Return the deviation from the group's mean, divided by (mean + ε); in a group of one the score. [B] → [B]."""
+    """Return the deviation from the group's mean, divided by (mean |score| + ε); in a group of one the score. [B] → [B].
+
+    With rewards of 0 and above mean |score| is the mean, as MaxRL has it. A mean of rewards of both signs comes near 0
+    or below it, where a division by it would blow advantages up or reverse them.
+    """
     groups = Groups(index, len(scores), scores.device)
     alone = groups.sizes == 1
-    means = groups.mean(scores)
-    baseline, scale = means.masked_fill(alone, 0.0), (means + epsilon).masked_fill(alone, 1.0)
+    baseline = groups.mean(scores).masked_fill(alone, 0.0)
+    scale = (groups.mean(scores.abs()) + epsilon).masked_fill(alone, 1.0)
     return ((scores.double() - baseline[groups.ids]) / scale[groups.ids]).to(scores.dtype)
 
 

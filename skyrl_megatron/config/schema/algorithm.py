@@ -179,7 +179,8 @@ class AlgorithmConfig(BaseConfig):
 
     advantage_estimator: str = "grpo"
     """`grpo`, `rloo`, `reinforce++`, `gae` (needs a critic), `maxrl`, `distillation` (needs a teacher), or a name
-    registered with `register_advantage_estimator`."""
+    registered with `register_advantage_estimator`. `maxrl` divides by the mean size of the group's rewards, which is
+    their mean unless some are negative."""
     kl_ctrl: KLCtrlConfig = field(default_factory=KLCtrlConfig)
     """Course of the coefficient while `use_kl_in_reward`."""
     kl_estimator_type: Annotated[str, OneOf("k1", "k2", "k3", "abs")] = "k3"
