@@ -122,6 +122,8 @@ class TrainingBatch:
     """[B, T] float32."""
     is_last_step: Tensor | None = None
     """[B] bool: last row of its trajectory (step-wise trajectories have one row per turn)."""
+    truncated: Tensor | None = None
+    """[B] bool: the response was cut off, by a limit on its length."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Facts of the whole batch, carried along unchanged."""
     adapters: list[str] = field(default_factory=list)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
+import torch
 
 from skyrl_megatron.config import GeneratorConfig
 from skyrl_megatron.data.batch import collate, failed_uid
@@ -237,6 +238,8 @@ def to_training_batch(output: GeneratorOutput, uids: Sequence[str]) -> TrainingB
         is_last_step=output.get("is_last_step"),
         rollout_support=output.get("rollout_support"),
     )
+    if (reasons := output.get("stop_reasons")) is not None:
+        batch.truncated = torch.tensor([reason == "length" for reason in reasons])
     failed = np.flatnonzero([error is not None for error in errors])
     batch.response_mask[failed] = 0.0
     batch.loss_mask[failed] = 0.0

@@ -479,6 +479,8 @@ class RayPPOTrainer:
             grpo_norm_by_std=algorithm.grpo_norm_by_std,
             gamma=algorithm.gamma,
             lambd=algorithm.lambd,
+            loss_mask=batch.loss_mask,
+            truncated=batch.truncated,
             **({} if batch.is_last_step is None else {"is_last_step": batch.is_last_step}),
         )
         if algorithm.advantage_batch_normalize:

@@ -136,6 +136,153 @@ def test_gae_with_lambdas_of_its_own(critic_lambd, alpha):
     torch.testing.assert_close(advantages, masked_whiten(found[0], mask), rtol=1e-10, atol=1e-10)
 
 
+def conversations(rows=7, length=77, seed=0):
+    """Rewards, values, response and loss masks: every row has turns that are not trained, row 0 nothing else, row 1
+    none of them; the last token of row 2 is not trained and has the reward."""
+    generator = np.random.default_rng(seed)
+    response = np.arange(length) >= length - generator.integers(length // 2, length, rows)[:, None]
+    turns = np.repeat(generator.integers(0, 2, (rows, length // 7)), 7, axis=1)
+    trained = response * turns[:, :length]
+    trained[0], trained[1], trained[2, -3:] = 0, response[1], 0
+    rewards, values = generator.normal(size=(2, rows, length)) * response
+    rewards[2] = 0
+    rewards[2, -1] = 1
+    return rewards, values, response.astype(float), trained.astype(float)
+
+
+def whitened(x, mask):
+    kept = x[mask > 0]
+    return (x - kept.mean()) / np.sqrt(kept.var(ddof=1) + 1e-8)
+
+
+def estimated(name, rewards, response, trained, config=None, **options):
+    from skyrl_megatron.algorithms.advantages import compute_advantages_and_returns
+
+    config = config or algorithm_config()
+    options = {key: tensor(value) if key == "values" else value for key, value in options.items()}
+    uids = [str(row) for row in range(len(rewards))]
+    found = compute_advantages_and_returns(
+        tensor(rewards), tensor(response), uids, name, config, loss_mask=tensor(trained), **options
+    )
+    return [part.numpy() for part in found]
+
+
+@pytest.mark.parametrize("alpha", [None, 0.1])
+@pytest.mark.parametrize("bootstrap", [False, True])
+@pytest.mark.parametrize("gamma,lambd", [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0)])
+def test_gae_passes_over_untrained_tokens(gamma, lambd, bootstrap, alpha):
+    """The episode of the trained tokens alone, by the recurrence; cut rows go on with the value at their last one."""
+    import torch
+
+    rewards, values, response, trained = conversations()
+    truncated = np.arange(7) % 2 == 1
+    config = algorithm_config(gae__bootstrap_truncated=bootstrap, gae__length_adaptive_alpha=alpha)
+    advantages, returns = estimated(
+        "gae", rewards, response, trained, config, values=values, gamma=gamma, lambd=lambd,
+        truncated=torch.from_numpy(truncated),
+    )  # fmt: skip
+    expected, targets = np.zeros_like(rewards), np.zeros_like(rewards)
+    for row in range(7):
+        tokens = np.flatnonzero(trained[row])
+        ends = [*tokens[1:], rewards.shape[1]][: len(tokens)]
+        earned = [rewards[row, start:end].sum() for start, end in zip(tokens, ends, strict=True)]
+        for out, factor in (
+            (expected, lambd if alpha is None else max(0, 1 - 1 / (alpha * max(1, len(tokens))))),
+            (targets, lambd),
+        ):
+            following = values[row, tokens[-1]] if len(tokens) and bootstrap and truncated[row] else 0.0
+            running = 0.0
+            for token, reward in zip(tokens[::-1], earned[::-1], strict=True):
+                running = reward + gamma * following - values[row, token] + gamma * factor * running
+                out[row, token], following = running, values[row, token]
+    valid = trained > 0
+    np.testing.assert_allclose(returns[valid], (targets + values)[valid], rtol=1e-11, atol=1e-11)
+    np.testing.assert_allclose(advantages[valid], whitened(expected, trained)[valid], rtol=1e-10, atol=1e-10)
+    assert abs(advantages[valid].mean()) < 1e-12 and advantages[valid].std(ddof=1) == pytest.approx(1, rel=1e-6)
+
+
+def test_gae_learns_nothing_from_the_values_of_untrained_tokens():
+    """What stands at tokens that are not trained changes nothing; with ``skip_untrained_tokens=false``, SkyRL's way,
+    it does, and the mean over the trained tokens is no longer 0."""
+    rewards, values, response, trained = conversations()
+    other = np.where(trained > 0, values, values + 3 * response)
+    options, valid = {"gamma": 1.0, "lambd": 0.95}, trained > 0
+    both = [estimated("gae", rewards, response, trained, values=each, **options) for each in (values, other)]
+    for first, second in zip(*both, strict=True):
+        np.testing.assert_array_equal(first[valid], second[valid])
+    config = algorithm_config(skip_untrained_tokens=False)
+    through, moved = (
+        estimated("gae", rewards, response, trained, config, values=each, **options) for each in (values, other)
+    )
+    assert np.abs(through[1] - moved[1])[valid].max() > 0.5
+    assert abs(moved[0][valid].mean()) > 0.1
+    # As without a loss mask, where the recorded outputs of SkyRL hold (test_equals_the_reference).
+    from skyrl_megatron.algorithms.advantages.gae import gae
+
+    plain = gae(tensor(rewards), tensor(response), tensor(values), 1.0, 0.95)
+    for found, want in zip(through, plain, strict=True):
+        np.testing.assert_array_equal(found, want.numpy())
+
+
+@pytest.mark.parametrize("skip, expected", [(True, [0.955, 1.0]), (False, [0.91725, 1.0])])
+def test_returns_around_a_tool_output_by_hand(skip, expected):
+    """λ = 0.95, values 0.5, 0.2, 0.1, the second token a tool's. Passed over: 0.1 - 0.5 + 0.95·0.9 + 0.5."""
+    row = [[0.0, 0.0, 1.0]], [[1.0, 1.0, 1.0]], [[1.0, 0.0, 1.0]]
+    config = algorithm_config(skip_untrained_tokens=skip)
+    _, returns = estimated("gae", *map(np.array, row), config, values=[[0.5, 0.2, 0.1]], lambd=0.95)
+    np.testing.assert_allclose(returns[0, [0, 2]], expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.97])
+def test_reinforce_plus_plus_passes_over_untrained_tokens(gamma):
+    rewards, _, response, trained = conversations()
+    advantages, returns = estimated("reinforce++", rewards, response, trained, gamma=gamma)
+    expected = np.zeros_like(rewards)
+    for row in range(7):
+        running, tokens = 0.0, np.flatnonzero(trained[row])
+        ends = [*tokens[1:], rewards.shape[1]][: len(tokens)]
+        for token, end in zip(tokens[::-1], ends[::-1], strict=True):
+            running = rewards[row, token:end].sum() + gamma * running
+            expected[row, token] = running
+    np.testing.assert_allclose(returns, expected * trained, rtol=1e-11, atol=1e-11)
+    np.testing.assert_allclose(advantages, whitened(expected, trained) * trained, rtol=1e-10, atol=1e-10)
+    config = algorithm_config(skip_untrained_tokens=False)
+    stopped, _ = estimated("reinforce++", rewards, response, trained, config, gamma=gamma)
+    assert np.abs(stopped - advantages)[trained > 0].max() > 0.01
+
+
+@pytest.mark.parametrize("name", ["gae", "reinforce++"])
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_hardly_anything_to_train_on(name, tokens):
+    """A batch whose rows are all masked, as by a filter, has advantages of 0."""
+    rewards, values, response, trained = conversations()
+    trained[:] = 0
+    trained[3, -1] = tokens
+    advantages, returns = estimated(name, rewards, response, trained, values=values)
+    assert not advantages.any() and np.isfinite(returns).all()
+
+
+def test_estimators_without_such_parameters_get_no_loss_mask():
+    import torch
+
+    from skyrl_megatron.algorithms.advantages import AdvantageEstimatorRegistry
+
+    def strict(token_level_rewards, response_mask, index, values, grpo_norm_by_std, gamma, lambd, config):
+        return token_level_rewards, token_level_rewards
+
+    def asks(token_level_rewards, response_mask, index, loss_mask=None, truncated=None, **_):
+        assert loss_mask.shape == response_mask.shape and truncated.tolist() == [True] + [False] * 6
+        return token_level_rewards * loss_mask, token_level_rewards
+
+    rewards, _, response, trained = conversations()
+    for function in (strict, asks):
+        AdvantageEstimatorRegistry.register("own", function)
+        try:
+            estimated("own", rewards, response, trained, truncated=torch.arange(7) == 0)
+        finally:
+            AdvantageEstimatorRegistry.unregister("own")
+
+
 @pytest.mark.parametrize("lambd", [-0.1, 1.1])
 def test_a_lambda_outside_0_to_1_is_named(lambd):
     from skyrl_megatron.algorithms.advantages.gae import gae

@@ -10,8 +10,8 @@
     reinforce++            reinforce.py
     distillation           ../distillation.py
 
-``groups.py`` holds the groups of responses to a prompt, ``normalize.py`` whitens a batch, ``compute.py`` checks input
-and output of an estimator.
+``groups.py`` holds the groups of responses to a prompt, ``trained.py`` leaves out tokens that are not trained,
+``normalize.py`` whitens a batch, ``compute.py`` checks input and output of an estimator.
 """
 
 from __future__ import annotations
@@ -90,9 +90,12 @@ def compute_advantages_and_returns(
     """Compute advantages and returns [B, T] by the estimator of that name, built-in or custom.
 
     ``token_level_rewards`` [B, T] floating, ``response_mask`` [B, T] in {0, 1}, ``index`` [B] prompt uids, ``values``
-    [B, T] for gae, ``config`` the AlgorithmConfig. Further keywords reach the estimator, except ``is_last_step`` [B]
-    bool: rows are steps of trajectories, in order, and the advantage of the last step counts for all of them (outcome
-    estimators only).
+    [B, T] for gae, ``config`` the AlgorithmConfig. Further keywords reach the estimator, except these:
+
+    - ``is_last_step`` [B] bool: rows are steps of trajectories, in order, and the advantage of the last step counts
+      for all of them (outcome estimators only).
+    - ``loss_mask`` [B, T]: the tokens trained on; ``truncated`` [B] bool: the responses that were cut off. They reach
+      estimators that have a parameter of that name: gae, and the first one reinforce++.
 
     Raises AlgorithmError (a ValueError) for an unknown name, shapes, dtypes or masks that do not fit, a wrong return
     of a custom estimator, and rewards or values that are not finite; with ``config.nonfinite == "skip"`` such rows get

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -29,12 +30,16 @@ def run_estimator(
     values: Tensor | None,
     nonfinite: str,
     is_last_step: Tensor | None = None,
+    loss_mask: Tensor | None = None,
+    truncated: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return advantages and returns [B, T] of a registered estimator; see ``compute_advantages_and_returns``."""
     tensors = {"token_level_rewards": token_level_rewards, "response_mask": response_mask, "values": values}
-    check_token_tensors("token_level_rewards", **tensors)
+    check_token_tensors("token_level_rewards", **tensors, loss_mask=loss_mask)
     check_mask("response_mask", response_mask)
+    if loss_mask is not None:
+        check_mask("loss_mask", loss_mask)
     uids = index if isinstance(index, Tensor) else np.asarray(index)
     rows = len(token_level_rewards)
     if len(uids) != rows:
@@ -43,6 +48,9 @@ def run_estimator(
         if str(name) in NEEDS_WHOLE_TRAJECTORY:
             raise AlgorithmError(f"{name} carries reward through time: it cannot use step-wise trajectories")
         return _stepwise(name, estimator, tensors, uids, is_last_step, nonfinite, options)
+    # Only to those that name them: estimators without **kwargs were written before there were such keywords.
+    named = inspect.signature(estimator).parameters
+    tensors |= {key: each for key, each in {"loss_mask": loss_mask, "truncated": truncated}.items() if key in named}
     whose = uids if isinstance(uids, np.ndarray) else None
     keep = finite_rows("token_level_rewards", token_level_rewards, nonfinite=nonfinite, uids=whose)
     if values is not None:

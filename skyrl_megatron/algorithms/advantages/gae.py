@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from skyrl_megatron.algorithms.advantages.trained import TrainedTokens, mask_to_skip_by
 from skyrl_megatron.algorithms.masked import masked_mean, masked_var
 from skyrl_megatron.config.schema.algorithm import GAEConfig
 from skyrl_megatron.errors import AlgorithmError
@@ -57,15 +58,24 @@ def gae(
     gamma: float = 1.0,
     lambd: float = 1.0,
     config: Any = None,
+    loss_mask: Tensor | None = None,
+    truncated: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """Estimate advantages from the critic's values and whiten them over the response; returns are A + V before that.
 
     δ_t = r_t + γV_{t+1} - V_t and A_t = δ_t + γλA_{t+1}, over all of T: padding stands at the left, where nothing
     flows from. ``config.gae`` may give the returns a λ of their own, and the advantages one that depends on the length
-    of the response. Advantages [B, T] are not masked again: ignore entries outside the mask.
+    of the response.
+
+    With ``loss_mask`` [B, T], unless ``config.skip_untrained_tokens`` is false, t + 1 is the next trained token, and
+    trained tokens alone are whitened: the critic learns no values of others. A reward at another token counts for the
+    trained one before it. With ``config.gae.bootstrap_truncated`` the value at the last token of the rows that are
+    ``truncated`` [B] stands for what would have followed it; otherwise nothing does.
+
+    Entries of the result outside the mask mean nothing: ignore them.
     Raises AlgorithmError without ``values`` [B, T], for a λ or γ outside [0, 1], or when fewer than two tokens are
-    valid.
+    valid; with ``loss_mask`` such advantages are 0.
     """
     if values is None:
         raise AlgorithmError(
@@ -76,13 +86,24 @@ def gae(
     for name, given in (("lambd", lambd), ("gae.critic_lambd", critic_lambd), ("gamma", gamma)):
         if not 0 <= given <= 1:
             raise AlgorithmError(f"trainer.algorithm.{name}={given}: must lie between 0 and 1")
+    mask, trained = response_mask, None
+    if (counted := mask_to_skip_by(loss_mask, config)) is not None:
+        mask, trained = counted, TrainedTokens.unless_at_the_end(counted)
+    if trained is not None:
+        token_level_rewards, values, mask = trained.credit(token_level_rewards), trained.move(values), trained.moved
     deltas = token_level_rewards - values
     deltas[:, :-1].add_(values[:, 1:], alpha=gamma)
+    if settings.bootstrap_truncated and truncated is not None:
+        deltas[:, -1].add_(values[:, -1] * truncated, alpha=gamma)
     alpha = settings.length_adaptive_alpha
-    policy_lambd = lambd if alpha is None else length_adaptive_lambda(response_mask, alpha)
+    policy_lambd = lambd if alpha is None else length_adaptive_lambda(mask, alpha)
     advantages = discounted_suffix_sum(deltas, gamma * policy_lambd)
     same = alpha is None and critic_lambd == lambd
     returns = advantages if same else discounted_suffix_sum(deltas, gamma * critic_lambd)
     returns = torch.add(returns, values, out=deltas)
-    scale = torch.rsqrt(masked_var(advantages, response_mask) + 1e-8)
-    return advantages.sub_(masked_mean(advantages, response_mask)).mul_(scale), returns
+    if mask is not response_mask and mask.sum() < 2:  # nothing to train on, or one token that is its own mean
+        advantages.zero_()
+    else:
+        scale = torch.rsqrt(masked_var(advantages, mask) + 1e-8)
+        advantages.sub_(masked_mean(advantages, mask)).mul_(scale)
+    return (advantages, returns) if trained is None else (trained.back(advantages), trained.back(returns))

@@ -12,7 +12,7 @@ from skyrl_megatron.algorithms.advantages.groups import EPSILON, Groups, Index, 
 
 @torch.no_grad()
 def maxrl_scores(scores: Tensor, index: Index, epsilon: float = EPSILON) -> Tensor:
-    """Return the deviation from the group's mean, divided by (mean |score| + ε); in a group of one the score. [B] → [B].
+    """Return [B]: the deviation from the group's mean, divided by (mean |score| + ε); in a group of one the score.
 
     With rewards of 0 and above mean |score| is the mean, as MaxRL has it. A mean of rewards of both signs comes near 0
     or below it, where a division by it would blow advantages up or reverse them.

@@ -261,6 +261,11 @@ IDLE: tuple[Idle, ...] = (
     ),
     Idle("advantage_estimator is not grpo", f"{_A}grpo_norm_by_std", _estimator_is_not("grpo")),
     Idle("the estimator does not discount", f"{_A}gamma", _estimator_is_not("gae", "reinforce++")),
+    Idle(
+        "the estimator does not carry reward through time",
+        f"{_A}skip_untrained_tokens",
+        _estimator_is_not("gae", "reinforce++"),
+    ),
     Idle("advantage_estimator is not gae", f"{_A}lambd {_A}gae.", _estimator_is_not("gae")),
     Idle(
         "gae.length_adaptive_alpha and gae.critic_lambd are set",

@@ -152,6 +152,9 @@ class GAEConfig(BaseConfig):
     length_adaptive_alpha: Positive | None = None
     """λ of the policy is 1 − 1/(this · length of the response), at least 0 (arXiv:2504.05118; 0.05 there).
     None: `lambd` for every length."""
+    bootstrap_truncated: bool = False
+    """A response that was cut off (stop reason `length`) goes on, in the returns, with the critic's value at its last
+    token. False: nothing follows it, as at an end of its own."""
 
 
 @dataclass
@@ -253,5 +256,10 @@ class AlgorithmConfig(BaseConfig):
     """NaN or infinite rewards and log-probabilities stop the run, or their sample is masked and counted."""
     gae: GAEConfig = field(default_factory=GAEConfig)
     """Settings of the estimator `gae`."""
+    skip_untrained_tokens: bool = True
+    """`gae` and `reinforce++` pass over tokens that are not trained (tool outputs, user turns, masked responses): the
+    step after a trained token is the next trained one, a reward between them counts for the first, and trained tokens
+    alone are whitened. False: values and rewards flow through all tokens of the response, as in SkyRL, though no loss
+    teaches the critic the values of some."""
     distillation: DistillationConfig = field(default_factory=DistillationConfig)
     """Learning from a teacher."""

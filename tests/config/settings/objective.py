@@ -41,12 +41,19 @@ def loss(cfg):
 
 
 def _batch(values=False):
+    import torch
+
     from skyrl_megatron.data.batch import collate
 
     responses = [[5, 6, 7], [5, 6], [7, 8, 9], [4, 3, 2], [1, 1], [1, 2]]
     batch = collate(
-        [[1, 2]] * 6, responses, uids=["a", "a", "a", "b", "b", "b"], rewards=[1.0, 0.2, 0.5, 1.0, 1.0, 1.0]
+        [[1, 2]] * 6,
+        responses,
+        uids=["a", "a", "a", "b", "b", "b"],
+        rewards=[1.0, 0.2, 0.5, 1.0, 1.0, 1.0],
+        loss_masks=[[1, 1, 1], [1, 1], [1, 0, 1], [1, 1, 1], [1, 1], [1, 1]],
     )
+    batch.truncated = torch.tensor([False, True, False, False, False, False])
     shape = batch.response_mask.shape
     batch.old_logprobs, batch.ref_logprobs = _tokens(5, 1.0, *shape), _tokens(6, 1.0, *shape)
     batch.values = _tokens(7, 1.0, *shape) if values else None

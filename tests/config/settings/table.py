@@ -102,6 +102,8 @@ OBJECTIVE = {
     f"{A}lambd": Row(0.5, objective.advantages, {f"{A}advantage_estimator": "gae"}),
     f"{A}gae.critic_lambd": Row(0.5, objective.returns, {f"{A}advantage_estimator": "gae"}),
     f"{A}gae.length_adaptive_alpha": Row(0.5, objective.advantages, {f"{A}advantage_estimator": "gae"}),
+    f"{A}gae.bootstrap_truncated": Row(True, objective.returns, {f"{A}advantage_estimator": "gae"}),
+    f"{A}skip_untrained_tokens": Row(False, objective.returns, {f"{A}advantage_estimator": "gae"}),
     f"{A}use_kl_in_reward": Row(True, objective.penalty, {f"{A}use_kl_loss": False}),
     f"{A}kl_ctrl.type": Row("adaptive", objective.penalty, IN_REWARD),
     f"{A}kl_ctrl.kl_target": Row(99.0, objective.penalty, ADAPTIVE),
