@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
 from megatron.core.optimizer.optimizer import GRAD_NORM_GROUP_ATTR
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -104,7 +109,16 @@ def build_optimizer(
         config = OptimizerConfig(**fields)
     except (ValueError, AssertionError) as error:
         raise ConfigError([Problem(key, extra, f"Megatron rejects it: {error}")]) from error
-    return get_megatron_optimizer(config, chunks, use_gloo_process_groups=False, pg_collection=groups.collection)
+    overrides = get_standard_config_overrides(config)
+    if settings.decay_norms_and_biases:
+        overrides = {which: change for which, change in overrides.items() if "wd_mult" not in change}
+    return get_megatron_optimizer(
+        config,
+        chunks,
+        config_overrides=overrides,
+        use_gloo_process_groups=False,
+        pg_collection=groups.collection,
+    )
 
 
 def _dtypes(extra: dict[str, Any], key: str) -> dict[str, torch.dtype]:
@@ -136,6 +150,8 @@ def build_lr_schedule(
 ) -> OptimizerParamScheduler:
     """Build the schedule named by ``settings.scheduler``, counted in optimizer steps (mini-batches), warm-up included.
 
+    The first of N warm-up steps is taken with lr/N, not with 0: it follows a whole rollout.
+
     ``num_decay_steps`` (default: ``total_steps``) is where ``min_lr`` is reached; ``wsd`` holds the peak until its
     last tenth, then decays linearly. Raises ConfigError when a decaying schedule has no end, or ends in its warm-up.
     """
@@ -154,7 +170,7 @@ def build_lr_schedule(
         raise ConfigError([Problem(f"{key}.num_decay_steps", end, fix)])
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=0.0,
+        init_lr=settings.lr / max(settings.num_warmup_steps, 1),
         max_lr=settings.lr,
         min_lr=settings.min_lr if style != "constant" else min(settings.min_lr, settings.lr),
         lr_warmup_steps=settings.num_warmup_steps,

@@ -18,13 +18,14 @@ class OptimizerConfig(BaseConfig):
     adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     """Decay rates of the first and second moment, each in [0, 1)."""
     weight_decay: NonNegative = 1e-2
-    """Fraction of a weight, times the learning rate, taken off at each step."""
+    """Fraction of a weight, times the learning rate, taken off at each step; norms and biases, of one dimension, are
+    left alone unless `decay_norms_and_biases`."""
     max_grad_norm: NonNegative = 1.0
     """Gradients with a larger L2 norm (over all parameters) are scaled down to it; 0 never clips."""
     offload_after_step: bool = True
     """Move the optimizer state to host memory after each training step. Only where `colocate_all` shares GPUs."""
     num_warmup_steps: NonNegativeInt = 0
-    """Mini-batch steps in which the learning rate rises linearly from 0."""
+    """Mini-batch steps N in which the learning rate rises linearly, from lr/N at the first."""
     scheduler: Annotated[str, OneOf("constant", "constant_with_warmup", "linear", "cosine", "wsd")] = (
         "constant_with_warmup"
     )
@@ -33,6 +34,8 @@ class OptimizerConfig(BaseConfig):
     """Where a decaying schedule ends."""
     num_decay_steps: NonNegativeInt | None = None
     """Mini-batch step at which `min_lr` is reached, warm-up included. None: the last step of the run."""
+    decay_norms_and_biases: bool = False
+    """Weight decay reaches parameters of one dimension too, as in SkyRL's FSDP."""
 
 
 @dataclass

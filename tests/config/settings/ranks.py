@@ -136,6 +136,7 @@ PARTS = {
     "fused": lambda engine: engine._head_weight is not None,
     "trainable": lambda engine: sum(each.requires_grad for chunk in engine.chunks for each in chunk.parameters()),
     "optimizer": lambda engine: _fields(engine.optimizer.config),
+    "decay": lambda engine: sorted(group["wd_mult"] for group in engine.optimizer.param_groups),
     "buffers": lambda engine: _fields(engine.chunks[0].ddp_config),
     "logprobs": lambda engine: engine.compute_logprobs(_batch()).tolist(),
     "schedule": _schedule,

@@ -336,6 +336,7 @@ MODELS = {
     f"{OPT}lr": Row(0.5, "schedule"),
     f"{OPT}adam_betas": Row([0.5, 0.6], "optimizer"),
     f"{OPT}weight_decay": Row(0.5, "optimizer"),
+    f"{OPT}decay_norms_and_biases": Row(True, "decay"),
     f"{OPT}max_grad_norm": Row(0.5, "optimizer"),
     f"{OPT}num_warmup_steps": Row(3, "schedule"),
     f"{OPT}scheduler": Row("cosine", "schedule"),
