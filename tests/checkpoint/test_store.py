@@ -127,6 +127,79 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     store.close()
 
 
+def as_before_branches(folder):
+    """Write the manifest as versions without branches did."""
+    from skyrl_megatron.runtime.checkpoint.manifest import _self_hash
+
+    path = folder / "MANIFEST.json"
+    body = {k: v for k, v in json.loads(path.read_text()).items() if k not in ("branch", "ancestry", "self")}
+    path.write_text(json.dumps(body | {"self": _self_hash(body)}))
+
+
+@pytest.mark.parametrize("older_version", [False, True])
+def test_a_run_that_starts_anew_is_not_mixed_with_the_one_before(tmp_path, older_version):
+    """Higher steps of the run before are named, neither resumed nor counted nor removed."""
+    from skyrl_megatron.runtime.checkpoint.store import CheckpointStore
+
+    store = CheckpointStore(tmp_path)
+    for step in (4, 900, 1000):
+        write(store, step)
+        if older_version:
+            as_before_branches(tmp_path / f"global_step_{step}")
+    store.close()
+    anew = CheckpointStore(tmp_path, keep=2)
+    for step in (10, 20, 30):
+        write(anew, step)
+    assert anew.complete_steps() == [30, 20] and anew.steps() == [1000, 900, 30, 20, 4]
+    with pytest.warns(
+        SkyRLMegatronWarning, match="global_step_1000, global_step_900, global_step_4 belong to another"
+    ):
+        assert [found.step for found in CheckpointStore(tmp_path).candidates()] == [30, 20]
+    anew.close()
+
+
+@pytest.mark.parametrize("older_version", [False, True])
+def test_a_branch_that_was_given_up(tmp_path, older_version):
+    """A run goes back to its step 20: what it saved after that is another branch, what came before still counts."""
+    from skyrl_megatron.runtime.checkpoint.store import CheckpointStore
+
+    store = CheckpointStore(tmp_path)
+    for step in (10, 20, 30, 40):
+        write(store, step)
+        if older_version:
+            as_before_branches(tmp_path / f"global_step_{step}")
+    store.close()
+    back = CheckpointStore(tmp_path, keep=3)
+    back.continue_from(back.open(20))
+    write(back, 25)
+    back.close()
+    with pytest.warns(SkyRLMegatronWarning, match="global_step_40, global_step_30 belong to another"):
+        assert [found.step for found in CheckpointStore(tmp_path).candidates()] == [25, 20, 10]
+    again = CheckpointStore(tmp_path, keep=3)
+    again.continue_from(again.open(25))
+    write(again, 35)
+    assert again.complete_steps() == [35, 25, 20] and again.steps() == [40, 35, 30, 25, 20]
+    again.close()
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_killed_before_the_pointer_moved(tmp_path, resumed, recwarn):
+    """A complete checkpoint above the pointer counts where it continues the one that the pointer names."""
+    from skyrl_megatron.runtime.checkpoint.store import CheckpointStore
+
+    store = CheckpointStore(tmp_path)
+    write(store, 1)
+    write(store, 2)
+    if resumed:
+        store.close()
+        store = CheckpointStore(tmp_path)
+        store.continue_from(store.open(2))
+    write(store, 3)
+    (tmp_path / "latest_ckpt_global_step.txt").write_text("2\n")
+    assert [found.step for found in store.candidates()] == [3, 2, 1] and not recwarn.list
+    store.close()
+
+
 def test_no_checkpoint_of_a_step_that_was_not_finite(tmp_path):
     from skyrl_megatron.runtime.checkpoint.store import CheckpointStore
 

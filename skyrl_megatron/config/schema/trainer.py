@@ -93,7 +93,8 @@ class TrainerConfig(BaseConfig):
     seed: NonNegativeInt = 42
     """Seed of data order, sampling, dropout and random weights."""
     resume_mode: Annotated[str | None, OneOf("none", "latest", "from_path")] = "latest"
-    """Start anew (`none` or null), from the newest complete checkpoint in `ckpt_path`, or from `resume_path`."""
+    """Start anew (`none` or null), from the newest complete checkpoint in `ckpt_path` of the run that
+    `latest_ckpt_global_step.txt` names, or from `resume_path`. What another run left there is named and left alone."""
     resume_path: str | None = None
     """A `global_step_N` folder, for `resume_mode=from_path`."""
     log_path: str = "/tmp/skyrl-logs"
@@ -101,7 +102,7 @@ class TrainerConfig(BaseConfig):
     ckpt_path: str = field(default_factory=lambda: os.path.expanduser("~/ckpts/"))
     """Folder, or `s3://`/`gs://` address, of the checkpoints."""
     max_ckpts_to_keep: Annotated[int, Bounds(1, also=(-1,))] = -1
-    """Older checkpoints than the last so many are removed; -1 keeps all."""
+    """Older checkpoints of this run than the last so many are removed; -1 keeps all."""
     ckpt_interval: EverySteps = 10
     """Checkpoint every so many steps; -1 or 0: at the end only."""
     hf_save_interval: EverySteps = -1

@@ -121,6 +121,7 @@ class Checkpointer:
                 candidates.reject(str(error))
                 continue
             self.saved_step = found.step
+            self.store.continue_from(found)
             return Resumed(found.step, found.folder, data, state)
         return None
 

@@ -80,6 +80,16 @@ class Manifest:
     """Repository of the Hugging Face hub → commit that the run read (``trainer.hub_commits``)."""
     bases: dict[str, str] = field(default_factory=dict)
     """Role → fingerprint of the weights that its saved adapters are added to (``runtime/lora/base.py``)."""
+    branch: str = ""
+    """The stretch of training, from a start or resume on, that saved it. Empty in older checkpoints."""
+    ancestry: dict[str, int] = field(default_factory=dict)
+    """Branches that this one continues → the step at which each was left."""
+
+    def descends_from(self, other: Manifest) -> bool:
+        """Return whether the training that saved this passed through the checkpoint ``other``, or is it."""
+        if self.branch == other.branch:
+            return other.step <= self.step
+        return other.step <= self.ancestry.get(other.branch, -1)
 
     def to_bytes(self) -> bytes:
         """Return the file's content."""
@@ -90,6 +100,8 @@ class Manifest:
             "versions": self.versions,
             "hub_commits": self.hub_commits,
             "bases": self.bases,
+            "branch": self.branch,
+            "ancestry": self.ancestry,
             "block_bytes": BLOCK_BYTES,
             "files": {name: asdict(entry) for name, entry in sorted(self.files.items())},
         }
@@ -108,7 +120,7 @@ class Manifest:
             raise CheckpointError(f"{path} is damaged: its content does not have the hash that it states")
         if body.get("format") != FORMAT or body.get("block_bytes") != BLOCK_BYTES:
             raise CheckpointError(f"{path} has format {body.get('format')}, this version reads {FORMAT}")
-        filled = {"hub_commits": {}, "bases": {}} | body  # which older checkpoints lack
+        filled = {"hub_commits": {}, "bases": {}, "branch": "", "ancestry": {}} | body  # which older checkpoints lack
         if wrong := [name for name, fits in _FIELDS.items() if not fits(filled.get(name))]:
             raise CheckpointError(f"{path} is none of ours: {', '.join(wrong)} is not what it should be: refused")
         files = {name: FileEntry(**entry) for name, entry in body["files"].items()}
@@ -122,6 +134,8 @@ class Manifest:
             body["versions"],
             hub_commits=filled["hub_commits"],
             bases=filled["bases"],
+            branch=filled["branch"],
+            ancestry=filled["ancestry"],
         )
 
     def roles(self) -> list[str]:
@@ -151,6 +165,8 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
     "versions": _all_are(str),
     "hub_commits": _all_are(str),
     "bases": _all_are(str),
+    "branch": lambda value: isinstance(value, str),
+    "ancestry": _all_are(int),
 }
 """Key of a manifest → whether a value can be its. The hash of a manifest is right for whoever wrote it."""
 

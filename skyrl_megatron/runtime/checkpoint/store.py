@@ -9,6 +9,10 @@
 
 A save goes: shards → manifest → folder renamed from ``global_step_<N>.tmp`` → pointer → older ones pruned. Every step
 is durable before the next begins, so a process may end anywhere. A store may be driven by a process that is no rank.
+
+A folder may hold checkpoints of several runs, or branches of one: a run that starts anew, or goes back to an earlier
+step, leaves those of the run before it, with steps as high as they were. The pointer says which branch is meant; each
+manifest, which branches its own continues. Resuming and retention look at the checkpoints of that line alone.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -74,8 +79,16 @@ class CheckpointStore:
         self.root = self.storage.root
         self.keep, self.hub_commits = keep, dict(hub_commits or {})
         self._lock: FolderLock | None = None
+        self._branch, self._ancestry = uuid.uuid4().hex, dict[str, int]()
 
     # ------------------------------------------------------------------------------------------ writing
+    def continue_from(self, checkpoint: SavedCheckpoint) -> None:
+        """Save from here on as a branch that continues ``checkpoint``; without this call, as one with a new start."""
+        manifest = checkpoint.manifest
+        self._branch, self._ancestry = uuid.uuid4().hex, manifest.ancestry | {manifest.branch: manifest.step}
+        if open_storage(checkpoint.folder).root != self.folder(manifest.step):
+            self._ancestry.pop("", None)  # older checkpoints of another folder are not those of this one
+
     def begin(self, step: int, roles: Mapping[str, int], *, last_step_finite: bool = True) -> str | None:
         """Make the folder into which the ranks of ``roles`` (role → number of ranks) write step ``step``.
 
@@ -172,7 +185,7 @@ class CheckpointStore:
     def _complete(
         self, step: int, folder: str, roles: Mapping[str, int], extras: Mapping[str, bytes], timeout_s: float
     ) -> Manifest:
-        manifest = Manifest(step, {}, {}, versions(), self.hub_commits)
+        manifest = Manifest(step, {}, {}, versions(), self.hub_commits, branch=self._branch, ancestry=self._ancestry)
         for name, content in extras.items():
             self.storage.write(f"{folder}/{name}", content)
             manifest.files[name] = hash_bytes(content)
@@ -222,8 +235,29 @@ class CheckpointStore:
         return any(self.storage.exists(self.storage.path(self._name(step), MANIFEST)) for step in steps)
 
     def complete_steps(self) -> list[int]:
-        """Return the steps whose checkpoint has all its files, newest first."""
-        return [step for step in self.steps() if self._is_complete(step)]
+        """Return the steps of the pointer's line whose checkpoint has all its files, newest first."""
+        line, _ = self._line(self.steps())
+        return [step for step in line if self._is_complete(step)]
+
+    def _line(self, steps: list[int]) -> tuple[list[int], list[int]]:
+        """Part ``steps`` into those of the pointer's line, and those of other runs or branches.
+
+        Of the line are the checkpoints that the pointer's descends from, and those that descend from it: a run that
+        was killed before it moved the pointer has lost nothing. Without a pointer all are.
+        """
+        named = self.pointer()
+        if named is None or named not in steps:
+            return steps, []
+        manifests = {step: self._manifest(step) for step in steps}
+        pointed = manifests[named]
+        line = [step for step in steps if _in_line(step, manifests[step], named, pointed)]
+        return line, [step for step in steps if step not in line]
+
+    def _manifest(self, step: int) -> Manifest | None:
+        try:
+            return read_manifest(self.storage, self.folder(step))
+        except CheckpointError:
+            return None
 
     def open(self, step: int) -> SavedCheckpoint:
         """Open the checkpoint of a step. Raises CheckpointError unless the manifest is sound and all files are there,
@@ -244,12 +278,21 @@ class CheckpointStore:
         return found
 
     def candidates(self) -> Iterator[SavedCheckpoint]:
-        """Yield the checkpoints to resume from, newest first; pass each incomplete or damaged one with a warning.
+        """Yield the checkpoints to resume from, newest first: those of the pointer's line.
 
-        The folders count, not the pointer: a run that was killed between the two has lost nothing.
+        Each incomplete or damaged one is passed with a warning, and those of other runs or branches are named in one.
         """
         steps = self.steps()
         self._compare_pointer(steps)
+        steps, others = self._line(steps)
+        if others:
+            names = ", ".join(self._name(step) for step in others[:8]) + (", …" if len(others) > 8 else "")
+            warnings.warn(
+                f"{self.root}: {names} belong to another run or branch than {POINTER} names: left alone. Resume one "
+                "with trainer.resume_mode=from_path, or remove what is not needed; max_ckpts_to_keep counts none",
+                SkyRLMegatronWarning,
+                stacklevel=2,
+            )
         for step in steps:
             try:
                 yield self.open(step)
@@ -284,7 +327,7 @@ class CheckpointStore:
 
     # ------------------------------------------------------------------------------------------ retention
     def prune(self, keep: int, *, sound: int | None = None) -> list[int]:
-        """Remove all but the newest ``keep`` complete checkpoints; returns the removed steps.
+        """Remove all but the newest ``keep`` complete checkpoints of the pointer's line; returns the removed steps.
 
         Incomplete ones do not count. Before anything is removed, hashes are compared until one checkpoint is found
         to be sound, and that one stays; ``sound``: a step whose hashes were taken from what was just written.
@@ -323,6 +366,16 @@ class CheckpointStore:
         except CheckpointError:
             return False
         return True
+
+
+def _in_line(step: int, manifest: Manifest | None, named: int, pointed: Manifest | None) -> bool:
+    """Return whether the checkpoint of a step is of the line of the one that the pointer names."""
+    if manifest is None:  # not complete: it is met, and reported, where it would have been read
+        return True
+    if step <= named:
+        return pointed is None or pointed.descends_from(manifest)
+    # Older checkpoints know no branches: nothing says that the pointer was only not moved yet.
+    return pointed is not None and bool(manifest.branch) and manifest.descends_from(pointed)
 
 
 def json_bytes(value: Mapping[str, Any], name: str) -> bytes:
