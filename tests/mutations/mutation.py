@@ -50,11 +50,13 @@ def judge(mutation: Mutation, tree: Path, limit_s: float = LIMIT_S) -> tuple[str
     path = tree / mutation.file
     if not path.is_file() or (text := mutation.applied(path.read_text())) is None:
         return DOES_NOT_APPLY, ""
+    original, times = path.read_bytes(), path.stat()
     path.write_text(text)
     try:
         code, output = run_tests(mutation.tests, tree, limit_s)
     finally:
-        shutil.copy2(ROOT / mutation.file, path)  # with its time, by which Python knows what it compiled
+        path.write_bytes(original)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # by which Python knows what it compiled
     outcomes = {0: SURVIVED, 1: CAUGHT, None: f"no end within {limit_s:g} s"}
     return outcomes.get(code, f"no verdict: pytest ended with {code}"), output
 

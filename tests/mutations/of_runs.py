@@ -231,7 +231,7 @@ MUTATIONS = (
         "skyrl_megatron/trainer/stream/appending.py",
         "os.fdatasync(self._descriptor)",
         "pass",
-        ("tests/trainer/test_journal.py",),
+        ("tests/trainer/test_journal.py::test_an_append_is_on_the_disk_when_it_ends",),
         "groups that were said to be safe would be lost with the power",
     ),
     Mutation(
@@ -279,7 +279,7 @@ MUTATIONS = (
         "skyrl_megatron/workers/dispatch.py",
         "out[mine] = result[: len(mine)]",
         "out[: len(mine)] = result[: len(mine)]",
-        ("tests/job/test_workers.py",),
+        ("tests/job/test_workers.py::test_a_batch_goes_out_once_a_replica_and_comes_back_in_order",),
         "log-probs would belong to other rows than they are given to",
     ),
     Mutation(
