@@ -1,6 +1,7 @@
 """The folder of all checkpoints: what stays, what goes, where it may lie. Bytes are real, models are not needed."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -307,6 +308,26 @@ def test_archive_of_another_torch(tmp_path):
         tensor_in(archive, Chunk((0, 0), (4, 4), "file", 0, len(archive)), torch.float32, "folder")
 
 
+def test_a_small_file_is_on_the_disk_before_it_is_seen(tmp_path, monkeypatch):
+    """After a power cut a manifest, or the pointer, is the old one or the new, and never empty."""
+    from skyrl_megatron.runtime.checkpoint.storage import LocalStorage
+
+    calls = []
+    for name in ("fsync", "replace"):
+        call = getattr(os, name)
+
+        def noted(first, *others, name=name, call=call):
+            path = first if name == "replace" else os.readlink(f"/proc/self/fd/{first}")
+            calls.append((name, path, os.path.exists(path) and os.path.getsize(path)))
+            return call(first, *others)
+
+        monkeypatch.setattr(os, name, noted)
+    path = f"{tmp_path}/manifest.json"
+    LocalStorage(tmp_path).write(path, b"content")
+    assert calls[:2] == [("fsync", f"{path}.new", 7), ("replace", f"{path}.new", 7)]
+    assert calls[2][:2] == ("fsync", str(tmp_path)) and len(calls) == 3
+
+
 def test_manifest_refuses_damage_and_other_formats():
     from skyrl_megatron.runtime.checkpoint.manifest import FileEntry, Manifest, _self_hash
 
@@ -320,6 +341,10 @@ def test_manifest_refuses_damage_and_other_formats():
     body["format"] = 99
     with pytest.raises(CheckpointError, match="has format 99"):
         Manifest.from_bytes(json.dumps(body | {"self": _self_hash(body)}).encode(), "m")
+    for outside in ("/etc/passwd", "policy/../../other"):
+        hostile = Manifest(3, {outside: FileEntry(1, ["0"])}, {"policy": {"tp": 2}}).to_bytes()
+        with pytest.raises(CheckpointError, match="outside of the checkpoint: refused"):
+            Manifest.from_bytes(hostile, "m")
 
 
 def test_export_schedule(tmp_path):

@@ -57,6 +57,22 @@ def test_a_flush_serves_many_appends(tmp_path):
     assert contents(tmp_path) == [str(i).encode() for i in range(500)]
 
 
+def test_an_append_is_on_the_disk_when_it_ends(tmp_path, monkeypatch):
+    synced, fdatasync = [], os.fdatasync
+
+    def noted(descriptor):
+        fdatasync(descriptor)
+        synced.append(os.fstat(descriptor).st_size)
+
+    monkeypatch.setattr(os, "fdatasync", noted)
+    journal = Journal(tmp_path)
+    for number in range(3):
+        journal.submit(b"payload %d" % number).result()
+        [segment] = tmp_path.glob("*.seg")
+        assert synced[-1:] == [segment.stat().st_size]
+    journal.close()
+
+
 def test_parts_of_a_record_are_joined(tmp_path):
     filled(tmp_path, [])
     journal = Journal(tmp_path)
