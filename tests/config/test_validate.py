@@ -7,6 +7,7 @@ import pytest
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron.config.hf_model import model_dimensions, read_hf_config
+from skyrl_megatron.config.rules.layout import ParallelConfig
 from skyrl_megatron.config.validate import find_problems
 from skyrl_megatron.errors import AlgorithmError, ConfigError, SkyRLMegatronWarning
 from tests.bridges.tiny_models import tiny_config
@@ -703,6 +704,12 @@ def test_experts_with_biases_cannot_be_cut(tmp_path):
     args = ["trainer.placement.policy_num_gpus_per_node=2", f"{E}num_engines=2", f"{M}expert_tensor_parallel_size=2"]
     (problem,) = problems(f"trainer.policy.model.path={tmp_path}", *args)
     assert problem.key == f"{M}expert_tensor_parallel_size" and "biases" in problem.fix
+
+
+def test_degrees_that_follow_from_others():
+    parallel = ParallelConfig(world_size=32, tp=2, pp=2, cp=2, ep=4)
+    assert (parallel.dp, parallel.dp_cp, parallel.edp) == (4, 8, 4)
+    assert parallel.alignment == 8 and ParallelConfig(world_size=2, tp=2).alignment == 2
 
 
 def test_sizes_of_the_families():

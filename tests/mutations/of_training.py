@@ -48,10 +48,7 @@ MUTATIONS = (
         "skyrl_megatron/algorithms/masked.py",
         "return values if mask is None else torch.where(mask > 0, values, 0.0)",
         "return values if mask is None else values * mask",
-        (
-            "tests/algorithms/test_losses.py::test_gradients_are_those_of_the_formula",
-            "tests/algorithms/test_reduction.py",
-        ),
+        ("tests/algorithms/test_losses.py::test_batches_without_a_valid_token",),
         "NaN in padding would make every weight NaN",
     ),
     Mutation(
@@ -75,10 +72,7 @@ MUTATIONS = (
         "skyrl_megatron/algorithms/off_policy.py",
         "return ratio.clamp(max=cap)",
         "return ratio.clamp(min=cap)",
-        (
-            "tests/algorithms/test_off_policy.py",
-            "tests/algorithms/test_losses.py",
-        ),
+        ("tests/algorithms/test_off_policy.py",),
         "truncated importance sampling would let outliers through and lift all else",
     ),
     Mutation(
@@ -150,10 +144,7 @@ MUTATIONS = (
         "skyrl_megatron/data/loader.py",
         "np.random.default_rng([self.seed, epoch])",
         "np.random.default_rng([self.seed])",
-        (
-            "tests/prompts/test_prompts.py::test_loader_resumes_exactly",
-            "tests/prompts/test_prompts.py::test_loader_edges",
-        ),
+        ("tests/prompts/test_prompts.py::test_loader_resumes_exactly",),
         "all epochs would present the prompts in the same order",
     ),
     Mutation(
@@ -161,10 +152,7 @@ MUTATIONS = (
         "skyrl_megatron/data/loader.py",
         "if state.get(key) != value:",
         "if False:",
-        (
-            "tests/prompts/test_prompts.py::test_loader_resumes_exactly",
-            "tests/prompts/test_prompts.py::test_loader_edges",
-        ),
+        ("tests/prompts/test_prompts.py::test_loader_edges",),
         "a run would resume in the middle of data that it never saw",
     ),
     Mutation(
@@ -172,7 +160,7 @@ MUTATIONS = (
         "bridges/conversions.py",
         "q, k, v = torch.tensor_split(by_group, (self.queries * self.dim, (self.queries + 1) * self.dim), dim=1)",
         "q, v, k = torch.tensor_split(by_group, (self.queries * self.dim, (self.queries + 1) * self.dim), dim=1)",
-        ("tests/bridges/test_tables.py",),
+        ("tests/bridges/test_tables.py::test_round_trip_is_bitwise[llama]",),
         "exported models would attend with their values",
     ),
     Mutation(
@@ -180,7 +168,7 @@ MUTATIONS = (
         "bridges/conversions.py",
         "return rows[0::2], rows[1::2]",
         "return rows[1::2], rows[0::2]",
-        ("tests/bridges/test_tables.py",),
+        ("tests/bridges/test_tables.py::test_round_trip_is_bitwise[gpt_oss]",),
         "experts of gpt-oss would gate with the wrong half",
     ),
     Mutation(
@@ -188,7 +176,7 @@ MUTATIONS = (
         "bridges/conversions.py",
         "return (hf[0].t(),)",
         "return (hf[0],)",
-        ("tests/bridges/test_tables.py",),
+        ("tests/bridges/test_tables.py::test_round_trip_is_bitwise[gpt_oss]",),
         "experts that are transposed on disk would be loaded as they lie there",
     ),
     Mutation(
@@ -196,10 +184,7 @@ MUTATIONS = (
         "bridges/scaled.py",
         "[:, self.first : self.first + width])",
         "[:, :width])",
-        (
-            "tests/bridges/test_quantized.py",
-            "tests/bridges/test_quantiser.py",
-        ),
+        ("tests/bridges/test_quantized.py::test_shares_of_columns_begin_inside_of_blocks",),
         "a tp rank would dequantise its columns with its neighbour's scales",
     ),
     Mutation(
@@ -207,7 +192,7 @@ MUTATIONS = (
         "bridges/shard.py",
         "-(-rows // size) * size",
         "rows // size * size",
-        ("tests/bridges/test_tables.py",),
+        ("tests/bridges/test_tables.py::test_unshard_inverts_shard[llama]",),
         "a vocabulary that tp does not divide would lose its last tokens",
     ),
     Mutation(

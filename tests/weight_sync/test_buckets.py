@@ -105,6 +105,25 @@ def test_nccl_group_is_connected_before_the_first_broadcast(monkeypatch):
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
 
 
+def test_a_checksum_knows_bits_and_places():
+    """A flipped bit, two exchanged words in a row, in a column or elsewhere, and a stretch that came late all show."""
+    import torch
+
+    from skyrl_megatron.weight_sync.bucket import PAGE, checksum
+
+    words = torch.randint(-(2**62), 2**62, (4, PAGE // 8), generator=torch.Generator().manual_seed(0))
+    right = checksum(words.view(torch.uint8).flatten())
+    for one, other in (((1, 5), (1, 6)), ((1, 5), (2, 5)), ((0, 0), (3, 511))):
+        exchanged = words.clone()
+        exchanged[one], exchanged[other] = words[other], words[one]
+        assert checksum(exchanged.view(torch.uint8).flatten()) != right, (one, other)
+    flipped, stale = words.clone(), words.clone()
+    flipped[2, 7] ^= 1 << 40
+    stale[1] = words[0]
+    for wrong in (flipped, stale, words.roll(1, 0), words.roll(1, 1)):
+        assert checksum(wrong.contiguous().view(torch.uint8).flatten()) != right
+
+
 def test_the_plan_is_made_once_and_again_when_weights_move():
     import torch
 
