@@ -154,7 +154,7 @@ def test_bad_hf_folder(fault, good, tmp_path):
 
 class Evil:
     def __reduce__(self):
-        return (print, ("this must never run",))
+        return (exec, ("print('this must never run')",))
 
 
 def swap_bytes(path):
@@ -197,7 +197,7 @@ MEGATRON_FAULTS = {
     "metadata damaged": (lambda f: truncate(f, ".metadata"), r"\.metadata is damaged or not a checkpoint's"),
     "metadata runs code": (
         lambda f: (f / ".metadata").write_bytes(pickle.dumps(Evil())),
-        r"not a checkpoint's: it asks for builtins\.print",
+        r"not a checkpoint's: it asks for builtins\.exec",
     ),
     "metadata of something else": (
         lambda f: (f / ".metadata").write_bytes(pickle.dumps({})),

@@ -69,7 +69,7 @@ def read_wandb(log_path):
         run = runs.setdefault(run_id, {"reward": [], "samples": 0, "seed": None})
         run["reward"] += metrics
         run["samples"] += samples
-        run["seed"] = config["trainer"]["seed"]
+        run["seed"] = config.get("trainer", {}).get("seed", run["seed"])  # a file may hold a later part of the run
     return {"runs": runs}
 
 

@@ -36,7 +36,11 @@ def failing(loop, settings):
     from skyrl_megatron.inference.vllm.engine import VLLMEngine
 
     before = {process.pid for process in psutil.Process().children(recursive=True)}
-    helpers = ("resource_tracker", "forkserver")  # these stay; what the fork server forks is not our child
+    helpers = (
+        "resource_tracker",
+        "forkserver",
+        "fork_server",
+    )  # these stay; what the fork server forks is not our child
     with pytest.raises(EngineError) as caught:
         loop(VLLMEngine(settings).start(), 590)
     left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]

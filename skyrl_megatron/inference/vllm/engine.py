@@ -82,6 +82,8 @@ class VLLMEngine(InferenceEngine):
         } | (settings.arguments() | platform | dict(settings.extra))
 
         def launch() -> Any:
+            if not device.has_cuda():
+                processes.start_server()  # now: it is no process of this engine
             with child_output(self.log_file):
                 before = set(psutil.Process().children(recursive=True))
                 try:
