@@ -15,7 +15,7 @@ import importlib
 import io
 import os
 from importlib.util import find_spec
-from multiprocessing import context, forkserver, popen_forkserver, reduction, spawn, util
+from multiprocessing import context, forkserver, popen_forkserver, reduction, resource_tracker, spawn, util
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ _server: ForkServer | None = None
 def start_server() -> ForkServer:
     """Start the server unless it runs. Returns at once; it imports while this process goes on."""
     global _server
+    resource_tracker.ensure_running()  # of this process, which its engines share
     if _server is None:
         _server = fork_server.inherited()
     if _server is None or not _server.is_alive():
