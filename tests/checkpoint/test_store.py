@@ -197,7 +197,8 @@ def test_killed_before_the_pointer_moved(tmp_path, resumed, recwarn):
         store.continue_from(store.open(2))
     write(store, 3)
     (tmp_path / "latest_ckpt_global_step.txt").write_text("2\n")
-    assert [found.step for found in store.candidates()] == [3, 2, 1] and not recwarn.list
+    assert [found.step for found in store.candidates()] == [3, 2, 1]
+    assert not [each for each in recwarn if issubclass(each.category, SkyRLMegatronWarning)]  # imports have others
     store.close()
 
 
