@@ -118,7 +118,7 @@ class ForkServer:
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
     def stop(self) -> None:
-        """End the server, and wait for its end; the processes that it forked go on."""
+        """End the server, and wait for its end; the processes that it forked continue."""
         if self._handle is not None and self.is_alive():
             os.close(self._alive)
             if not _wait(self._handle, END_MS):  # stopped, perhaps
@@ -193,7 +193,7 @@ def _remove(address: str) -> None:
 
 @contextlib.contextmanager
 def _exiting() -> Iterator[None]:
-    """End this process with the block, as a forked one that must not go on as the one that it was forked from."""
+    """End this process with the block, as a forked process must not continue its parent's program."""
     code = 1
     try:
         yield
@@ -252,7 +252,7 @@ def main() -> NoReturn:
         signal.signal(number, lambda number, _: _send(child, number))
     try:
         code = forkserver.read_signed(status)
-    except EOFError:  # the server ended, and the process goes on
+    except EOFError:  # the server ended, and the process still runs
         code = 1
         with contextlib.suppress(ProcessLookupError):
             _wait(os.pidfd_open(child))

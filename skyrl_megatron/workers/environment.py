@@ -11,7 +11,7 @@ FORWARDED_PREFIXES = (
 
 
 def worker_environment() -> dict[str, str]:
-    """Return the variables of every actor: one thread per process unless told otherwise, and the user's own."""
+    """Return the variables of every actor: the user's own, and one thread per process unless the user set it."""
     variables = {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "TOKENIZERS_PARALLELISM": "false",

@@ -171,7 +171,7 @@ def estimated(name, rewards, response, trained, config=None, **options):
 @pytest.mark.parametrize("bootstrap", [False, True])
 @pytest.mark.parametrize("gamma,lambd", [(1.0, 1.0), (0.99, 0.95), (0.9, 0.0)])
 def test_gae_passes_over_untrained_tokens(gamma, lambd, bootstrap, alpha):
-    """The episode of the trained tokens alone, by the recurrence; cut rows go on with the value at their last one."""
+    """The episode of the trained tokens alone, by the recurrence; cut rows are bootstrapped at their last token."""
     import torch
 
     rewards, values, response, trained = conversations()
@@ -202,8 +202,8 @@ def test_gae_passes_over_untrained_tokens(gamma, lambd, bootstrap, alpha):
 
 
 def test_gae_learns_nothing_from_the_values_of_untrained_tokens():
-    """What stands at tokens that are not trained changes nothing; with ``skip_untrained_tokens=false``, SkyRL's way,
-    it does, and the mean over the trained tokens is no longer 0."""
+    """Values and rewards at tokens that are not trained change nothing; with ``skip_untrained_tokens=false``, SkyRL's
+    way, they do, and the mean over the trained tokens is no longer 0."""
     rewards, values, response, trained = conversations()
     other = np.where(trained > 0, values, values + 3 * response)
     options, valid = {"gamma": 1.0, "lambd": 0.95}, trained > 0

@@ -158,7 +158,7 @@ GUARDS = (
     Guard("deadline of a start", ("engine core", "SIGSTOP", "start"), DEADLINE_OF_A_START, "the run did not end"),
     Guard("cause, in a call", (RANK, "SIGKILL", "train"), CAUSE, "policy rank 1"),
     Guard("cause, before a call", (RANK, "SIGKILL", "sample"), CAUSE, "policy rank 1"),
-    Guard("ranks killed at the end", (RANK, "SIGSTOP", "shutdown"), KILLED_AT_THE_END, "it did not go on"),
+    Guard("ranks killed at the end", (RANK, "SIGSTOP", "shutdown"), KILLED_AT_THE_END, "it did not go on|left behind"),
     Guard("engines killed at the end", ("engine core", "SIGSTOP", "shutdown"), ENGINES_KILLED_AT_THE_END, "not end"),
     Guard("Ray freed at the end", ("Ray node", "SIGSTOP", "shutdown"), RAY_FREED_AT_THE_END, "the run did not end"),
     Guard(

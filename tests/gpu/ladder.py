@@ -16,6 +16,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,7 +103,7 @@ class Report:
         if failed:
             following = f"mend {failed[0]} (logs.txt), then run the same command"
         else:
-            following = f"run the same command: it goes on with {waiting[0]}" if waiting else "nothing: all rungs ran"
+            following = f"run the same command: {waiting[0]} is next" if waiting else "nothing: all rungs ran"
         _write(self.folder / "summary.md", "\n".join([*lines, "", f"Next: {following}.", ""]))
 
 
@@ -129,8 +130,7 @@ def run(rung: Rung, seconds: float) -> tuple[str, str]:
     """Run a rung for at most ``seconds``; return its outcome and output. Nothing that it started is left."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     environment["PYTHONPATH"] = f"{ROOT}:{environment.get('PYTHONPATH', '')}".rstrip(":")
-    log = Path(os.environ.get("TMPDIR", "/tmp")) / f"rung-{os.getpid()}.log"
-    with log.open("w+b") as file:
+    with tempfile.TemporaryFile() as file:
         process = subprocess.Popen(
             [sys.executable, *rung.command],
             stdout=file,
@@ -154,7 +154,6 @@ def run(rung: Rung, seconds: float) -> tuple[str, str]:
             process.wait(10)
         file.seek(0)
         output = file.read().decode(errors="replace")
-    log.unlink()
     if outcome == "passed" and ran_nothing(output):
         outcome = "skipped"
     return outcome, output
@@ -189,6 +188,11 @@ def main() -> int:
     args = parser.parse_args()
     if args.without:
         os.environ["SKYRL_WITHOUT"] = args.without
+    try:
+        installed.missing()
+    except ValueError as error:
+        parser.error(f"--without: {error}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the end of the rung, which leaves no process
     only = [name for name in args.only.split(",") if name]
     if unknown := set(only) - {rung.name for rung in RUNGS}:
         parser.error(f"--only: no rung {', '.join(sorted(unknown))}; there are {', '.join(r.name for r in RUNGS)}")

@@ -20,7 +20,7 @@ START_S = 590.0
 ALIVE = 3
 """Engines that the tests of a session keep at the same time: each takes two processes and 2 GB."""
 PROBE = [(7 * i + 3 * i * i) % 400 + 5 for i in range(64)]
-"""Tokens that an engine's weights are told by."""
+"""Tokens whose log-probs identify an engine's weights."""
 PROBE_SAMPLING = {"max_tokens": 24, "temperature": 1.0, "seed": 3, "ignore_eos": True}
 
 VOCABULARY = 509

@@ -71,7 +71,7 @@ def gae(
     With ``loss_mask`` [B, T], unless ``config.skip_untrained_tokens`` is false, t + 1 is the next trained token, and
     trained tokens alone are whitened: the critic learns no values of others. A reward at another token counts for the
     trained one before it. With ``config.gae.bootstrap_truncated`` the value at the last token of the rows that are
-    ``truncated`` [B] stands for what would have followed it; otherwise nothing does.
+    ``truncated`` [B] is the value after it (bootstrap); otherwise that value is 0.
 
     Entries of the result outside the mask mean nothing: ignore them.
     Raises AlgorithmError without ``values`` [B, T], for a λ or γ outside [0, 1], or when fewer than two tokens are

@@ -153,8 +153,8 @@ class GAEConfig(BaseConfig):
     """λ of the policy is 1 − 1/(this · length of the response), at least 0 (arXiv:2504.05118; 0.05 there).
     None: `lambd` for every length."""
     bootstrap_truncated: bool = False
-    """A response that was cut off (stop reason `length`) goes on, in the returns, with the critic's value at its last
-    token. False: nothing follows it, as at an end of its own."""
+    """Bootstrap the return of a response that was cut off (stop reason `length`) from the critic's value at its last
+    token. False: such a response ends like any other, with nothing after it."""
 
 
 @dataclass
