@@ -162,7 +162,8 @@ def serve(address: str, listener: int, alive: int, imports: str) -> None:
     gc.collect()
     gc.freeze()  # collections in forked processes would write to, and so copy, all of it
     gc.enable()
-    _serve(address, listener, alive)
+    with _exiting():  # the interpreter's own end takes seconds for what is imported here
+        _serve(address, listener, alive)
 
 
 def _serve(address: str, listener: int, alive: int) -> None:

@@ -44,7 +44,10 @@ def client(pool):
 def alive(pid: int) -> bool:
     import psutil
 
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def expected(model, prompt, sample, temperature):
