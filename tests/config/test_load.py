@@ -376,6 +376,7 @@ DEPRECATED = ("trainer.algorithm.use_tis",)
 LEAVES = [(key, field_types(cls)[name]) for key, cls, name in leaves(SkyRLTrainConfig) if key not in DEPRECATED]
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, derandomize=True, database=None)
 @given(st.data())
 def test_yaml_to_object_to_yaml_is_the_identity(data):

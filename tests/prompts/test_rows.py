@@ -26,7 +26,9 @@ def extras_of(path):
     return [found[number][2] for number in range(len(found))]
 
 
-@pytest.mark.parametrize("filler", [0, 40_000], ids=["small", "larger than a block"])
+@pytest.mark.parametrize(
+    "filler", [pytest.param(0, id="small"), pytest.param(40_000, id="larger than a block", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])
 def test_values_are_as_written_whatever_the_size(tmp_path, suffix, filler):
     rows = [row | {"prompt": MESSAGES} for row in [*TRICKY, *({"filler": "x" * 50} for _ in range(filler)), *TRICKY]]

@@ -48,11 +48,10 @@ class Unreliable(BaseTextEnv):
     def step(self, action):
         self.turns += 1
         time.sleep(self.random.random() * (0.02 if self.fate == "late" else 0.002))
-        if self.turns == self.length:
-            if self.fate == "hangs":
-                self.release.wait(60)
-            if self.fate == "raises":
-                raise ValueError(f"environment {self.number} is broken")
+        if self.fate == "hangs":
+            self.release.wait(60)
+        if self.turns == self.length and self.fate == "raises":
+            raise ValueError(f"environment {self.number} is broken")
         return say("wrong, try again.", reward=self.number, done=self.turns == self.length)
 
     def close(self):
@@ -64,6 +63,7 @@ class Unreliable(BaseTextEnv):
 register("unreliable", Unreliable)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [None, 7])
 def test_a_thousand_trajectories_have_one_outcome_each(seed):
     """Each by itself, and in step; with environments that are late, raise anywhere, and hang."""
