@@ -237,12 +237,14 @@ def measure(*, layers: int = 48, experts: int = 128, rounds: int = 5, workers: i
 
 
 def main() -> None:
+    from smoke import parse
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--tensor-parallel", type=int, default=1, help="workers of the engine")
-    args = parser.parse_args()
+    args = parse(parser, rounds=1, layers=2, experts=8)
     found = measure(layers=args.layers, experts=args.experts, rounds=args.rounds, workers=args.tensor_parallel)
     print(f"{found.tensors:,} tensors of engines, sent as {found.sent:,}")
     print(f"raw broadcast       {found.raw_seconds * 1e3:7.1f} ms")

@@ -122,11 +122,13 @@ def serve() -> None:
 
 
 def main() -> None:
+    from smoke import parse
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rivals-python", help="interpreter of the rivals' environment")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parse(parser, rounds=1)
     if arguments.serve:
         return serve()
     if not arguments.rivals_python:

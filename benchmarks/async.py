@@ -242,10 +242,12 @@ def stream_ms(steps: int = 60, batch: int = 256) -> float:
 
 def main() -> None:
     """Run it."""
+    from smoke import parse
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=["run", "stream"])
     parser.add_argument("--train-s", type=float, default=5.0)
-    args = parser.parse_args()
+    args = parse(parser, only="stream")
     if args.only != "run":
         print(f"stream: {min(stream_ms() for _ in range(3)):.3f} ms of the processor a group at 768 in flight")
     if args.only != "stream":

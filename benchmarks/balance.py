@@ -65,9 +65,11 @@ def best(rivals: dict[str, Callable[[], object]], rounds: int) -> dict[str, floa
 
 
 def main() -> None:
+    from smoke import parse
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
-    rounds = parser.parse_args().rounds
+    rounds = parse(parser, rounds=1).rounds
     lengths = np.minimum(np.exp(np.random.default_rng(0).normal(8.3, 0.9, 8192)), 20_000).astype(np.int64) + 1
 
     costs = 24_576.0 * lengths + lengths.astype(np.float64) ** 2

@@ -215,13 +215,15 @@ def report(total: float, rows: Rows) -> None:
 
 
 def main() -> None:
+    from smoke import parse
+
     from tests.support.rank_pool import RankPool
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", default="/tmp/checkpoint-benchmark")
-    arguments = parser.parse_args()
+    arguments = parse(parser, gigabytes=0.05, rounds=1)
     os.makedirs(arguments.folder)
     pool = RankPool()
     try:

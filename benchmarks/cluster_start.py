@@ -8,6 +8,7 @@ python benchmarks/cluster_start.py table [64 256]      what is asked of every ho
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import json
@@ -221,8 +222,13 @@ def _growth(measured: dict[int, dict[str, float]]) -> None:
 
 
 def main() -> None:
-    kind, *numbers = sys.argv[1:] or ["table"]
-    given = [int(number) for number in numbers]
+    from smoke import parse
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", nargs="?", choices=("runs", "nodes", "table"), default="table")
+    parser.add_argument("numbers", nargs="*", type=int, metavar="NUMBER")
+    args = parse(parser, numbers=[2, 4])
+    kind, given = args.kind, args.numbers
     if kind == "table":
         return table(given or [64, 256])
     os.environ["SKYRL_TWO_HOSTS"] = "1"

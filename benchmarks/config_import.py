@@ -1,10 +1,10 @@
 """Seconds that importing the configuration takes, beside importing OmegaConf alone: fresh processes, alternating."""
 
+import argparse
 import statistics
 import subprocess
 import sys
 
-ROUNDS = 11
 CODE = "import time; start = time.perf_counter(); import {module}; print(time.perf_counter() - start)"
 
 
@@ -16,9 +16,14 @@ def seconds(module: str) -> float:
 
 
 def main() -> None:
+    from smoke import parse
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=11)
+    rounds = parse(parser, rounds=1).rounds
     modules = ("skyrl_megatron.config", "skyrl_megatron.config.validate", "omegaconf")
     times: dict[str, list[float]] = {module: [] for module in modules}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for module in modules:
             times[module].append(seconds(module))
     rival = statistics.median(times["omegaconf"])

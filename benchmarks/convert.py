@@ -128,12 +128,14 @@ def _time_names(plan: Any, names: Any, canonical: Any) -> float:
 
 
 def main() -> None:
+    from smoke import parse
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=float, nargs="+", default=[1.0, 4.0], help="GB")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dir", type=Path, default=None, help="where to work; default: a temporary folder")
     parser.add_argument("--skip-transformers", action="store_true")
-    args = parser.parse_args()
+    args = parse(parser, sizes=[0.05], rounds=1)
     print(f"name resolution: {name_resolution():.2f} us per tensor (limit 2)")
     with tempfile.TemporaryDirectory(dir=args.dir) as work:
         for size in args.sizes:

@@ -5,6 +5,7 @@ python benchmarks/first_hour.py [NAME ...]      the rows whose names contain one
 
 from __future__ import annotations
 
+import argparse
 import os
 import resource
 import shutil
@@ -39,7 +40,11 @@ def seconds(mistake: Mistake, files: Path, folder: Path) -> float:
 
 
 def main() -> None:
-    words = sys.argv[1:] or [""]
+    from smoke import parse
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("words", nargs="*", default=[""], metavar="NAME")
+    words = parse(parser, words=["logs below a file"]).words
     chosen = [mistake for mistake in MISTAKES if any(word in mistake.name for word in words)]
     with tempfile.TemporaryDirectory() as temporary:
         files = write_files(Path(temporary) / "files")

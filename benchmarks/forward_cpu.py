@@ -148,10 +148,12 @@ def seconds(side: Any) -> float:
 
 
 def main() -> None:
+    from smoke import parse
+
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--rounds", type=int, default=7)
     arguments.add_argument("--cases", nargs="*", default=list(CASES))
-    options = arguments.parse_args()
+    options = parse(arguments, rounds=1, cases=["tiny, 8 x 64 tokens"])
 
     from skyrl_megatron.config.rules.layout import ParallelConfig
     from skyrl_megatron.runtime import parallel_state

@@ -4,7 +4,7 @@
 
 The limit of a pass is the time of a device copy that moves the bytes which the pass cannot avoid: the forward reads
 the logits once; the backward reads them once and writes the gradient once. The rival is plain torch: ``log_softmax``
-of ``logits.float()``, gather, entropy. Without a GPU it says so and ends; ``--tiny`` tries the script on a CPU.
+of ``logits.float()``, gather, entropy. Without a GPU it says so and ends; ``--smoke`` tries the script on a CPU.
 """
 
 from __future__ import annotations
@@ -47,20 +47,19 @@ def seconds_of_copy(tensor: torch.Tensor, rounds: int) -> float:
 
 
 def main() -> None:
+    from smoke import parse
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--vocab", type=int, default=151936)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--tiny", action="store_true", help="small sizes: does it run?")
-    args = parser.parse_args()
+    args = parse(parser, tokens=64, vocab=512, rounds=2)
 
     from skyrl_megatron import device
 
-    if not args.tiny and not device.driver_gpu_count():
-        print("no GPU: nothing measured (--tiny runs anywhere)")
+    if not args.smoke and not device.driver_gpu_count():
+        print("no GPU: nothing measured (--smoke runs anywhere)")
         return
-    if args.tiny:
-        args.tokens, args.vocab, args.rounds = 64, 512, 2
 
     import torch
     import torch.distributed as dist

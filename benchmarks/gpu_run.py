@@ -4,7 +4,7 @@
 
 Random weights with the released widths, 128 experts and the released vocabulary; GRPO with a KL reference, 32 prompts
 with 8 answers of 512 tokens each; trainer, reference and engine take turns on the GPU. What is printed is of the last
-step, as ``metrics.jsonl`` has it. Needs vLLM and Ray. Without a GPU it says so and ends; ``--tiny`` is a small model
+step, as ``metrics.jsonl`` has it. Needs vLLM and Ray. Without a GPU it says so and ends; ``--smoke`` is a small model
 and few tokens, which runs on a CPU with ``trainer.placement.colocate_all=false``.
 """
 
@@ -52,18 +52,19 @@ if __name__ == "__main__":
 
 
 def main() -> int:
+    from smoke import parse
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--folder", type=Path, help="where model and run are kept; default: a temporary folder")
-    parser.add_argument("--tiny", action="store_true", help="a small model and few tokens: does it run?")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    args = parser.parse_args()
+    args = parse(parser, layers=2, steps=2)
 
     from skyrl_megatron import device
 
-    if not args.tiny and not device.driver_gpu_count():
-        print("no GPU: nothing measured (--tiny runs anywhere)")
+    if not args.smoke and not device.driver_gpu_count():
+        print("no GPU: nothing measured (--smoke runs anywhere)")
         return 0
     with tempfile.TemporaryDirectory() as temporary:
         return measure(args, args.folder or Path(temporary))
@@ -73,9 +74,9 @@ def measure(args: argparse.Namespace, folder: Path) -> int:
     """Write model and data, run, and print the last step."""
     from benchmarks.gpu_train import QWEN3_30B_A3B, TINY, write_model
 
-    config = QWEN3_30B_A3B | (TINY if args.tiny else {}) | {"num_hidden_layers": 2 if args.tiny else args.layers}
+    config = QWEN3_30B_A3B | (TINY if args.smoke else {}) | {"num_hidden_layers": args.layers}
     config |= {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
-    prompts, answers, length = (4, 2, 8) if args.tiny else (32, 8, 512)
+    prompts, answers, length = (4, 2, 8) if args.smoke else (32, 8, 512)
     model = folder / "model"
     if not (model / "model.safetensors.index.json").exists():
         model.mkdir(parents=True, exist_ok=True)
@@ -106,7 +107,7 @@ def measure(args: argparse.Namespace, folder: Path) -> int:
         "trainer.fused_lm_head_logprob": "true",
         "trainer.train_batch_size": prompts,
         "trainer.policy_mini_batch_size": prompts,
-        "trainer.max_tokens_per_microbatch": 256 if args.tiny else 16384,
+        "trainer.max_tokens_per_microbatch": 256 if args.smoke else 16384,
         "trainer.max_training_steps": args.steps,
         "trainer.max_prompt_length": 128,
         "trainer.eval_before_train": "false",

@@ -66,23 +66,22 @@ TINY = {
 
 
 def main() -> None:
+    from smoke import parse
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--sequences", type=int, default=16)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--tokens-per-microbatch", type=int, default=16384)
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--tiny", action="store_true", help="a small model and short sequences: does it run?")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    args = parser.parse_args()
+    args = parse(parser, layers=2, sequences=4, length=64, tokens_per_microbatch=256)
 
     from skyrl_megatron import device
 
-    if not args.tiny and not device.driver_gpu_count():
-        print("no GPU: nothing measured (--tiny runs anywhere)")
+    if not args.smoke and not device.driver_gpu_count():
+        print("no GPU: nothing measured (--smoke runs anywhere)")
         return
-    if args.tiny:
-        args.layers, args.sequences, args.length, args.tokens_per_microbatch = 2, 4, 64, 256
 
     import torch
     import torch.distributed as dist
@@ -96,7 +95,7 @@ def main() -> None:
     from skyrl_megatron.runtime.engine import MegatronEngine
 
     with tempfile.TemporaryDirectory() as root:
-        config = QWEN3_30B_A3B | (TINY if args.tiny else {}) | {"num_hidden_layers": args.layers}
+        config = QWEN3_30B_A3B | (TINY if args.smoke else {}) | {"num_hidden_layers": args.layers}
         folder = write_model(Path(root), config)
         cfg = SkyRLTrainConfig.from_cli_overrides(
             [

@@ -85,14 +85,17 @@ def timed(work: Any, rounds: int) -> float:
 
 
 def main() -> None:
+    from smoke import parse
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--transport", default="ipc")
-    args = parser.parse_args()
+    args = parse(parser, layers=0, rounds=1, transport="gloo")
 
     from skyrl_megatron import device
 
+    counts = (100, 200) if args.smoke else COUNTS
     if args.transport == "ipc" and not device.driver_gpu_count():
         print("no GPU: nothing measured")
         return
@@ -125,11 +128,11 @@ def main() -> None:
     print(f"transfer against device copy  {copy / seconds:8.2f}")
     print(f"checksums of one side         {sums * 1e3:8.1f} ms = {sums / seconds:.1%} of a transfer (wanted: < 5 %)")
     fixed = {}
-    for count in COUNTS:
+    for count in counts:
         small = {f"layers.{number}.weight": torch.ones(16, 16, device=device.device()) for number in range(count)}
         fixed[count] = statistics.median(transfers(small, args.transport, pipe, args.rounds))
         print(f"{count:6d} tensors of 1 KiB        {fixed[count] * 1e3:8.1f} ms")
-    slope = (fixed[COUNTS[-1]] - fixed[COUNTS[0]]) / (COUNTS[-1] - COUNTS[0])
+    slope = (fixed[counts[-1]] - fixed[counts[0]]) / (counts[-1] - counts[0])
     print(f"a tensor costs both sides     {slope * 1e6:8.2f} µs (wanted: 2)")
     pipe.send(None)
     process.join(10)

@@ -246,11 +246,13 @@ def copies(home: Path, tokens: int, layers: int) -> dict[str, float]:
 
 def main() -> None:
     """Run the command."""
+    from smoke import parse
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=("healing", "copies", "watch", []), metavar="PART")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--layers", type=int, default=8)
-    args = parser.parse_args()
+    args = parse(parser, parts=["copies"], tokens=256, layers=1)
     with tempfile.TemporaryDirectory() as home:
         if not args.parts or "copies" in args.parts:
             got = copies(Path(home), args.tokens, args.layers)

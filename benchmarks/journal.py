@@ -65,11 +65,13 @@ async def stored(folder: Path, groups: list[FinishedGroup], together: bool) -> t
 
 def main() -> None:
     """Print the ratio and the costs of a group."""
+    from smoke import parse
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=768)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--folder", type=Path, help="on the disk to measure")
-    options = parser.parse_args()
+    options = parse(parser, groups=16, tokens=64)
     rng = np.random.default_rng(0)
     groups = [group(number, options.tokens, rng) for number in range(options.groups)]
     size = sum(len(part) for part in CODEC.encode(groups[0]))

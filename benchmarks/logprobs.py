@@ -181,6 +181,8 @@ def compare(ways: tuple[str, str], shape: tuple[int, ...], rounds: int) -> list[
 
 
 def main() -> None:
+    from smoke import parse
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("rounds", 5), ("tokens", 2048), ("vocab", 65536), ("hidden", 1024)):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -188,7 +190,7 @@ def main() -> None:
     parser.add_argument("--measure", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--shape", type=int, nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--fp32", action="store_true", help="the heads' hidden states and weight")
-    args: Any = parser.parse_args()
+    args: Any = parse(parser, rounds=1, tokens=64, vocab=512, hidden=32)
     if args.measure:
         measure(args.measure, tuple(args.shape))
         return

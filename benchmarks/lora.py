@@ -267,6 +267,8 @@ def compare_memory(models: Mapping[str, Path], rank: int) -> None:
 
 def main() -> None:
     """Run what is asked for."""
+    from smoke import parse
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
@@ -274,11 +276,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=every, default=every)
     parser.add_argument("--as", dest="side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parse(parser, rounds=1, rank=4)
     if args.side:
         one_process()
         print(json.dumps(memory_of(args.side, args.model, args.rank)))
         return
+    if args.smoke:
+        MODEL.update(hidden_size=128, num_experts=4, moe_intermediate_size=128, intermediate_size=128)
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder) / "model")
         models = {"full": model, "adapters": model, "quantised": write_quantised(model)}

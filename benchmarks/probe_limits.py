@@ -139,12 +139,14 @@ async def measure(folder: Path, dtype: str, vocab_size: int, probes: int) -> dic
 
 
 def main() -> None:
+    from smoke import parse
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--probes", type=int, default=20)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="a Hugging Face folder, not random models")
     parser.add_argument("--families", nargs="*", default=list(FAMILIES), choices=list(FAMILIES), metavar="FAMILY")
-    args = parser.parse_args()
+    args = parse(parser, probes=1, families=["qwen3_moe"])
 
     import torch.distributed as dist
 

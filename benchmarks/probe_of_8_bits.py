@@ -101,9 +101,11 @@ def scores(root: Path, plain: Path, tensors: Tensors, tokens: list[list[int]]) -
 
 
 def main() -> None:
+    from smoke import parse
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--probes", type=int, default=12)
-    args = parser.parse_args()
+    args = parse(parser, probes=1)
     tokens = [probe_tokens(VOCAB_SIZE, seed) for seed in range(args.probes)]
     faults: dict[str, Callable[[Tensors], Tensors]] = {
         "equal weights": dict,

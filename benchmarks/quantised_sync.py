@@ -52,9 +52,11 @@ def receiver(pipe: Any) -> None:
 
 
 def main() -> None:
+    from smoke import parse
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    args = parser.parse_args()
+    args = parse(parser, rounds=1)
 
     import torch
     import torch.distributed as dist
@@ -74,7 +76,7 @@ def main() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     groups = parallel_state.initialize(ParallelConfig(world_size=1))
     with tempfile.TemporaryDirectory() as root:
-        folder = write_tiny_model("qwen3_moe", Path(root) / "model", dtype="bfloat16", **LARGE)
+        folder = write_tiny_model("qwen3_moe", Path(root) / "model", dtype="bfloat16", **({} if args.smoke else LARGE))
         model = build_model(folder, groups, dtype=torch.bfloat16)
     maps = frozenset(piece.name for entry in model.hf.plan.entries if entry.can_be_scaled for piece in entry.hf)
     context = multiprocessing.get_context("spawn")

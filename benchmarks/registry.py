@@ -5,6 +5,7 @@ python benchmarks/registry.py
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -30,10 +31,15 @@ def fastest(function: Callable[[], object], calls: int, rounds: int = 5) -> floa
 
 
 def main() -> None:
+    from smoke import parse
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--lookups", type=int, default=100_000)
+    lookups = parse(parser, lookups=100).lookups
     ray.init(address="local", num_cpus=1, object_store_memory=80 * 2**20, include_dashboard=False)
     PolicyLossRegistry.register("mine", lambda: None)
-    lookup = fastest(lambda: PolicyLossRegistry.get("mine"), 100_000)
-    builtin = fastest(lambda: PolicyLossRegistry.get("regular"), 100_000)
+    lookup = fastest(lambda: PolicyLossRegistry.get("mine"), lookups)
+    builtin = fastest(lambda: PolicyLossRegistry.get("regular"), lookups)
     round_trip = fastest(registry_versions, 200)
     ray.shutdown()
     print(f"get, custom function     {1e6 * lookup:8.3f} µs   (wanted: below 5)")

@@ -209,12 +209,14 @@ def time_capture(rounds: int, requests: int, sizes: dict[str, Any]) -> None:
 
 def main() -> None:
     """Run what is asked for."""
+    from smoke import parse
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--large", action="store_true", help="capture on a model of 425 M parameters")
     parser.add_argument("--only", nargs="+", choices=["step", "capture"], default=["step", "capture"])
-    args = parser.parse_args()
+    args = parse(parser, rounds=1, requests=8, only=["capture"])
     if "step" in args.only:
         time_steps(args.rounds)
     if "capture" in args.only:

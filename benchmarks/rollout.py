@@ -89,11 +89,13 @@ def offline(pipe: Any, model: Path) -> None:
 
 
 def main() -> None:
+    from smoke import parse
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--short", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=5)
-    args = parser.parse_args()
+    args = parse(parser, rounds=1, requests=8, short=8)
 
     from tests.support.tiny_models import write_tiny_model
 

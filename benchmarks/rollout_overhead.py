@@ -28,8 +28,8 @@ from skyrl_megatron.inference.protocol import Generation
 from skyrl_megatron.rollout.generator import SkyRLGymGenerator
 from skyrl_megatron.rollout.interface import TrajectoryID
 
-TRAJECTORIES, TURNS, ANSWER = 512, 4, 24
-SAMPLES, PROMPT, RESPONSE = 8192, 512, 3584
+TURNS, ANSWER = 4, 24
+PROMPT, RESPONSE = 512, 3584
 
 
 class Instant(BaseTextEnv):
@@ -56,7 +56,7 @@ class InstantEngine:
         return [Generation(list(self.answer), list(self.logprobs), "stop") for _ in prompts]
 
 
-def loop_ms(rounds: int) -> float:
+def loop_ms(rounds: int, trajectories: int) -> float:
     """Milliseconds of the generator's own work a turn, fastest round."""
     from transformers import AutoTokenizer
 
@@ -69,22 +69,22 @@ def loop_ms(rounds: int) -> float:
     cfg = GeneratorConfig.from_dict_config({"max_turns": TURNS, "max_input_length": 1024})
     generator = SkyRLGymGenerator(cfg, SkyRLGymConfig(), engine, tokenizer)
     batch: Any = {
-        "prompts": [[{"role": "user", "content": f"{number}+1=?"}] for number in range(TRAJECTORIES)],
-        "env_classes": ["instant"] * TRAJECTORIES,
-        "env_extras": [{} for _ in range(TRAJECTORIES)],
+        "prompts": [[{"role": "user", "content": f"{number}+1=?"}] for number in range(trajectories)],
+        "env_classes": ["instant"] * trajectories,
+        "env_extras": [{} for _ in range(trajectories)],
         "sampling_params": None,
-        "trajectory_ids": [TrajectoryID(str(number), 0) for number in range(TRAJECTORIES)],
+        "trajectory_ids": [TrajectoryID(str(number), 0) for number in range(trajectories)],
         "batch_metadata": None,
     }
     output = asyncio.run(generator.generate(batch, disable_tqdm=True))
     assert (output["rollout_metrics"] or {})["generate/avg_turns"] == TURNS
     whole = fastest(rounds, lambda: asyncio.run(generator.generate(batch, disable_tqdm=True)))
-    return (whole - fastest(rounds, lambda: asyncio.run(fakes(engine)))) / (TRAJECTORIES * TURNS) * 1e3
+    return (whole - fastest(rounds, lambda: asyncio.run(fakes(engine, trajectories)))) / (trajectories * TURNS) * 1e3
 
 
-async def fakes(engine: InstantEngine) -> None:
+async def fakes(engine: InstantEngine, trajectories: int) -> None:
     """All calls of engine and environments, without the loop."""
-    for _ in range(TRAJECTORIES):
+    for _ in range(trajectories):
         environment = Instant(None, {})
         environment.init([])
         for _ in range(TURNS):
@@ -92,11 +92,11 @@ async def fakes(engine: InstantEngine) -> None:
             environment.step("")
 
 
-def collation(rounds: int, convert: Callable[[np.ndarray], Any]) -> tuple[float, float]:
+def collation(rounds: int, samples: int, convert: Callable[[np.ndarray], Any]) -> tuple[float, float]:
     """(seconds of collation, seconds of filling tensors of the same shapes), fastest rounds in turn."""
     rng = np.random.default_rng(0)
-    ids = rng.integers(0, 150_000, (SAMPLES, PROMPT + RESPONSE))
-    lengths = rng.integers(RESPONSE // 2, RESPONSE + 1, SAMPLES)
+    ids = rng.integers(0, 150_000, (samples, PROMPT + RESPONSE))
+    lengths = rng.integers(RESPONSE // 2, RESPONSE + 1, samples)
     lengths[0] = RESPONSE
     prompts = [convert(row[:PROMPT]) for row in ids]
     responses = [convert(row[PROMPT : PROMPT + length]) for row, length in zip(ids, lengths, strict=True)]
@@ -104,18 +104,18 @@ def collation(rounds: int, convert: Callable[[np.ndarray], Any]) -> tuple[float,
         "loss_masks": [convert(np.ones(length, np.float32)) for length in lengths],
         "rollout_logprobs": [convert(np.full(length, -0.5, np.float32)) for length in lengths],
     }
-    uids = [str(number // 8) for number in range(SAMPLES)]
+    uids = [str(number // 8) for number in range(samples)]
 
     def fill() -> None:
-        torch.empty(SAMPLES, PROMPT + RESPONSE, dtype=torch.int64).fill_(1)
-        torch.empty(SAMPLES, PROMPT + RESPONSE, dtype=torch.bool).fill_(1)
+        torch.empty(samples, PROMPT + RESPONSE, dtype=torch.int64).fill_(1)
+        torch.empty(samples, PROMPT + RESPONSE, dtype=torch.bool).fill_(1)
         for _ in ("response_mask", "loss_mask", "rewards", "rollout_logprobs"):
-            torch.empty(SAMPLES, RESPONSE).fill_(1)
+            torch.empty(samples, RESPONSE).fill_(1)
 
     ours, plain = [], []
     for _ in range(rounds):
         plain.append(fastest(1, fill))
-        ours.append(fastest(1, lambda: collate(prompts, responses, uids=uids, rewards=[1.0] * SAMPLES, **by_token)))
+        ours.append(fastest(1, lambda: collate(prompts, responses, uids=uids, rewards=[1.0] * samples, **by_token)))
     return min(ours), min(plain)
 
 
@@ -131,15 +131,19 @@ def fastest(rounds: int, work: Callable[[], Any]) -> float:
 
 def main() -> None:
     """Run all and print the figures."""
+    from smoke import parse
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--trajectories", type=int, default=512, help="of the loop")
+    parser.add_argument("--samples", type=int, default=8192, help="that are collated")
+    args = parse(parser, rounds=1, trajectories=16, samples=16)
     torch.set_num_threads(1)
     register("instant", Instant)
-    print(f"agent loop: {loop_ms(rounds):.3f} ms a turn (wanted: 0.3)")
+    print(f"agent loop: {loop_ms(args.rounds, args.trajectories):.3f} ms a turn (wanted: 0.3)")
     converters: dict[str, Any] = {"arrays": np.copy, "lists": np.ndarray.tolist}
     for name, convert in converters.items():
-        ours, plain = collation(min(rounds, 3), convert)
+        ours, plain = collation(min(args.rounds, 3), args.samples, convert)
         print(f"collation of {name}: {ours:.2f} s, filling {plain:.2f} s: {ours / plain:.2f}x (wanted: 1.5x)")
 
 

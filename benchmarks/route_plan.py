@@ -60,10 +60,12 @@ def tables(count: int, workers: int, degree: int):  # type: ignore[no-untyped-de
 
 
 def main() -> None:
+    from smoke import parse
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tensors", type=int, default=50_000)
     parser.add_argument("--workers", type=int, default=64)
-    args = parser.parse_args()
+    args = parse(parser, tensors=500, workers=8)
     from skyrl_megatron.weight_sync.route_plan import join
 
     for degree in (8, args.workers):

@@ -195,12 +195,14 @@ def whole_run(folder: Path, steps: int = 12) -> list[tuple[bool, float, float]]:
 
 def main() -> None:
     """Print all figures."""
+    from smoke import parse
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--rows", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--run", action="store_true")
-    args = parser.parse_args()
+    args = parse(parser, steps=50, rows=16, tokens=16)
     if args.run:
         with tempfile.TemporaryDirectory() as name:
             found = whole_run(Path(name))

@@ -228,12 +228,14 @@ def rival(home: Path, scenario: Scenario, steps: int) -> None:
 
 def main() -> None:
     """Run both and print the table."""
+    from smoke import parse
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(SCENARIOS), default="embedded")
     parser.add_argument("--steps", type=int, help="counted steps")
     parser.add_argument("--rival-path")
     parser.add_argument("--as-rival", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parse(parser, steps=1)
     scenario = SCENARIOS[args.model]
     steps = args.steps or scenario.steps
     if args.as_rival:

@@ -26,10 +26,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def main() -> None:
+    from smoke import parse
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--rows", type=int, default=64)
-    args = parser.parse_args()
+    args = parse(parser, rounds=1, rows=8)
 
     import torch
     import torch.distributed as dist

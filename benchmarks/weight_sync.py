@@ -234,10 +234,12 @@ async def measure(folder: Path, rank: Rank, rounds: int, bucket_bytes: int) -> d
 
 
 def main() -> None:
+    from smoke import parse
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--bucket-mib", type=int, default=None, help="default: the product's")
-    args = parser.parse_args()
+    args = parse(parser, rounds=1)
 
     from benchmarks.weight_sync_on_paper import seconds as on_paper
     from skyrl_megatron.weight_sync import DEFAULT_BUCKET_BYTES
@@ -250,7 +252,7 @@ def main() -> None:
     process.start()
     rank = Rank(pipe)
     with tempfile.TemporaryDirectory() as root:
-        large = write_tiny_model("qwen3_moe", Path(root) / "large", dtype="bfloat16", **LARGE)
+        large = write_tiny_model("qwen3_moe", Path(root) / "large", dtype="bfloat16", **({} if args.smoke else LARGE))
         small = write_tiny_model("qwen3_moe", Path(root) / "small", dtype="bfloat16")
         found = asyncio.run(measure(large, rank, args.rounds, bucket_bytes))
         memory = rank.ask("memory")
@@ -263,7 +265,7 @@ def main() -> None:
         )
         pipe.recv()
         sums = rank.ask("checksums", nbytes)
-        plan, per_tensor = rank.ask("per tensor", 50_000)
+        plan, per_tensor = rank.ask("per tensor", 500 if args.smoke else 50_000)
         fixed = asyncio.run(measure(small, rank, args.rounds, bucket_bytes))
     pipe.send(None)
     process.join(10)

@@ -76,10 +76,14 @@ RUNS = {  # trainer GPUs, engines, tensor parallelism, expert parallelism of an 
 
 
 def main() -> None:
+    from smoke import parse
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gbits", type=float, default=400.0, help="of network for each GPU")
     parser.add_argument("--efficiency", type=float, default=0.8, help="of the line rate that transfers reach")
-    args = parser.parse_args()
+    args = parse(
+        parser,
+    )
     rate, bucket_bytes = args.gbits / 8 * 1e9 * args.efficiency, 256 << 20
     reached, size = f"{args.efficiency:.0%} of it reached", f"buckets of {bucket_bytes >> 20} MiB"
     print(f"{args.gbits:g} Gb/s for each GPU, {reached}, {size}, bfloat16")
