@@ -1,4 +1,7 @@
-"""Seconds that importing the configuration takes, beside importing OmegaConf alone: fresh processes, alternating."""
+"""Seconds that importing the configuration takes, beside importing OmegaConf alone: fresh processes, alternating.
+
+    python benchmarks/config_import.py [--rounds 11]
+"""
 
 import argparse
 import statistics
@@ -18,7 +21,7 @@ def seconds(module: str) -> float:
 def main() -> None:
     from smoke import parse
 
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=11)
     rounds = parse(parser, rounds=1).rounds
     modules = ("skyrl_megatron.config", "skyrl_megatron.config.validate", "omegaconf")

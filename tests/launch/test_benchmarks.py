@@ -1,0 +1,52 @@
+"""Benchmarks still run: each with ``--smoke``, in seconds and with sizes that measure nothing."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.processes import left_behind
+
+ROOT = Path(__file__).resolve().parents[2]
+HELPERS = ("load_only", "smoke")
+"""Modules that benchmarks import."""
+BENCHMARKS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if path.stem not in HELPERS)
+RIVALS = {"advantages": "--rivals-python is needed"}
+"""What runs nowhere without packages of others, and how it ends."""
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_it_takes_smoke_and_explains_itself(name):
+    text = (ROOT / "benchmarks" / f"{name}.py").read_text()
+    assert "from smoke import parse" in text and f"python benchmarks/{name}.py" in text
+
+
+@pytest.mark.process
+@pytest.mark.vllm
+@pytest.mark.full_matrix
+@pytest.mark.one_in(6)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_it_runs(tmp_path, name):
+    """To its end, and leaves no process."""
+    command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--smoke"]
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    began = set(psutil.pids())
+    run = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=500)
+    if name in RIVALS:
+        assert run.returncode == 2 and RIVALS[name] in run.stderr
+    else:
+        assert run.returncode == 0 and run.stdout.strip(), run.stdout[-2000:] + run.stderr[-4000:]
+    left = [process for process in psutil.process_iter() if process.pid not in began and _is_of(process, tmp_path)]
+    assert not left_behind(left, within_s=30)
+
+
+def _is_of(process: psutil.Process, folder: Path) -> bool:
+    """Whether a process has the folder of this test among its variables, which its children inherit."""
+    try:
+        return process.environ().get("TMPDIR") == str(folder)
+    except psutil.Error:
+        return False
