@@ -11,8 +11,11 @@ def losses():
     """The registry of policy losses, as it was afterwards."""
     from skyrl_megatron.algorithms.losses import PolicyLossRegistry
 
+    before = {name: PolicyLossRegistry.get(name) for name in PolicyLossRegistry.list_available()}
     yield PolicyLossRegistry
     PolicyLossRegistry.repopulate()
+    for name in before.keys() - set(PolicyLossRegistry.list_available()):
+        PolicyLossRegistry.register(name, before[name])
 
 
 def test_names_without_ray(losses):

@@ -92,13 +92,13 @@ def two_saves(folder, root, layout="single", **options):
 
 def signal_at(point, number):
     """Arrange that this process gets a signal when it reaches ``point``."""
-    from skyrl_megatron.runtime.checkpoint import fault_points
+    from tests.checkpoint import places_of_a_save
 
     def reached(name):
         if name == point:
             os.kill(os.getpid(), number)
 
-    fault_points.on_reached = reached
+    places_of_a_save.watch(reached)
 
 
 def killed_at(folder, root, point, asynchronous, pipe):
@@ -207,7 +207,7 @@ def ends_in_async_save(folder, root, how, pipe):
     """End this process, in one of several ways, while the background save of step 3 is half done."""
     import threading
 
-    from skyrl_megatron.runtime.checkpoint import fault_points
+    from tests.checkpoint import places_of_a_save
 
     join_group()
     engine, checkpointer = two_saves(folder, root, asynchronous=True)
@@ -218,7 +218,7 @@ def ends_in_async_save(folder, root, how, pipe):
             half.set()
             go_on.wait(5)
 
-    fault_points.on_reached = reached
+    places_of_a_save.watch(reached)
     checkpointer.save(3)
     half.wait(WAIT_S)
     threading.Timer(0.3, go_on.set).start()
@@ -249,7 +249,7 @@ def saves_while_busy(folder, root, pipe):
     """A second save while the first is half done."""
     import threading
 
-    from skyrl_megatron.runtime.checkpoint import fault_points
+    from tests.checkpoint import places_of_a_save
 
     join_group()
     engine, checkpointer = two_saves(folder, root, asynchronous=True)
@@ -260,7 +260,7 @@ def saves_while_busy(folder, root, pipe):
             half.set()
             go_on.wait(WAIT_S)
 
-    fault_points.on_reached = reached
+    places_of_a_save.watch(reached)
     checkpointer.save(3)
     half.wait(WAIT_S)
     threading.Timer(0.3, go_on.set).start()
@@ -280,8 +280,8 @@ def loses_a_writer(folder, root, pipe):
     """The rank that writes a save in the background is lost half way, and another process has its place."""
     import threading
 
-    from skyrl_megatron.runtime.checkpoint import fault_points
     from skyrl_megatron.runtime.checkpoint.rank_writer import RankWriter
+    from tests.checkpoint import places_of_a_save
 
     join_group()
     engine, checkpointer = two_saves(folder, root, asynchronous=True)
@@ -293,7 +293,7 @@ def loses_a_writer(folder, root, pipe):
             half.set()
             never.wait()
 
-    fault_points.on_reached = reached
+    places_of_a_save.watch(reached)
     checkpointer.save(3)
     half.wait(WAIT_S)
     checkpointer.roles["policy"].writer = RankWriter()

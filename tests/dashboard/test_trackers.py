@@ -23,16 +23,17 @@ def test_what_a_tracker_holds(tmp_path, name):
         "HOME": str(tmp_path),
     }
     script = str(Path(__file__).with_name("tracker_run.py"))
-    done = subprocess.run(
-        [PYTHON, "-W", "error::skyrl_megatron.errors.SkyRLMegatronWarning", script, name, str(tmp_path)],
-        env={**os.environ, **offline},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "SkyRLMegatronWarning" not in done.stderr, done.stderr
+    for what in ("write", "read"):
+        done = subprocess.run(
+            [PYTHON, "-W", "error::skyrl_megatron.errors.SkyRLMegatronWarning", script, what, name, str(tmp_path)],
+            env={**os.environ, **offline},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=500,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "SkyRLMegatronWarning" not in done.stderr, done.stderr
     runs = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("READ "))[5:])["runs"]
     resumed, anew = sorted(runs.values(), key=lambda run: -len(run["reward"]))
     assert resumed["reward"] == [[1, 0.1], [2, 0.2], [3, 0.3], [3, 0.3], [4, 0.4]]

@@ -1,7 +1,8 @@
-"""Three lives of a run for its tracker, in the environment of the clients: ``tracker_run.py NAME LOG_PATH``.
+"""Three lives of a run for its tracker, by its own client: ``tracker_run.py {write,read} NAME LOG_PATH``.
 
-The first takes steps 1 to 3, the second goes on behind step 2, the third begins anew. Prints what the tracker's own
-files hold afterwards, as JSON: by run id, rewards as [step, value], tables of samples, the seed of the configuration.
+``write``: the first takes steps 1 to 3, the second continues after step 2, the third begins anew. ``read``, once that
+process has ended (wandb writes until then), prints what the tracker's own files hold, as JSON: by run id, rewards as
+[step, value], tables of samples, the seed of the configuration.
 """
 
 import glob
@@ -12,10 +13,12 @@ from pathlib import Path
 
 
 def main():
-    name, log_path = sys.argv[1:]
+    what, name, log_path = sys.argv[1:]
+    if what == "read":
+        print("READ " + json.dumps(READERS[name](Path(log_path))), flush=True)
+        return
     for steps, resumed in ((range(1, 4), False), (range(3, 5), True), (range(1, 2), False)):
         life(name, log_path, steps, resumed)
-    print("READ " + json.dumps(READERS[name](Path(log_path))), flush=True)
 
 
 def life(name, log_path, steps, resumed):

@@ -11,7 +11,7 @@ import pytest
 from skyrl_megatron.entrypoints import run_moe
 from tests.first_hour.mistakes import MISTAKES, Mistake, command_line, usual, write_files
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.process]  # a command starts its fork server first
 
 
 @pytest.fixture(scope="module")

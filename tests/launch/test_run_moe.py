@@ -220,6 +220,7 @@ def test_check_for_another_machine_with_every_form(folder, capsys, form):
     assert "8 GPUs per node, 2 node(s)" in out
 
 
+@pytest.mark.process  # a command starts its fork server first
 @pytest.mark.parametrize(
     ("args", "words"),
     [

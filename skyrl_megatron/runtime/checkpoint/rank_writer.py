@@ -17,7 +17,7 @@ import torch.distributed as dist
 from bridges.torch_dist import COMMON_STATE, ChunkFile
 from skyrl_megatron import device
 from skyrl_megatron.errors import CheckpointError
-from skyrl_megatron.runtime.checkpoint import fault_points, rng
+from skyrl_megatron.runtime.checkpoint import rng
 from skyrl_megatron.runtime.checkpoint.background import Background
 from skyrl_megatron.runtime.checkpoint.hashed_file import HashedFile
 from skyrl_megatron.runtime.checkpoint.host_memory import as_bytes
@@ -127,7 +127,6 @@ def _write_files(
     storage: Storage, target: str, note: dict[str, Any], blocks: list[Block], random_states: bytes
 ) -> None:
     rank = note["rank"]
-    fault_points.reached("before data")
     name = f"__{rank}_0.distcp"
     hashed = HashedFile(storage.create(f"{target}/{name}"))
     file = ChunkFile(name, hashed)
@@ -136,7 +135,6 @@ def _write_files(
         for block in blocks:
             file.append(block.key, block.offsets, block.sizes, block.data.dtype, [as_bytes(block.data)])
             tensors[block.key] = (str(block.data.dtype).removeprefix("torch."), block.global_shape)
-            fault_points.reached("between shards")
         if rank == 0:
             common = {"iteration": note["step"], "checkpoint_version": 3.0, "content_metadata": dict(CONTENT)}
             file.append_object(COMMON_STATE, common)

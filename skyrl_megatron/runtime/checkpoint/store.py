@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_megatron.errors import CheckpointError, SkyRLMegatronWarning
-from skyrl_megatron.runtime.checkpoint import fault_points
 from skyrl_megatron.runtime.checkpoint.lock import FolderLock
 from skyrl_megatron.runtime.checkpoint.manifest import (
     MANIFEST,
@@ -133,7 +132,6 @@ class CheckpointStore:
                 raise
             raise CheckpointError(f"{error.filename or folder} cannot be written ({error.strerror})") from error
         try:
-            fault_points.reached("before pointer")
             self.storage.write(self.storage.path(POINTER), f"{step}\n".encode())
             self.prune(self.keep, sound=step)
         except OSError as error:
@@ -198,11 +196,9 @@ class CheckpointStore:
         return manifest
 
     def _publish(self, step: int, folder: str, manifest: Manifest) -> str:
-        fault_points.reached("before manifest")
         self.storage.write(f"{folder}/{MANIFEST}", manifest.to_bytes())
         if not self.storage.renames:
             return folder
-        fault_points.reached("before rename")
         final = self.folder(step)
         aside = final + _REPLACED
         if self.storage.exists(final):  # a step saved anew, after an older one was resumed
@@ -349,7 +345,6 @@ class CheckpointStore:
                 folder += _REMOVED
             else:
                 self.storage.remove(f"{folder}/{MANIFEST}")
-            fault_points.reached("during prune")  # from here on it is not a checkpoint
             self.storage.remove(folder)
         return removed
 
