@@ -18,58 +18,65 @@ def losses():
         PolicyLossRegistry.register(name, before[name])
 
 
-def test_names_without_ray(losses):
+@pytest.fixture
+def built_in(losses):
+    """The registry with built-in functions alone."""
+    losses.repopulate()
+    return losses
+
+
+def test_names_without_ray(built_in):
     from skyrl_megatron.algorithms.losses import PolicyLossType, register_policy_loss, regular
 
-    assert losses.get("regular") is losses.get(PolicyLossType.REGULAR) is regular
-    assert sorted(losses.list_available()) == sorted(PolicyLossType)
+    assert built_in.get("regular") is built_in.get(PolicyLossType.REGULAR) is regular
+    assert sorted(built_in.list_available()) == sorted(PolicyLossType)
 
     @register_policy_loss("mine")
     def mine():
         pass
 
-    assert losses.get("mine") is mine and "mine" in losses.list_available()
+    assert built_in.get("mine") is mine and "mine" in built_in.list_available()
     with pytest.raises(ValueError, match=r"policy loss 'mine' is already registered\. Registered: cispo, .*mine"):
-        losses.register("mine", mine)
+        built_in.register("mine", mine)
     with pytest.raises(ValueError, match="'regular' is already registered"):
-        losses.register(PolicyLossType.REGULAR, mine)
+        built_in.register(PolicyLossType.REGULAR, mine)
     with pytest.raises(ValueError, match=r"policy loss 'nine' is not registered\. Registered: cispo, .*mine"):
-        losses.get("nine")
+        built_in.get("nine")
     with pytest.raises(ValueError, match="'nine' is not registered"):
-        losses.unregister("nine")
+        built_in.unregister("nine")
     with pytest.raises(ValueError, match="'text' must be callable, got str"):
-        losses.register("text", "mine")
-    losses.unregister("mine")
+        built_in.register("text", "mine")
+    built_in.unregister("mine")
     with pytest.raises(ValueError, match="not registered"):
-        losses.get("mine")
+        built_in.get("mine")
 
 
-def test_built_in_names_can_be_replaced_and_come_back(losses):
+def test_built_in_names_can_be_replaced_and_come_back(built_in):
     from skyrl_megatron.algorithms.losses import regular
     from skyrl_megatron.algorithms.registry import repopulate_all_registries
 
-    losses.unregister("regular")
-    losses.register("regular", len)
-    losses.register("mine", max)
+    built_in.unregister("regular")
+    built_in.register("regular", len)
+    built_in.register("mine", max)
     repopulate_all_registries()
-    assert losses.get("regular") is len, "what is there stays"
-    losses.reset()
-    assert losses.list_available() == []
-    losses.repopulate_registry()
-    assert losses.get("regular") is regular and "mine" not in losses.list_available()
-    losses.register("mine", max)
-    losses.repopulate()
-    assert losses.get("regular") is regular and "mine" not in losses.list_available()
+    assert built_in.get("regular") is len, "what is there stays"
+    built_in.reset()
+    assert built_in.list_available() == []
+    built_in.repopulate_registry()
+    assert built_in.get("regular") is regular and "mine" not in built_in.list_available()
+    built_in.register("mine", max)
+    built_in.repopulate()
+    assert built_in.get("regular") is regular and "mine" not in built_in.list_available()
 
 
-def test_registries_are_apart(losses):
+def test_registries_are_apart(built_in):
     from skyrl_megatron.algorithms.registry import BaseFunctionRegistry
 
     class OtherRegistry(BaseFunctionRegistry):
         _function_type = "other"
 
     OtherRegistry.register("regular", len)
-    assert OtherRegistry.get("regular") is len and losses.get("regular") is not len
+    assert OtherRegistry.get("regular") is len and built_in.get("regular") is not len
     assert OtherRegistry.list_available() == ["regular"]
     OtherRegistry.reset()
 
