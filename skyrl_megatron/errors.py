@@ -6,6 +6,8 @@ Entry points catch :class:`SkyRLMegatronError`, print ``str(error)`` and exit wi
 from __future__ import annotations
 
 import sys
+import sysconfig
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,13 +35,44 @@ class Problem:
     fix: str
 
     def __str__(self) -> str:
-        return f"{self.key}={self.value}: {self.fix}"
+        return f"{shown(self.key)}={shown(self.value)}: {self.fix}"
+
+
+def shown(value: object) -> str:
+    """Return a value as messages show it: one line that every terminal can print, the middle of what is long left
+    out."""
+    text = str(value).encode(errors="backslashreplace").decode().replace("\n", "\\n")
+    return (
+        text if len(text) <= LONGEST else f"{text[: LONGEST // 2]}…{text[-LONGEST // 4 :]} ({len(text):,} characters)"
+    )
+
+
+LONGEST = 2000
+"""Characters of a value that a message shows."""
 
 
 def install_command(package: str) -> str:
     """Return the command that adds a package to the environment of this process, which has no pip of its own."""
     own = Path(sys.prefix) / "tools" / "bin" / "uv"
     return f"{own if own.exists() else 'uv'} pip install --python {sys.executable} {package}"
+
+
+def with_origin(error: BaseException) -> str:
+    """Return type and message of an error of a user's code, and the file and line of it that raised.
+
+    The line is the innermost outside of this package, of other packages and of the standard library; where all of the
+    traceback is inside, none is named.
+    """
+    text = f"{type(error).__name__}: {error}"
+    own = str(Path(__file__).parent)
+    place = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if not frame.filename.startswith((own, _LIBRARY, "<frozen")) and "site-packages" not in frame.filename:
+            place = f", at {frame.filename}:{frame.lineno} in {frame.name}"
+    return text + place
+
+
+_LIBRARY = sysconfig.get_path("stdlib")
 
 
 class ConfigError(SkyRLMegatronError, ValueError):

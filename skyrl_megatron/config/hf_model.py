@@ -36,11 +36,15 @@ def read_hf_config(cfg: SkyRLTrainConfig, role: str = "policy") -> dict[str, Any
         return None
     try:
         if not (folder / json_file.CONFIG).is_file():
-            why = "the folder has no config.json" if folder.is_dir() else f"there is no folder {folder}"
+            missing = f"there is no folder {folder}{hub.near(path)}"
+            why = "the folder has no config.json" if folder.is_dir() else missing
             raise BridgeError(f"{why}; give the folder of a Hugging Face model, or ORG/NAME of one on the hub")
         return json_file.read_hf_config(folder)
     except BridgeError as error:
         raise ConfigError([Problem(f"trainer.{role}.model.path", path, str(error))]) from None
+    except OSError as error:  # a name that no file system takes, a folder that may not be entered
+        why = f"cannot be read ({error.strerror}); give the folder of a Hugging Face model"
+        raise ConfigError([Problem(f"trainer.{role}.model.path", path, why)]) from None
 
 
 def engines_quantise(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> bool:

@@ -7,6 +7,7 @@ opens a model asks :func:`model_folder`, on its own node.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,7 +16,7 @@ from skyrl_megatron.errors import ConfigError, HubError, Problem
 from skyrl_megatron.hub.card import model_card
 from skyrl_megatron.hub.data import data_folder
 from skyrl_megatron.hub.download import CARD, SMALL, WHOLE, Say, cached, cached_commit, fetch, quiet, resolve
-from skyrl_megatron.hub.names import FILE_SUFFIXES, DataSource, Repo, data_source, is_hub_name, origin
+from skyrl_megatron.hub.names import FILE_SUFFIXES, DataSource, Repo, data_source, is_hub_name, near, origin
 
 if TYPE_CHECKING:
     from skyrl_megatron.config.schema.root import SkyRLTrainConfig
@@ -38,6 +39,7 @@ __all__ = [
     "model_folder",
     "model_repo",
     "models",
+    "near",
     "origin",
     "pin",
     "resolve",
@@ -73,7 +75,7 @@ def _named(cfg: SkyRLTrainConfig, role: str) -> tuple[str, str, str | None]:
     path = cfg.trainer.policy.model.lora.adapter_path or ""
     name, _, revision = path.partition("@")
     return "trainer.policy.model.lora.adapter_path", *(
-        (path, None) if Path(path).exists() else (name, revision or None)
+        (path, None) if os.path.exists(path) else (name, revision or None)
     )
 
 
@@ -123,7 +125,9 @@ def pin(cfg: SkyRLTrainConfig, asked: Iterable[Asked], recorded: Mapping[str, st
             commit = commits.get(repo.key) or recorded.get(repo.key) or resolve(repo, say=say)
             fetch(repo, commit, SMALL if repo.kind == "model" else CARD, say=say)
         except HubError as error:
-            problems.append(Problem(key, value, str(error)))
+            hint = near(repo.name)
+            here = f"no folder {repo.name} here{hint}. As a name of the hub: " if hint or "/" not in repo.name else ""
+            problems.append(Problem(key, value, f"{here}{error}"))
             continue
         commits[repo.key] = commit
     return problems

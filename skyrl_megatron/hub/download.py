@@ -221,7 +221,8 @@ class _Watch:
 
     def _line(self, here: int, now: float) -> str:
         done = here - self._at_first
-        of = f" of {self._total / 1e9:.2f}" if self._total else ""
+        unit, name = (1e6, "MB") if 0 < (self._total or 0) < 1e8 else (1e9, "GB")
+        of = f" of {self._total / unit:.2f}" if self._total else ""
         note = f", {self._note}" if self._note else ""
         rate = done / 1e6 / (now - self._began)
-        return f"download of {self._repo.name}: {done / 1e9:.2f}{of} GB, {rate:.1f} MB/s{note}"
+        return f"download of {self._repo.name}: {done / unit:.2f}{of} {name}, {rate:.1f} MB/s{note}"

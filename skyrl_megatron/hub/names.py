@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +54,19 @@ class DataSource:
 def is_hub_name(name: str) -> bool:
     """Return whether ``name`` is one of the hub: by its form, and because no file or folder here has it."""
     formed = _NAME.fullmatch(name) is not None and len(name) <= 96
-    return formed and "--" not in name and ".." not in name and not name.endswith(".git") and not Path(name).exists()
+    return formed and "--" not in name and ".." not in name and not name.endswith(".git") and not os.path.exists(name)
+
+
+def near(path: str) -> str:
+    """Return `` (did you mean NAME?)`` where a folder beside the one that ``path`` names, which is not there, has
+    nearly its name; "" else."""
+    folder = Path(path).expanduser()
+    try:
+        beside = [each.name for each in folder.absolute().parent.iterdir() if each.is_dir()]
+    except OSError:
+        return ""
+    found = difflib.get_close_matches(folder.name, beside, n=1)
+    return f" (did you mean {folder.with_name(found[0])}?)" if found else ""
 
 
 def origin(folder: Path) -> Repo | None:
@@ -82,6 +96,6 @@ def data_source(entry: str) -> DataSource | None:
     folder = Path(place).expanduser()
     if parts:
         return None
-    if folder.is_dir():
+    if os.path.isdir(folder):
         return DataSource(folder, subset, split)
     return DataSource(Repo("dataset", name, revision or None), subset, split) if is_hub_name(name) else None

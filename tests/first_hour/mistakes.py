@@ -178,6 +178,11 @@ MISTAKES: tuple[Mistake, ...] = (
         ("trainer.resume_path=/none/global_step_4", "no such folder"),
     ),
     # model
+    Mistake(
+        "a misspelt folder of a model",
+        lambda folder: [f"model={folder}/modle"],
+        ("there is no folder", "modle (did you mean", "/model?)"),
+    ),
     Mistake("weights cut off", _model(_cut), ("model.safetensors is damaged", "fetch the file again")),
     Mistake("a missing shard", _model(_index), ("model-00001-of-00002.safetensors", "is missing")),
     Mistake("another model's config", _config(num_hidden_layers=3), ("missing model.layers.2.", "config.json")),
@@ -241,6 +246,11 @@ MISTAKES: tuple[Mistake, ...] = (
         _keys(f"{M}model_config_kwargs.rms_norm_ep=1e-5"),
         ("model_config_kwargs.rms_norm_ep", "did you mean rms_norm_eps?"),
     ),
+    # text that is no value
+    Mistake("an interpolation that ends too soon", _keys("trainer.run_name=${x"), ("run_name=${x", "${other.key}")),
+    Mistake("a project of 100,000 letters", _keys(f"trainer.project_name={'a' * 100_000}"), ("at most 255 bytes",)),
+    Mistake("checkpoints in a long name", _keys(f"trainer.ckpt_path=/tmp/{'a' * 300}"), ("cannot be made",)),
+    Mistake("rows in a long name", _keys(f"data.train_data=[{'a' * 300}.parquet]"), ("no such file",)),
     # the machine
     Mistake(
         "a port in use",

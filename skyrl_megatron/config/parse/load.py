@@ -170,6 +170,13 @@ class _Builder[C: Section]:
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
 
+        for tree, name, item in list(waiting):
+            try:
+                OmegaConf.create({"value": item.value}, flags={"allow_objects": True})
+            except OmegaConfBaseException as error:
+                self.problems.append(Problem(item.spelled, item.value, str(error).splitlines()[0]))
+                waiting.remove((tree, name, item))
+                del tree[name]
         full = OmegaConf.create(_merged(self.cls, None, self.tree), flags={"allow_objects": True})
         for tree, name, item in waiting:
             try:

@@ -100,6 +100,7 @@ def read_yaml(path: str) -> tuple[list[Assignment], list[Problem]]:
     """Read a YAML file, or say why it cannot be read, with the line."""
     import yaml
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
     def wrong(fix: str) -> tuple[list[Assignment], list[Problem]]:
         return [], [Problem("--config", path, fix)]
@@ -108,6 +109,7 @@ def read_yaml(path: str) -> tuple[list[Assignment], list[Problem]]:
         return wrong("name a YAML file")
     try:
         content = OmegaConf.load(Path(path).expanduser())
+        plain = OmegaConf.to_container(content, resolve=False)
     except FileNotFoundError:
         return wrong("no such file")
     except yaml.MarkedYAMLError as error:
@@ -116,9 +118,10 @@ def read_yaml(path: str) -> tuple[list[Assignment], list[Problem]]:
         return wrong(f"{place}{error.problem or error.context}")
     except yaml.YAMLError as error:
         return wrong(" ".join(str(error).split()))
+    except OmegaConfBaseException as error:
+        return wrong(" ".join(str(error).split()))
     except (OSError, UnicodeDecodeError) as error:
         return wrong(str(error))
-    plain = OmegaConf.to_container(content, resolve=False)
     if not isinstance(plain, dict):
         return wrong("must hold a mapping of keys to values")
     return read_mapping({str(key): value for key, value in plain.items()}, path), []
@@ -145,12 +148,19 @@ def _yaml_value(text: str) -> Any:
     """Read typed text as YAML: ``4``, ``1e-6``, ``true``, ``null``, ``[a, b]``, ``{a: 1}``. Raises ValueError."""
     import yaml
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
     try:
+        text.encode()
         node = OmegaConf.from_dotlist([f"value={text}"])
     except yaml.YAMLError as error:
         reason = getattr(error, "problem", None) or str(error)
-        raise ValueError(f"not readable as YAML: {reason}") from None
+        raise ValueError(f"not readable as YAML: {reason.splitlines()[0]}") from None
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"not readable as an interpolation, ${{other.key}} or ${{oc.env:NAME}}: {reason}") from None
+    except UnicodeEncodeError:
+        raise ValueError("holds bytes that are not UTF-8") from None
     plain = OmegaConf.to_container(node, resolve=False)
     assert isinstance(plain, dict)
     value = plain["value"]

@@ -88,11 +88,11 @@ def _convert_union(annotation: Any, value: Any, text: str | None) -> Any:
         return None
     failures = []
     # the member of exactly this type first, so that true stays a bool in `bool | int`
-    for member in sorted(members, key=lambda kind: type(value) not in members_of(kind)):
+    for member in sorted(members, key=lambda kind: not _is_exactly(value, kind)):
         try:
             return convert(member, value, text)
         except Mismatch as failure:
-            if type(value) in members_of(member):
+            if _is_exactly(value, member):
                 raise
             failures.append(failure)
     only = [kind for kind in members if kind is not types.NoneType]
@@ -100,6 +100,10 @@ def _convert_union(annotation: Any, value: Any, text: str | None) -> Any:
         named = describe(only[0])
         raise Mismatch(str(failures[0]).replace(f"must be {named},", f"must be {describe(annotation)},"))
     raise _wrong_type(annotation, value)
+
+
+def _is_exactly(value: Any, annotation: Any) -> bool:
+    return any(type(value) in (kind, typing.get_origin(kind)) for kind in members_of(annotation))
 
 
 def _convert_list(annotation: Any, value: Any) -> Any:

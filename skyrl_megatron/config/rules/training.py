@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 _A = "trainer.algorithm."
 
+LONGEST_NAME = 255
+"""Bytes of a name on Linux's file systems."""
+
 
 def training_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     """Yield everything wrong with the batches, the objective and the optimizer of a step."""
@@ -206,3 +209,5 @@ def _checkpoints(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
         value: str = getattr(trainer, name)
         if not value or value in (".", "..") or os.sep in value:
             yield Problem(f"trainer.{name}", value, "names a folder of the logs: use letters, digits, '-' and '_'")
+        elif len(value.encode()) > LONGEST_NAME:
+            yield Problem(f"trainer.{name}", value, f"names a folder of the logs: at most {LONGEST_NAME} bytes")

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from skyrl_megatron.config.paths import is_address
 from skyrl_megatron.config.rules.fully_async import runs_ahead
+from skyrl_megatron.config.rules.training import LONGEST_NAME
 from skyrl_megatron.config.run_folder import run_folder
 from skyrl_megatron.entrypoints.checks.planned_run import NotChecked, PlannedRun
-from skyrl_megatron.errors import Problem
+from skyrl_megatron.errors import Problem, shown
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -23,9 +24,11 @@ def folders(run: PlannedRun) -> Iterator[Problem | NotChecked]:
     that is not there."""
     trainer = run.cfg.trainer
     resume = trainer.resume_path
-    if trainer.resume_mode == "from_path" and resume and not is_address(resume) and not Path(resume).is_dir():
+    if trainer.resume_mode == "from_path" and resume and not is_address(resume) and not os.path.isdir(resume):
         yield Problem("trainer.resume_path", resume, "no such folder")
-    wanted = {"trainer.log_path": (trainer.log_path, run_folder(run.cfg))}
+    named = all(len(name.encode()) <= LONGEST_NAME for name in (trainer.project_name, trainer.run_name))
+    logs = run_folder(run.cfg) if named else Path(trainer.log_path)  # the rules report names that are too long
+    wanted = {"trainer.log_path": (trainer.log_path, logs)}
     if run.training:
         wanted["trainer.ckpt_path"] = (trainer.ckpt_path, Path(trainer.ckpt_path))
     if run.training and runs_ahead(run.cfg) and (path := trainer.fully_async.rollouts_path):
@@ -53,8 +56,11 @@ def cannot_write(folder: Path) -> str | None:
     Tried in the folder, or in the nearest one above it that exists.
     """
     existing = folder.absolute()
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
+    try:
+        while not existing.exists() and existing != existing.parent:
+            existing = existing.parent
+    except OSError as error:  # a name that no file system takes
+        return f"{shown(folder)} cannot be made ({error.strerror})"
     if not existing.is_dir():
         return f"{existing} is a file"
     try:
