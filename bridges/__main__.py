@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--hf", type=Path, required=True)
     streaming(sub)
     sub = command("export", "Megatron checkpoint, plain or of a training run -> HF folder")
-    sub.add_argument("--megatron", type=Path, required=True)
+    sub.add_argument("--megatron", type=Path, required=True, help="its folder; of a run also ckpt_path/global_step_N")
     sub.add_argument("--hf-template", type=Path, help="original HF folder, for config, tokenizer and MTP layers")
     sub.add_argument("--max-shard-size", default="5GB", help="largest safetensors file (default 5GB)")
     streaming(sub)

@@ -13,10 +13,10 @@ from bridges.errors import BridgeError
 from bridges.plan import PREDICTION_LAYERS
 from bridges.staging import write_file
 
-# Small files of a HF folder that belong to a model besides weights and config.
+# Small files of a HF folder that belong to a model besides weights and config; its licence goes with it.
 ASSETS = (
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "added_tokens.json",
-    "chat_template*", "*.model", "*.tiktoken",
+    "chat_template*", "*.model", "*.tiktoken", "preprocessor_config.json", "README.md", "LICENSE*", "NOTICE*",
 )  # fmt: skip
 HF_SUBFOLDER = "huggingface"  # config, tokenizer and generation config inside a Megatron folder; never weights
 CAST_TO = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -47,11 +47,15 @@ def output_config(config: Mapping[str, Any], dtype: torch.dtype | None, drop_mtp
     return result
 
 
+def asset_files(source: Path) -> list[Path]:
+    """Return the small files of a HF folder besides ``config.json``."""
+    found = [path for pattern in ASSETS for path in sorted(source.glob(pattern))]
+    return [path for path in found if path.is_file() and path.suffix != ".safetensors"]
+
+
 def copy_assets(source: Path, target: Path, config: Mapping[str, Any]) -> None:
     """Copy tokenizer and generation config from ``source`` to ``target`` and write ``config`` beside them."""
     target.mkdir(exist_ok=True)
-    for pattern in ASSETS:
-        for path in sorted(source.glob(pattern)):
-            if path.is_file() and path.suffix != ".safetensors":
-                write_file(target / path.name, path.read_bytes())
+    for path in asset_files(source):
+        write_file(target / path.name, path.read_bytes())
     write_file(target / "config.json", (json.dumps(config, indent=2) + "\n").encode())

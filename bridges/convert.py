@@ -18,7 +18,7 @@ from bridges.places import CheckpointPlace, checkpoint_place
 from bridges.plan import Plan
 from bridges.rows import Shape
 from bridges.rules import Entry
-from bridges.source import PASSTHROUGH, MegatronSource, Source, is_checkpoint, key_dtypes, open_hf
+from bridges.source import PASSTHROUGH, MegatronSource, Source, is_checkpoint, key_dtypes, model_folder, open_hf
 from bridges.staging import LocalFile, byte_blocks, staged
 from bridges.torch_dist import ChunkFile
 from bridges.verify import same_bytes
@@ -145,13 +145,15 @@ def export_megatron(
 ) -> Report:
     """Write the HF folder of a Megatron checkpoint (plain or of a training run, then without optimizer) to ``out``.
 
+    ``megatron``: of a run also ``ckpt_path/global_step_N``, whose policy is taken.
     ``template``: the original HF folder, for config and tokenizer if the checkpoint has none, and for
     multi-token-prediction layers that training did not keep. Raises :class:`BridgeError`; ``out`` then does not exist.
     """
+    megatron = model_folder(megatron)
     if not is_checkpoint(megatron):
-        raise BridgeError(
-            f"{megatron} holds neither metadata.json nor *.distcp files; give a Megatron checkpoint folder"
-        )
+        inside = sorted(path.name for path in megatron.glob("global_step_*"))
+        hint = f"give one of its checkpoints: {', '.join(inside)}" if inside else "give a Megatron checkpoint folder"
+        raise BridgeError(f"{megatron} holds neither metadata.json nor *.distcp files; {hint}")
     source = MegatronSource(megatron, template)
     plan = source.plan
     passthrough = {} if drop_mtp else _passthrough(source, template)

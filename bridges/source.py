@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from bridges.quantized import DequantizedFolder
 from bridges.rows import Shape
 from bridges.rules import Entry
 
+MANIFEST = "MANIFEST.json"  # of a training run's checkpoint, which has a folder for each role beside it
 PASSTHROUGH = "carried."  # key prefix of tensors passed on as they are (multi-token prediction)
 # Tensors of a training checkpoint that are no weights.
 NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", "opt_param_scheduler", "rerun_state_machine")
@@ -47,6 +49,26 @@ def is_checkpoint(path: Path) -> bool:
     return (path / "metadata.json").exists() or (path / ".metadata").exists() or any(path.glob("*.distcp"))
 
 
+def model_folder(path: Path) -> Path:
+    """Return the folder of a model's tensors: of a training run's checkpoint (``global_step_N``) that of the policy,
+    or of its only role; every other folder itself. Raises :class:`BridgeError` where only adapters were trained."""
+    step = path if (path / MANIFEST).is_file() else path.parent
+    try:
+        manifest = json.loads((step / MANIFEST).read_bytes())
+        roles, bases = list(manifest["layouts"]), manifest.get("bases") or {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return path
+    role = path.name
+    if step == path:
+        role = "policy" if "policy" in roles or len(roles) != 1 else roles[0]
+    if role in bases:
+        raise BridgeError(
+            f"{step / role} holds the adapters of a run with trainer.policy.model.lora.rank, not the weights that "
+            "they are added to: let the same command of the run export, with trainer.hf_save_interval=1"
+        )
+    return step / role
+
+
 def open_hf(path: Path) -> Source:
     """Open a HF folder; FP8 and MXFP4 weights appear dequantised, under their plain names."""
     folder = HfFolder(path)
@@ -54,7 +76,8 @@ def open_hf(path: Path) -> Source:
 
 
 def open_source(path: Path, template: Path | None = None) -> Source:
-    """Open a HF folder or a Megatron folder, whichever ``path`` is."""
+    """Open a HF folder or a Megatron folder, whichever ``path`` is; of a run's checkpoint the policy."""
+    path = model_folder(path)
     return MegatronSource(path, template) if is_checkpoint(path) else open_hf(path)
 
 

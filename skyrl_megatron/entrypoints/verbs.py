@@ -15,6 +15,7 @@ VERBS = {
     "dashboard": ("entrypoints.dashboard", "look at runs, while they go and afterwards"),
     "compare": ("entrypoints.compare", "hold a run against another; exit code 1 when it is worse"),
     "diagnose": ("entrypoints.diagnose", "what every process of a run that hangs waits for"),
+    "convert": ("entrypoints.convert", "a run's checkpoint as a Hugging Face folder, and the commands of bridges"),
     "replay-batch": ("entrypoints.replay_batch", "train a dumped step again, bit for bit or with other settings"),
     "explain-gap": ("entrypoints.gap.command", "why trainer and engine disagree"),
     "serve-engine": ("entrypoints.serve_engine", "an engine on another host"),

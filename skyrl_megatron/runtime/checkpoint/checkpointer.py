@@ -49,7 +49,8 @@ class Checkpointer:
     ``hub_commits``: what the run read from the Hugging Face hub (``trainer.hub_commits``).
 
     ``asynchronous``: :meth:`save` returns once all ranks have copied their state; the rest happens behind the
-    training. ``timeout_s``: for how long a save waits for the ranks' files.
+    training. ``timeout_s``: for how long a save waits for the ranks' files. ``model_files``: path in a checkpoint →
+    contents of the small files of the models (``config.json``, tokenizer), which a conversion of it needs.
     """
 
     def __init__(
@@ -61,11 +62,13 @@ class Checkpointer:
         hub_commits: Mapping[str, str] | None = None,
         asynchronous: bool = False,
         timeout_s: float = 1800.0,
+        model_files: Mapping[str, bytes] | None = None,
     ) -> None:
         self.store = CheckpointStore(root, keep=keep, hub_commits=hub_commits)
         self.roles = dict(roles)
         self.saved_step: int | None = None
         """The step last saved or resumed."""
+        self._model_files = dict(model_files or {})
         self._asynchronous, self._timeout_s = asynchronous, timeout_s
         self._commit = Background("an asynchronous save")
 
@@ -82,7 +85,7 @@ class Checkpointer:
         extras = {  # as bytes: later changes do not reach them
             DATA: json_bytes(data, DATA),
             TRAINER_STATE: json_bytes(trainer_state, TRAINER_STATE),
-        }
+        } | self._model_files
         sizes = {name: ranks.world_size for name, ranks in self.roles.items()}
         folder = self.store.begin(step, sizes, last_step_finite=last_step_finite)
         if folder is None:

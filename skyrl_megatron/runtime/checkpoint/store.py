@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import logging
+import posixpath
 import re
 import uuid
 import warnings
@@ -119,8 +120,8 @@ class CheckpointStore:
     ) -> str:
         """Wait for all ranks, complete the folder, and make it the newest checkpoint. Returns its path.
 
-        ``extras``: contents of :data:`DATA` and :data:`TRAINER_STATE`. On any failure what was written of this step
-        is removed, older checkpoints stay, and CheckpointError is raised.
+        ``extras``: contents of :data:`DATA`, :data:`TRAINER_STATE`, and of small files below a role's folder. On any
+        failure what was written of this step is removed, older checkpoints stay, and CheckpointError is raised.
         """
         folder = self.storage.path(self._name(step, writing=True))
         try:
@@ -185,6 +186,8 @@ class CheckpointStore:
     ) -> Manifest:
         manifest = Manifest(step, {}, {}, versions(), self.hub_commits, branch=self._branch, ancestry=self._ancestry)
         for name, content in extras.items():
+            if "/" in name:
+                self.storage.make_folder(f"{folder}/{posixpath.dirname(name)}")
             self.storage.write(f"{folder}/{name}", content)
             manifest.files[name] = hash_bytes(content)
         for role, world_size in roles.items():
