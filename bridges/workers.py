@@ -40,12 +40,13 @@ class Progress:
         return time.monotonic() - self._started
 
     def _show(self, now: float) -> None:
+        unit, name = (1e9, "GB") if self.total >= 1e8 else (1e6, "MB")
         rate = self.done / max(now - self._started, 1e-9)
         left = (self.total - self.done) / rate if rate else 0.0
         assert self._stream is not None
         live = self._stream.isatty()
         line = (
-            f"{self.label}: {self.done / 1e9:.2f} of {self.total / 1e9:.2f} GB, {rate / 1e9:.2f} GB/s, "
+            f"{self.label}: {self.done / unit:.2f} of {self.total / unit:.2f} {name}, {rate / unit:.2f} {name}/s, "
             f"{int(left) // 60}:{int(left) % 60:02d} left"
         )
         print(f"\r{line:<78}" if live else line, end="" if live else "\n", file=self._stream, flush=True)

@@ -1,6 +1,7 @@
 """Environments: the interface, the registry, and those that come with the package."""
 
 from skyrl_megatron.envs.base import BaseTextEnv, BaseTextEnvStepOutput, ConversationType, Message
+from skyrl_megatron.envs.bounded import within
 from skyrl_megatron.envs.registry import EnvSpec, deregister, make, register, registered, spec
 from skyrl_megatron.envs.tools import ToolGroup, tool
 
@@ -17,6 +18,7 @@ __all__ = [
     "registered",
     "spec",
     "tool",
+    "within",
 ]
 
 register("addition", "skyrl_megatron.envs.arithmetic:AdditionEnv")
