@@ -23,7 +23,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from skyrl_megatron import device
-from skyrl_megatron.errors import ConfigError, Problem
+from skyrl_megatron.errors import ConfigError, Problem, with_origin
 
 GROUP = "skyrl_megatron.plugins"
 """Group of entry points."""
@@ -51,7 +51,7 @@ def load_plugins(modules: Iterable[str] = ()) -> None:
             load()
         except Exception as error:
             fix = "name a module that is installed, on PYTHONPATH, in this folder, or beside the script"
-            problems.append(Problem(key, value, f"cannot be imported ({type(error).__name__}: {error}); {fix}"))
+            problems.append(Problem(key, value, f"cannot be imported ({with_origin(error)}); {fix}"))
     if problems:
         raise ConfigError(problems)
     if named:

@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-QUIET_S = 20.0
-"""Longest silence of a run."""
+QUIET_S = 10.0
+"""Longest silence of a command."""
 
 _under_way: list[tuple[str, float]] = []
-"""Tasks and when they began, the innermost last; those of the run's main thread."""
+"""Tasks and when they began, the innermost last; those of the command's main thread."""
+_listeners: list[Callable[[str], None]] = []
+"""What says it: that of the innermost :func:`heartbeat`."""
 _spoken = time.monotonic()
-_beating = threading.Lock()
 
 
 def spoke() -> None:
@@ -34,27 +35,40 @@ def under_way(task: str) -> Iterator[None]:
 
 
 @contextmanager
-def heartbeat(say: Callable[[str], None], quiet_s: float = QUIET_S) -> Iterator[None]:
-    """Let a thread say what is under way whenever nothing was said for ``quiet_s`` seconds. Inside another block of
-    this process it does nothing."""
-    if not _beating.acquire(blocking=False):
-        yield
-        return
-    ended, entered = threading.Event(), time.monotonic()
+def heartbeat(say: Callable[[str], None], quiet_s: float | None = None) -> Iterator[None]:
+    """Let a thread say what is under way whenever nothing was said for ``quiet_s`` seconds (:data:`QUIET_S`).
 
-    def beat() -> None:
-        while not ended.wait(max(_spoken + quiet_s - time.monotonic(), 0.05)):
-            if time.monotonic() - _spoken >= quiet_s:
-                task, began = _under_way[-1] if _under_way else ("start", entered)
-                spoke()
-                say(f"… {task}: {time.monotonic() - began:.0f} s so far")
-
-    spoke()
-    thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
-    thread.start()
+    A block inside another one of this process has no thread of its own: while it lasts, the outer one's thread uses
+    its ``say``.
+    """
+    _listeners.append(say)
+    outermost = len(_listeners) == 1
+    beat = _Beat(QUIET_S if quiet_s is None else quiet_s) if outermost else None
     try:
         yield
     finally:
-        ended.set()
-        thread.join()
-        _beating.release()
+        _listeners.remove(say)
+        if beat is not None:
+            beat.end()
+
+
+class _Beat:
+    """The thread."""
+
+    def __init__(self, quiet_s: float) -> None:
+        self._quiet_s, self._ended, self._entered = quiet_s, threading.Event(), time.monotonic()
+        spoke()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """End it."""
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(max(_spoken + self._quiet_s - time.monotonic(), 0.05)):
+            if time.monotonic() - _spoken >= self._quiet_s and _listeners:
+                task, began = _under_way[-1] if _under_way else ("start", self._entered)
+                spoke()
+                _listeners[-1](f"… {task}: {time.monotonic() - began:.0f} s so far")

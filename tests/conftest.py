@@ -28,6 +28,7 @@ os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 # Ray replaces a loopback address by the machine's own, unless this says, when it is imported, that it is alone.
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 
+from skyrl_megatron import progress
 from tests.support import rotation, workers
 from tests.support.engines import VOCABULARY, LoopThread, SharedEngines
 from tests.support.fast import ProcessGuard
@@ -35,6 +36,7 @@ from tests.support.random_order import RandomOrder
 from tests.support.rank_pool import RankPool
 from tests.support.shared_ray import SharedRay, shared_ray
 
+progress.QUIET_S = 3600.0  # what this process prints does not depend on how busy the machine is
 HEAVY = {"torch", "ray", "megatron", "vllm", "transformers"}
 NOT_REACHED = "not reached within "
 

@@ -1,4 +1,4 @@
-"""The folder of a run's logs, and the resolved configuration kept in it."""
+"""Where a run logs to: its folder, with the resolved configuration in it, and its trackers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,15 @@ from skyrl_megatron.config.schema.root import get_config_as_yaml_str
 
 if TYPE_CHECKING:
     from skyrl_megatron.config.schema.root import SkyRLTrainConfig
+
+
+def trackers(cfg: SkyRLTrainConfig) -> list[str]:
+    """Return the trackers of ``trainer.logger``, each once; wandb with a key, or a mode without one."""
+    logger = cfg.trainer.logger
+    named = dict.fromkeys([logger] if isinstance(logger, str) else logger)
+    if not os.environ.get("WANDB_API_KEY") and "WANDB_MODE" not in os.environ:
+        named.pop("wandb", None)
+    return [name for name in named if name not in ("console", "tensorboard")]
 
 
 def run_folder(cfg: SkyRLTrainConfig) -> Path:

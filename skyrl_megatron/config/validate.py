@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +18,7 @@ from skyrl_megatron.config.rules.placement import placement_problems
 from skyrl_megatron.config.rules.role_layout import active_roles, weight_transport
 from skyrl_megatron.config.rules.rollout import rollout_problems
 from skyrl_megatron.config.rules.training import training_problems
+from skyrl_megatron.config.run_folder import trackers
 from skyrl_megatron.config.schema.root import SkyRLTrainConfig
 from skyrl_megatron.errors import ConfigError, Problem, SkyRLMegatronWarning
 from skyrl_megatron.plugins import load_plugins
@@ -85,7 +85,8 @@ def _warn(cfg: SkyRLTrainConfig, hardware: Hardware) -> None:
 
 def _doubts(cfg: SkyRLTrainConfig) -> Iterator[str]:
     generator, sampling = cfg.generator, cfg.generator.sampling_params
-    if cfg.trainer.logger == "wandb" and not os.environ.get("WANDB_API_KEY") and "WANDB_MODE" not in os.environ:
+    asked = [cfg.trainer.logger] if isinstance(cfg.trainer.logger, str) else cfg.trainer.logger
+    if "wandb" in asked and "wandb" not in trackers(cfg):
         yield "trainer.logger=wandb: WANDB_API_KEY is not set; the run logs to files, TensorBoard and console only"
     placement = cfg.trainer.placement
     if placement.colocate_all and weight_transport(cfg) == device.GLOO:

@@ -290,7 +290,7 @@ def _parquet_rows(path: Path, num_workers: int) -> Rows:
     except Exception as error:
         if _has_no_rows(path):
             raise DataError(f"{path} has no rows: write it again, or name another") from error
-        raise DataError(f"{path} cannot be read as parquet: {error.__cause__ or error}") from error
+        raise DataError(f"{path} cannot be read as parquet: {_reason(error.__cause__ or error)}") from error
     return ArrowRows(found, [path], str(path))
 
 
@@ -367,8 +367,10 @@ def _parsed(data: bytes, path: Path, number: int, decoder: json.JSONDecoder | No
     raise DataError(f"{path}, row {number}: {problem}") from cause
 
 
-def _reason(error: Exception) -> str:
-    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+def _reason(error: BaseException) -> str:
+    return (
+        "it is nested too deeply" if isinstance(error, RecursionError) else str(error).strip() or type(error).__name__
+    )
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> DatasetRow:

@@ -13,6 +13,11 @@ if TYPE_CHECKING:
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder holds the vocabulary of a tokenizer."""
+    return any(any(folder.glob(name)) for name in (*VOCABULARIES, "*.tiktoken"))
+
+
 def load_tokenizer(
     folder: str | Path, *, trust_remote_code: bool = False, padding_side: str = "left"
 ) -> PreTrainedTokenizerBase:
@@ -23,8 +28,7 @@ def load_tokenizer(
     from transformers import AutoTokenizer
 
     path = Path(folder).expanduser()
-    known = [*VOCABULARIES, "*.tiktoken", "tiktoken.model"]
-    if path.is_dir() and not trust_remote_code and not any(any(path.glob(name)) for name in known):
+    if path.is_dir() and not trust_remote_code and not has_tokenizer(path):
         raise ModelLoadError(
             f"{path} holds no tokenizer ({', '.join(VOCABULARIES[:2])}, …): fetch the tokenizer's files too"
         )

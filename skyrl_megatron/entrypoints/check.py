@@ -38,7 +38,7 @@ def run(
     def work() -> int:
         asked, settings = _options(argv)
         machine = _with_memory(hardware or _hardware(asked), asked)
-        cfg, not_checked = load_config(cls, settings, machine, training=training, scripted=scripted)
+        cfg, not_checked = load_config(cls, settings, machine, training=training, scripted=scripted, ahead=True)
         from skyrl_megatron.entrypoints.check_report import report  # loads torch, which a wrong key need not wait for
 
         for line in report(cfg, machine):

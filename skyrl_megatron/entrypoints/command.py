@@ -16,14 +16,16 @@ from typing import TextIO
 import psutil
 
 from skyrl_megatron.errors import LaunchError, SkyRLMegatronError, SkyRLMegatronWarning
+from skyrl_megatron.progress import heartbeat
 
 INTERRUPTED = 130
 
 
 def run_command(work: Callable[[], int]) -> int:
-    """Return the exit code of ``work``. An error that a user can act on is printed without a traceback."""
+    """Return the exit code of ``work``. An error that a user can act on is printed without a traceback. What takes
+    long without a line of its own gets one on stderr."""
     atexit.register(gc.freeze)  # the interpreter's last collections, over all that was imported, take seconds
-    with readable_warnings():
+    with readable_warnings(), heartbeat(_on_terminal):
         try:
             return work()
         except SkyRLMegatronError as error:
@@ -58,6 +60,10 @@ def readable_warnings() -> Iterator[None]:
         warnings.filterwarnings("ignore", module=r"megatron\.")  # what Megatron would run faster with
         warnings.showwarning = show
         yield
+
+
+def _on_terminal(text: str) -> None:
+    print(text, file=terminal(), flush=True)
 
 
 _terminal: TextIO | None = None

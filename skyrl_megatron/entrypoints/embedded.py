@@ -28,6 +28,7 @@ from skyrl_megatron.config.parse.sources import Assignment, names_key, read_argu
 from skyrl_megatron.entrypoints import check
 from skyrl_megatron.entrypoints.checks import load_config
 from skyrl_megatron.entrypoints.command import require_memory, run_command
+from skyrl_megatron.entrypoints.finished import Ahead, look_ahead
 from skyrl_megatron.entrypoints.main_base import config_dir
 from skyrl_megatron.entrypoints.run_hardware import run_hardware
 from skyrl_megatron.workers.forked import start_server
@@ -171,8 +172,12 @@ def write_problems(folder: Path, seed: int) -> Path:
 
 def _train(args: Sequence[str]) -> int:
     began = time.perf_counter()
-    start_server()
     hardware = run_hardware()
+    ahead = look_ahead(SkyRLTrainConfig, arguments(args, hardware), hardware)
+    if ahead is Ahead.FINISHED:
+        return 0
+    if ahead is Ahead.RUN:
+        start_server()
     trainer = WARMING_UP.get(_variant(args)) if _own_model(args) is None else None
     if trainer is None:
         _warm_up_once(args, hardware)

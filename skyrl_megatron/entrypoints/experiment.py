@@ -20,6 +20,7 @@ from skyrl_megatron.config.run_folder import run_folder, save_config
 from skyrl_megatron.data.tokenizer import load_tokenizer
 from skyrl_megatron.entrypoints.checks.data import warn_of_missing_answers
 from skyrl_megatron.entrypoints.command import noise_into, terminal
+from skyrl_megatron.entrypoints.finished import nothing_left
 from skyrl_megatron.entrypoints.joined_run import run_in_cluster
 from skyrl_megatron.entrypoints.last_words import last_words
 from skyrl_megatron.envs import registry
@@ -52,6 +53,9 @@ class BasePPOExp:
 
     The attribute ``cfg`` is typed, also where an omegaconf ``DictConfig`` was given.
     """
+
+    trains = True
+    """False of an evaluation, which has no places for ranks."""
 
     def __init__(self, cfg: AnyConfig) -> None:
         self.cfg = typed_config(cfg)
@@ -163,7 +167,7 @@ class BasePPOExp:
 
     def start_engines(self) -> InferenceEngineClient:
         """Reserve the places of the run and put the engines on theirs."""
-        self.colocate_pg = create_placement(self.cfg)
+        self.colocate_pg = create_placement(self.cfg, training=self.trains)
         roles = [role for role in self.colocate_pg.allocations if role != "engines"] or ["policy"]
         fetch_models(self.cfg, roles, self.colocate_pg, _say(self.cfg))
         self.engines = self.get_inference_client()
@@ -220,9 +224,12 @@ def run_experiment(
     """Run it: in this process where Ray is ours, in an actor where a cluster was joined; Ray ends with it.
 
     ``began``: ``time.perf_counter()`` at the start of the command. Raises ConfigError for features that are not
-    available yet, CheckpointError while another command of the run is at work.
+    available yet, CheckpointError while another command of the run is at work. A finished run that is asked for
+    nothing new says so, and nothing is started.
     """
     require_available(cfg)
+    if experiment.run is BasePPOExp.run and nothing_left(cfg):
+        return
     start_times.begin(began)
     start_server()
     address = os.environ.get("RAY_ADDRESS")
@@ -240,7 +247,8 @@ def run_experiment(
                     with heartbeat(start_up.say):
                         experiment(cfg).run()
         finally:
-            end_ray()
+            with heartbeat(start_up.say), under_way("end Ray"):
+                end_ray()
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.entrypoints import check
 from skyrl_megatron.entrypoints.checks import load_config
 from skyrl_megatron.entrypoints.command import run_command
+from skyrl_megatron.entrypoints.finished import Ahead, look_ahead
 from skyrl_megatron.workers.forked import start_server
 
 if TYPE_CHECKING:
@@ -66,7 +67,11 @@ def main(
 
 def _train(args: Sequence[str], experiment: type[BasePPOExp] | None, config: type[SkyRLTrainConfig]) -> int:
     began = time.perf_counter()
-    start_server()
+    ahead = look_ahead(config, args) if experiment is None else Ahead.RUN
+    if ahead is Ahead.FINISHED:
+        return 0
+    if ahead is Ahead.RUN:
+        start_server()
     cfg, _ = load_config(config, args, scripted=_brings_data(experiment))
     from skyrl_megatron.entrypoints import experiment as experiments  # Ray, which a wrong key need not await
 

@@ -1,4 +1,4 @@
-"""Evaluate only: ``python -m skyrl_megatron.entrypoints.main_generate [--config FILE.yaml] key=value …``
+"""Evaluate only: ``skyrl-megatron evaluate [--config FILE.yaml] [--check] key=value …``
 
 Scores the model of ``trainer.policy.model.path`` on ``data.val_data`` with ``generator.eval_sampling_params``: engines
 and environments, no trainer.
@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 
 from skyrl_megatron.config import SkyRLTrainConfig
+from skyrl_megatron.entrypoints import check
 from skyrl_megatron.entrypoints.checks import load_config
 from skyrl_megatron.entrypoints.command import run_command
 
@@ -22,6 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if {"-h", "--help"} & set(args):
         print(__doc__)
         return 0
+    if any(arg.partition("=")[0] == "--check" for arg in args):
+        return check.run(args, training=False)
     return run_command(lambda: _evaluate(args))
 
 
@@ -33,6 +36,8 @@ def _evaluate(args: Sequence[str]) -> int:
 
     class EvalOnlyEntrypoint(BasePPOExp):
         """Engines and a generator, asked once."""
+
+        trains = False
 
         def get_train_dataset(self) -> None:
             return None

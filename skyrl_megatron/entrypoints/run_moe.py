@@ -64,7 +64,7 @@ def _recipe(name: str) -> str:
     if name in known:
         return name if name in EMBEDDED_RUNS else f"{main_base.config_dir}/{name}.yaml"
     near = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    hint = f"; did you mean {near[0]}?" if near else "."
     fix = f"no such recipe{hint} There are {', '.join(known)}; a file of your own is named with its path"
     raise ConfigError([Problem("--recipe", name, fix)])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 import time
 import warnings
@@ -15,7 +16,7 @@ import numpy as np
 from skyrl_megatron.envs import registry
 from skyrl_megatron.envs.base import ConversationType
 from skyrl_megatron.envs.pool import EnvPool, EnvTimeout
-from skyrl_megatron.errors import DataError, SkyRLMegatronWarning
+from skyrl_megatron.errors import DataError, SkyRLMegatronWarning, with_origin
 from skyrl_megatron.inference.protocol import Generation
 from skyrl_megatron.rollout.conversation import ChatConversation, TrajectoryOutput
 from skyrl_megatron.rollout.interface import TrajectoryID
@@ -25,6 +26,9 @@ from skyrl_megatron.rollout.templates import ChatFormat
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLGymConfig
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -240,7 +244,9 @@ class Episode:
             return await self.config.pool.run(function, *arguments)
         except Exception as error:
             self.closed = self.closed or isinstance(error, EnvTimeout)  # its thread is still inside the environment
-            raise _EnvFailed(f"{type(error).__name__}: {error}") from error
+            failure = with_origin(error)
+            _log_once(self.env_class, failure, error)
+            raise _EnvFailed(failure) from error
         finally:
             self.env_seconds += time.perf_counter() - started
 
@@ -301,6 +307,17 @@ def cut_at_stop(text: str, stop: str | Sequence[str]) -> tuple[str, bool]:
     stops = (stop,) if isinstance(stop, str) else stop
     ends = [at + len(each) for each in stops if (at := text.find(each)) >= 0]
     return (text[: min(ends)], True) if ends else (text, False)
+
+
+_logged: set[str] = set()
+
+
+def _log_once(env_class: str, failure: str, error: Exception) -> None:
+    """Log the traceback of an environment's error, for the console.log of a run: the first one at each place."""
+    place = failure.rpartition(", at ")[2]
+    if place not in _logged and not isinstance(error, EnvTimeout):
+        _logged.add(place)
+        log.error("environment %r failed", env_class, exc_info=error)
 
 
 _warned: set[str] = set()

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from bridges.assets import HF_SUBFOLDER, asset_files
 from skyrl_megatron.errors import CheckpointError
+from skyrl_megatron.hub import cached_folder
 from skyrl_megatron.runtime.checkpoint.checkpointer import Checkpointer, RoleRanks
 from skyrl_megatron.runtime.checkpoint.resume import choose
 from skyrl_megatron.runtime.checkpoint.store import CheckpointStore, SavedCheckpoint
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
+
+CONFIG = "config.json"
 
 
 def run_checkpointer(cfg: SkyRLTrainConfig, roles: Mapping[str, RoleRanks]) -> Checkpointer:
@@ -28,23 +32,36 @@ def run_checkpointer(cfg: SkyRLTrainConfig, roles: Mapping[str, RoleRanks]) -> C
         hub_commits=cfg.trainer.hub_commits,
         asynchronous=cfg.trainer.policy.megatron_config.async_dist_ckpt_save,
         timeout_s=cfg.trainer.phase_timeout_s,
+        model_files=_model_files(cfg, roles),
     )
+
+
+def _model_files(cfg: SkyRLTrainConfig, roles: Iterable[str]) -> dict[str, bytes]:
+    """Return path in a checkpoint → contents of config, tokenizer and licence of the models of ``roles``."""
+    found = {}
+    for role in {"policy", "critic"}.intersection(roles):
+        folder = cached_folder(cfg, role, weights=False)
+        if folder is not None and (folder / CONFIG).is_file():
+            for path in (folder / CONFIG, *asset_files(folder)):
+                found[f"{role}/{HF_SUBFOLDER}/{path.name}"] = path.read_bytes()
+    return found
 
 
 def recorded_hub_commits(cfg: SkyRLTrainConfig) -> dict[str, str]:
     """Return the commits of hub names in the checkpoint that the run will continue from; empty when it starts anew."""
-    found = _chosen(cfg)
+    found = resumed_checkpoint(cfg)
     return {} if found is None else dict(found.manifest.hub_commits)
 
 
 def resumed_step(cfg: SkyRLTrainConfig) -> int:
     """Return the step of the checkpoint that the run will continue from; 0 when it starts anew."""
-    found = _chosen(cfg)
+    found = resumed_checkpoint(cfg)
     return 0 if found is None else found.step
 
 
-def _chosen(cfg: SkyRLTrainConfig) -> SavedCheckpoint | None:
-    """Return the checkpoint that is tried first. One that cannot be read is met, and told, when the run loads it."""
+def resumed_checkpoint(cfg: SkyRLTrainConfig) -> SavedCheckpoint | None:
+    """Return the checkpoint that the run will continue from, None when it starts anew. One that cannot be read is
+    reported when the run loads it."""
     trainer = cfg.trainer
     with warnings.catch_warnings(), contextlib.suppress(CheckpointError, StopIteration, OSError):
         warnings.simplefilter("ignore")

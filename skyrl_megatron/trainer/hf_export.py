@@ -13,12 +13,17 @@ def export_due(step: int, interval: int, *, is_last: bool) -> bool:
     return interval > 0 and (is_last or step % interval == 0)
 
 
+def export_folder(export_path: str | Path, step: int, role: str = "policy") -> Path:
+    """Return the folder of a role's export: ``export_path/global_step_<step>/<role>``."""
+    return Path(export_path).expanduser() / f"global_step_{step}" / role
+
+
 def prepare_export(export_path: str | Path, step: int, role: str = "policy") -> Path:
-    """Return ``export_path/global_step_<step>/<role>``, freed of what an earlier run exported. Called on one rank.
+    """Return :func:`export_folder`, freed of what an earlier run exported. Called on one rank.
 
     Raises CheckpointError when the old export cannot be removed.
     """
-    target = Path(export_path).expanduser() / f"global_step_{step}" / role
+    target = export_folder(export_path, step, role)
     try:
         if target.exists():
             shutil.rmtree(target)

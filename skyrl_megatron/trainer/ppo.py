@@ -55,6 +55,8 @@ from skyrl_megatron.trainer.dump import dump_batch, dump_path
 from skyrl_megatron.trainer.evaluate import evaluate
 from skyrl_megatron.trainer.healing import Healing, Rewound
 from skyrl_megatron.trainer.hf_export import export_due, prepare_export
+from skyrl_megatron.trainer.lessons import Lessons
+from skyrl_megatron.trainer.limits import leftover, step_limit
 from skyrl_megatron.trainer.loop_thread import LoopThread
 from skyrl_megatron.trainer.memory_ahead import MemoryAhead
 from skyrl_megatron.trainer.metrics import (
@@ -130,9 +132,10 @@ class RayPPOTrainer:
         self.position = self.train_dataloader.state_dict()
         """Where a checkpoint's successor goes on in the data."""
         self._prompts = _endless(self.train_dataloader)
-        steps = len(self.train_dataloader) * cfg.trainer.epochs
-        limit = cfg.trainer.max_training_steps
-        self.total_steps = steps if limit is None else min(steps, limit)
+        self.limit = step_limit(cfg, len(self.train_dataloader))
+        self.total_steps = self.limit.steps
+        self.leftover = leftover(cfg)
+        """What is left to do of a run that took its last step before; None while steps are left."""
         self.epochs = 0
         """Passes over the training prompts that are over."""
         self.kl_controller = get_kl_controller(cfg.trainer.algorithm) if self._kl_in_reward else None
@@ -142,6 +145,7 @@ class RayPPOTrainer:
         self.phases, self.start_up = Phases(self._held), StartUp(tracker.say)
         self.memory_ahead = MemoryAhead()
         self.watch, self.stragglers = RunWatch(cfg, tokenizer, self.total_steps), Stragglers(tracker.say)
+        self.lessons = Lessons()
         self.sampled: list[np.ndarray] = []
         """Tokens of the sequences that were sampled for the step at hand."""
         self.metrics: dict[str, float] = {}
@@ -168,9 +172,21 @@ class RayPPOTrainer:
         """Run from loading to the report. Raises StopRequested after Ctrl-C, with everything saved."""
         with self.stop, self.loop:
             try:
+                if note := str(self.leftover or self.limit.note):
+                    self.tracker.say(note)
+                if self.leftover is not None and self.leftover.nothing:
+                    return
                 self.build_models()
                 with under_way("load the checkpoint"):
                     self.load_checkpoints()
+                if not self.needs_engines and self.is_last_step:
+                    self.watch.begin_steps(self.global_step, self.roles)
+                    self.make_up()
+                    return
+                if self.leftover is not None and not self.is_last_step:  # its checkpoint proved damaged
+                    started, self.leftover = self.needs_engines, None
+                    if not started:
+                        self.start_engines()
                 self.init_weight_sync_state()
                 self.give_first_weights()
                 self.before_training()
@@ -189,8 +205,7 @@ class RayPPOTrainer:
 
     def train_steps(self) -> None:
         """Take the steps that are left."""
-        if self.logged_step < self.global_step:  # the run that saved this step came no further
-            self.end_step()
+        self.make_up()
         while not self.is_last_step:
             self.stop.check()
             self.memory_ahead.look()
@@ -207,6 +222,17 @@ class RayPPOTrainer:
                 continue
             self.metrics |= start_times.first_step()
             self.end_step()
+
+    def make_up(self) -> None:
+        """Do for the last step what the run that saved it did not come to, or was not asked for."""
+        left = self.leftover
+        if self.logged_step < self.global_step:
+            self.end_step()
+        elif left is not None and left.evaluation and self.eval():
+            self.tracker.log(self.metrics | self.phases.metrics(), self.global_step)
+            self.metrics = {}
+        if left is not None and left.exports:
+            self.save_models()
 
     def update_on(self, batch: TrainingBatch) -> None:
         """Take the optimizer steps of a step."""
@@ -257,6 +283,8 @@ class RayPPOTrainer:
             with self.phases("postprocess_generator_output"):
                 output = self.postprocess_generator_output(output, uids)
             chosen = self.handle_dynamic_sampling(output, uids)
+            if chosen is None:
+                self.lessons.filtered(self.global_step + 1, self.sampler.sampled_batches)
         self.watch.note(chosen[0])
         with self.phases("convert_to_training_input"):
             return self.convert_to_training_input(*chosen)
@@ -287,9 +315,8 @@ class RayPPOTrainer:
             self.leave_to("policy")
         built = ", ".join(f"{name} on {len(role.group)}" for name, role in self.roles.items())
         layers = "".join(f", layers: {kind}" for kind in {role.ranks[0].layers for role in self.roles.values()} - {""})
-        self.start_up.done(
-            f"models: {built} Megatron ranks{layers}{'' if shared_gpus else ', loaded beside the engines'}"
-        )
+        beside = "" if shared_gpus or not self.needs_engines else ", loaded beside the engines"
+        self.start_up.done(f"models: {built} Megatron ranks{layers}{beside}")
         trained: dict[str, RoleRanks] = {}
         for name, role in self.roles.items():
             if not is_frozen(role.name) or (name == "ref" and self.cfg.trainer.update_ref_every_epoch):
@@ -297,8 +324,10 @@ class RayPPOTrainer:
         self.checkpoints = run_checkpointer(self.cfg, trained)
 
     def start_engines(self) -> None:
-        """Wait until the engines answer; those that share GPUs with the models sleep then. Raises EngineError,
-        LaunchError."""
+        """Wait until the engines answer, unless nothing is to be sampled; those that share GPUs with the models sleep
+        then. Raises EngineError, LaunchError."""
+        if not self.needs_engines:
+            return
         starting = self.inference_engine_client.start()
         self.loop.run(starting, "start engines", timeout_s=self.cfg.trainer.phase_timeout_s)
         self.start_up.done(f"engines: {len(self.inference_engine_client.pool.alive())} ready")
@@ -462,6 +491,8 @@ class RayPPOTrainer:
         """Add advantages and returns by the configured estimator; rows of one adapter know nothing of another's."""
         self.metrics |= for_each_adapter(batch, adapter_names(self.cfg), self._add_advantages)
         self.metrics |= advantage_metrics(batch)
+        if not self.teachers.names:
+            self.lessons.look(self.global_step + 1, batch)
         return batch
 
     def _add_advantages(self, batch: TrainingBatch) -> dict[str, float]:
@@ -678,8 +709,11 @@ class RayPPOTrainer:
                     raise  # else what ended the run is told, not that its disk took no report of it
 
     def _leave_report(self) -> None:
-        """Draw the report, and say where everything is."""
+        """Draw the report, and say what ended the run and where everything is."""
         self.tracker.finish()
+        if self.is_last_step and sys.exception() is None:
+            setting = self.limit.setting if self.total_steps == self.limit.steps else "no more batches"
+            self.tracker.say(f"ended after step {self.global_step} of {self.total_steps}: {setting}")
         if self.global_step:
             write_curves(run_folder(self.cfg))
             self.watch.close()
@@ -717,6 +751,11 @@ class RayPPOTrainer:
             steps = max(steps - trainer.critic_warmup_steps, 0)
         per_step: int = trainer.train_batch_size // getattr(trainer, f"{name}_mini_batch_size")
         return per_step * trainer.update_epochs_per_batch * steps
+
+    @property
+    def needs_engines(self) -> bool:
+        """Whether anything is sampled: false where a finished run is asked for an export alone."""
+        return self.leftover is None or self.leftover.evaluation
 
     @property
     def can_rewind(self) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config.run_folder import run_folder
+from skyrl_megatron.trainer.hf_export import export_folder
 from skyrl_megatron.trainer.tracking import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
@@ -51,19 +52,20 @@ def draw_curves(lines: Sequence[Mapping[str, Any]], path: Path) -> Path:
 
 
 def last_lines(cfg: SkyRLTrainConfig, saved_step: int | None, step: int) -> list[str]:
-    """Return the score before and after, if there was an evaluation, and where the files of the run are."""
+    """Return the scores of the first and the last evaluation, if there was any, and where the files of the run are."""
     folder, key = run_folder(cfg), "eval/all/avg_score"
     scores = [line[key] for line in read_metrics(folder / METRICS_FILE) if line.get(key) is not None]
-    before = f"{scores[0]:.3f} before · " if len(scores) > 1 else ""
+    shown = [f"{score:.3f}" for score in scores]
+    score = f"{shown[0]} before · {shown[-1]} after" if len(shown) > 1 else "".join(shown)
     found = {
         "metrics": folder / METRICS_FILE,
         "curves": folder / "curves.png",
         "report": folder / "report.html",
     }
-    exported = Path(cfg.trainer.export_path).expanduser() / f"global_step_{step}" / "policy"
+    exported = export_folder(cfg.trainer.export_path, step)
     checkpoint = f"checkpoint: {cfg.trainer.ckpt_path}/global_step_{saved_step}"  # an address stays one
     return [
-        *([f"score: {before}{scores[-1]:.3f} after"] if scores else []),
+        *([f"score: {score}"] if scores else []),
         *(f"{name}: {path}" for name, path in found.items() if path.exists()),
         *([checkpoint] if saved_step is not None else []),
         *([f"exported model: {exported}"] if exported.exists() else []),

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config import get_config_as_dict, get_config_as_yaml_str
-from skyrl_megatron.config.run_folder import run_folder
+from skyrl_megatron.config.run_folder import run_folder, trackers
 from skyrl_megatron.errors import LaunchError, SkyRLMegatronWarning, install_command
 
 if TYPE_CHECKING:
@@ -95,40 +95,43 @@ class NamedTracker:
             warnings.warn(said, SkyRLMegatronWarning, stacklevel=2)
 
 
-def named_tracker(cfg: SkyRLTrainConfig, *, resumed: bool = False) -> NamedTracker | None:
-    """Return the tracker of ``trainer.logger``; None for console and tensorboard, and for wandb without a key.
-    ``resumed``: the run goes on from a checkpoint, and so does what is there already.
+def named_trackers(cfg: SkyRLTrainConfig, *, resumed: bool = False) -> list[NamedTracker]:
+    """Return the trackers of ``trainer.logger``. ``resumed``: the run goes on from a checkpoint, and so does what is
+    there already.
 
-    Raises LaunchError when its package is not installed or it refuses to start.
+    Raises LaunchError when the package of one is not installed or it refuses to start.
     """
-    name, path = cfg.trainer.logger, run_folder(cfg) / ID_FILE
-    if name in ("console", "tensorboard"):
-        return None
-    if name == "wandb" and not os.environ.get("WANDB_API_KEY") and "WANDB_MODE" not in os.environ:
-        return None  # the check of the configuration has said so
-    try:
-        client = CLIENTS[name](cfg, _known_id(path, name) if resumed else None)
-    except ImportError as error:
-        raise LaunchError(
-            f"trainer.logger={name}: its package is not installed ({error}): {install_command(name)}, or set "
-            "trainer.logger=tensorboard"
-        ) from error
-    except Exception as error:
-        raise LaunchError(
-            f"trainer.logger={name} did not start: {error}; or set trainer.logger=tensorboard"
-        ) from error
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"tracker": name, "id": client.run_id}))
-    return NamedTracker(name, client)
+    path = run_folder(cfg) / ID_FILE
+    known, ids = _known_ids(path) if resumed else {}, dict[str, str]()
+    started = []
+    for name in trackers(cfg):
+        try:
+            client = CLIENTS[name](cfg, known.get(name))
+        except ImportError as error:
+            raise LaunchError(
+                f"trainer.logger={name}: its package is not installed ({error}): {install_command(name)}, or set "
+                "trainer.logger=tensorboard"
+            ) from error
+        except Exception as error:
+            raise LaunchError(
+                f"trainer.logger={name} did not start: {error}; or set trainer.logger=tensorboard"
+            ) from error
+        ids[name] = client.run_id
+        started.append(NamedTracker(name, client))
+    if ids:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        (name, of_first), *others = ids.items()
+        path.write_text(json.dumps({"tracker": name, "id": of_first} | ({"others": dict(others)} if others else {})))
+    return started
 
 
-def _known_id(path: Path, name: str) -> str | None:
-    """Return the id that a tracker gave the run; None of another tracker, or where there is none that can be read."""
+def _known_ids(path: Path) -> dict[str, str]:
+    """Return tracker → the id that it gave the run; {} where there is none that can be read."""
     try:
         known = json.loads(path.read_text())
-        return str(known["id"]) if known["tracker"] == name else None
+        return {str(known["tracker"]): str(known["id"]), **known.get("others", {})}
     except (OSError, ValueError, KeyError, TypeError):
-        return None
+        return {}
 
 
 def _wandb(cfg: SkyRLTrainConfig, known: str | None) -> Client:

@@ -15,7 +15,7 @@ from skyrl_megatron.errors import SkyRLMegatronWarning
 from skyrl_megatron.trainer.checkpoints import resumed_step
 from skyrl_megatron.trainer.console import ConsoleSink
 from skyrl_megatron.trainer.exporters import PrometheusEndpoint
-from skyrl_megatron.trainer.trackers import ShownSample, named_tracker
+from skyrl_megatron.trainer.trackers import ShownSample, named_trackers
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -122,7 +122,7 @@ class Tracking:
     def __init__(self, cfg: SkyRLTrainConfig) -> None:
         self.cfg, self.folder = cfg, run_folder(cfg)
         self.console = ConsoleSink(self.folder / "console.log")
-        self._named = named_tracker(cfg, resumed=resumed_step(cfg) > 0)
+        self._named = named_trackers(cfg, resumed=resumed_step(cfg) > 0)
         self._endpoint = _prometheus(cfg)
         self.sinks: list[MetricSink] = []
 
@@ -136,7 +136,8 @@ class Tracking:
         self.sinks = [
             lines,
             TensorBoard(self.folder / "tensorboard", after),
-            *(sink for sink in (self._named, self._endpoint) if sink is not None),
+            *self._named,
+            *([self._endpoint] if self._endpoint is not None else []),
         ]
         self.console.start(total_steps, resumed_from or 0)
         return resumed_from in lines.steps
@@ -150,12 +151,12 @@ class Tracking:
     @property
     def takes_samples(self) -> bool:
         """Whether some sink takes samples, so that their texts are worth making."""
-        return self._named is not None
+        return bool(self._named)
 
     def samples(self, rows: Sequence[ShownSample], step: int) -> None:
         """Give samples of a step to the sinks that take them."""
-        if self._named is not None:
-            self._named.samples(rows, step)
+        for tracker in self._named:
+            tracker.samples(rows, step)
 
     def say(self, text: str) -> None:
         """Write a line for people."""

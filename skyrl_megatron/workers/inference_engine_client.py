@@ -110,7 +110,7 @@ class InferenceEngineClient(InferenceClient):
         app = build_app(self, model, endpoint_token(path), adapters=names)
         self._endpoint = HttpServer(app, engine.http_endpoint_host, engine.http_endpoint_port)
         await self._endpoint.start()
-        log.warning("OpenAI-compatible endpoint at %s/v1, bearer token in %s", self._endpoint.url, path)
+        self.say(f"endpoint: {self._endpoint.url}/v1 (OpenAI API), bearer token in {path}")
 
     async def _open_registry(self) -> None:
         from skyrl_megatron.inference.http_server import HttpServer, endpoint_token

@@ -138,18 +138,19 @@ class Placement:
             log.warning("the places of this run were not given back before its end: %s", str(error).splitlines()[0])
 
 
-def create_placement(cfg: SkyRLTrainConfig, timeout_s: float = READY_TIMEOUT_S) -> Placement:
-    """Reserve devices for every role and the engines of ``cfg``.
+def create_placement(cfg: SkyRLTrainConfig, timeout_s: float = READY_TIMEOUT_S, *, training: bool = True) -> Placement:
+    """Reserve devices for every role and the engines of ``cfg``; where it trains nothing, for the engines alone.
 
     ``colocate_all``: one group that all share; ``colocate_policy_ref``: policy and reference share. Raises LaunchError
     after ``timeout_s`` naming what is missing.
     """
     settings, engine = cfg.trainer.placement, cfg.generator.inference_engine
-    sizes = {key: role_world_size(settings, role) for key, (role, _) in role_configs(cfg).items()}
+    roles = role_configs(cfg) if training else {}
+    sizes = {key: role_world_size(settings, role) for key, (role, _) in roles.items()}
     if engine.run_engines_locally:
         sizes["engines"] = engine.num_engines
     together = {"policy", "ref"} if settings.colocate_policy_ref else {"policy"}
-    together = set(sizes) if settings.colocate_all else together & set(sizes)
+    together = set(sizes) if settings.colocate_all and training else together & set(sizes)
     largest = max(node_gpus(), default=0)
     ranks, on_gpus = engine_ranks(cfg), largest > 0
     placement = Placement()
@@ -165,8 +166,10 @@ def create_placement(cfg: SkyRLTrainConfig, timeout_s: float = READY_TIMEOUT_S) 
             placement.allocations[who] = replace(made, gpus=_gpus(group, order, share))
 
     try:
-        shared = reserve("+".join(sorted(together)), [_bundle(1, on_gpus)] * sizes["policy"], timeout_s)
+        count = sizes.get("policy", 0)
+        shared = reserve("+".join(sorted(together)), [_bundle(1, on_gpus)] * count, timeout_s) if together else None
         for who in sorted(together):
+            assert shared is not None
             step = ranks if who == "engines" else 1
             allocate(who, shared, 1.0 / len(together), step=step, ask=who == "engines" and on_gpus)
         for who, count in sizes.items():

@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from skyrl_megatron.entrypoints import run_moe
-from tests.first_hour.mistakes import MISTAKES, Mistake, command_line, usual, write_files
+from tests.first_hour.mistakes import MISTAKES, M, Mistake, command_line, usual, write_files
 
-pytestmark = [pytest.mark.slow, pytest.mark.process]  # a command starts its fork server first
+pytestmark = [pytest.mark.slow, pytest.mark.process]
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +61,39 @@ def test_all_mistakes_of_a_command_are_told_at_once(folder, capsys):
     assert "5 problems in the configuration:" in err and "trainer.sed=1" in err
     for mistake in wrong:
         assert all(words in err for words in mistake.says), err
+
+
+def test_a_check_needs_no_weights(folder, capsys):
+    """``config.json`` and the data are enough to find all mistakes that they can show, for a machine elsewhere too.
+    The run itself does need the other files."""
+    for path in (folder / "model").iterdir():
+        if path.name != "config.json":
+            path.unlink()
+    settings = [argument for argument in usual(folder) if not argument.startswith("trainer.train_batch")]
+    assert run_moe.main(["--check=1x8", *usual(folder)]) == 0, capsys.readouterr().err
+    out = capsys.readouterr().out
+    assert "no *.safetensors there yet" in out and "no tokenizer there yet" in out and "# policy" in out
+    wrong = ["trainer.train_batch_size=1024", "trainer.sed=1", f"{M}optimizer_config_kwargs.adam_ep=1e-8"]
+    wrong += [f"{M}tensor_model_parallel_size=3", "environment.env_class=gsm9k"]
+    assert run_moe.main(["--check=1x8", *settings, *wrong]) == 2
+    err = capsys.readouterr().err
+    for says in ("8 prompts do not fill one batch", "sed=1", "adam_ep", "tensor_model_parallel_size=3", "'gsm9k'"):
+        assert says in err, err
+    assert "safetensors" not in err and "tokenizer" not in err
+    assert run_moe.main(usual(folder)) == 2
+    err = capsys.readouterr().err
+    assert "holds no tokenizer" in err and "safetensors" in err
+
+
+def test_a_key_that_is_misspelt_is_refused_before_libraries_are_loaded(folder):
+    """Most commands that are refused are refused for this; torch and transformers take seconds to load."""
+    script = (
+        "import sys; from skyrl_megatron.entrypoints import run_moe; code = run_moe.main(sys.argv[1:]); "
+        "print(code, *[name for name in ('torch', 'transformers', 'ray', 'vllm', 'pyarrow') if name in sys.modules])"
+    )
+    args = [*usual(folder), "trainer.sed=1"]
+    done = subprocess.run([sys.executable, "-c", script, *args], capture_output=True, text=True, timeout=300)
+    assert done.stdout == "2\n" and "trainer.sed=1: unknown key" in done.stderr, done.stderr
 
 
 def test_a_script_is_refused_what_a_command_is(folder):

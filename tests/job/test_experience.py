@@ -40,3 +40,38 @@ def test_mini_batches_without_a_token_to_train_on_are_left_out():
     assert [part.uids for part in trainable(mini_batches(batch, 2))] == [["c", "c", "d", "d"]]
     batch.loss_mask[:] = 0
     assert len(trainable(mini_batches(batch, 2))) == 2, "then the ranks say what is wrong"
+
+
+def test_a_step_that_taught_nothing_says_why():
+    """Each reason once; where one token has an advantage, nothing is said."""
+    import pytest
+
+    from skyrl_megatron.data.batch import collate
+    from skyrl_megatron.errors import SkyRLMegatronWarning
+    from skyrl_megatron.trainer.lessons import Lessons, nothing_taught
+
+    def batch(rewards, advantage=0.0):
+        made = collate([[1]] * 4, [[2, 3]] * 4, uids=["a", "a", "b", "b"], rewards=rewards)
+        made.advantages = advantage * made.response_mask
+        return made
+
+    varied = [1.0, 0.0, 1.0, 1.0]
+    assert nothing_taught(batch(varied, 0.5)) is None
+    masked = batch(varied, 0.5)
+    masked.loss_mask[:] = 0
+    lessons = Lessons()
+    for step, (made, why) in enumerate(
+        [
+            (batch([0.5] * 4), "all 4 samples got reward 0.5"),
+            (batch([1.0, 1.0, 0.0, 0.0]), "the samples of each prompt got the same reward"),
+            (masked, "all of its tokens are masked"),
+            (batch(varied), "every advantage is 0 although rewards differ"),
+        ],
+        start=1,
+    ):
+        with pytest.warns(SkyRLMegatronWarning, match=f"^step {step} teaches nothing of its rewards: {why}"):
+            lessons.look(step, made)
+        lessons.look(step + 1, made)  # warnings are errors here
+    lessons.filtered(9, 2)
+    with pytest.warns(SkyRLMegatronWarning, match="^step 9: 3 batches of prompts did not fill one step"):
+        lessons.filtered(9, 3)

@@ -7,7 +7,7 @@ from skyrl_megatron.progress import heartbeat, spoke, under_way
 
 def test_silence_is_broken_with_what_is_under_way():
     said = []
-    with heartbeat(said.append, quiet_s=0.1), heartbeat(said.append, quiet_s=0.01):
+    with heartbeat(said.append, quiet_s=0.1):
         with under_way("generate"), under_way("eval"):
             time.sleep(0.35)
         inside = len(said)
@@ -17,6 +17,21 @@ def test_silence_is_broken_with_what_is_under_way():
     after = len(said)
     time.sleep(0.25)
     assert len(said) == after, "something is said after the run has ended"
+
+
+def test_the_innermost_block_says_it():
+    """A command speaks on stderr until its run, which has a log and a progress bar, speaks for itself."""
+    outer, inner = [], []
+    with heartbeat(outer.append, quiet_s=0.1):
+        while not outer:
+            time.sleep(0.01)
+        before = len(outer)
+        with heartbeat(inner.append):
+            while not inner:
+                time.sleep(0.01)
+        assert len(outer) == before
+        while len(outer) == before:
+            time.sleep(0.01)
 
 
 def test_a_run_that_prints_is_left_alone():

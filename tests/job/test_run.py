@@ -112,7 +112,7 @@ def test_memory_leaves_and_the_driver_has_no_megatron(first):
 
 def test_the_console(first):
     """Phases with their seconds, steps, files; library noise is in console.log."""
-    warnings = [line for line in first.err.splitlines() if not line.startswith("hub: ")]
+    warnings = [line for line in first.err.splitlines() if not line.startswith(("hub: ", "… "))]
     assert warnings == ["warning: what a user should know"]
     out, log = first.told, (first.folder / "logs/skyrl/run/console.log").read_text()
     out = [line for line in out if not line.startswith("hub: ")]
@@ -212,6 +212,36 @@ def test_a_continued_run_stays_with_the_commits_of_its_checkpoint(again, hub):
     manifest = json.loads((again.folder / "ckpts/global_step_3/MANIFEST.json").read_text())
     assert manifest["hub_commits"] == hub.commits
     assert not [path for _, path, _ in hub.requests[hub.asked :] if "/resolve/" in path], "nothing is fetched anew"
+
+
+def test_the_printed_checkpoint_is_converted_as_it_is(first, tmp_path):
+    """Config and tokenizer are in it; the result is what the run exported."""
+    from bridges import __main__ as bridges
+    from skyrl_megatron.entrypoints import convert
+
+    printed = next(line for line in first.told if line.startswith("checkpoint: ")).partition(": ")[2]
+    exported = first.folder / "exports/global_step_2/policy"
+    assert convert.main([printed, str(tmp_path / "step")]) == 0
+    assert convert.main([f"{printed}/policy", str(tmp_path / "policy")]) == 0
+    for made in ("step", "policy"):
+        assert bridges.main(["verify", str(tmp_path / made), str(exported)]) == 0
+        assert (tmp_path / made / "tokenizer.json").read_bytes() == (exported / "tokenizer.json").read_bytes()
+
+
+def test_a_finished_run_makes_what_is_asked_of_it_later_without_engines(tmp_path, hub, first):
+    folder = tmp_path / "run"
+    shutil.copytree(first.folder, folder)
+    keys = KEYS | {"trainer__eval_interval": 2, "trainer__hf_save_interval": 2}
+    done = runs.finish(runs.start(folder, variables=hub.variables, **keys), folder).check()
+    assert "nothing left to do: the checkpoint of step 2 of 2 is there" in done.out and "ray: " not in done.out
+    shutil.rmtree(folder / "exports")
+    done = runs.finish(runs.start(folder, variables=hub.variables, **keys), folder).check()
+    assert "left to do: export policy" in done.out and "engines: " not in done.out and "step 3" not in done.out
+    ended = "ended after step 2 of 2: trainer.max_training_steps=2"
+    assert ended in done.out and ended in first.out
+    weights = [next((each / "exports/global_step_2/policy").glob("*.safetensors")) for each in (folder, first.folder)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert [line["step"] for line in done.lines] == [0, 1, 2]
 
 
 # ------------------------------------------------------------------ how runs end

@@ -151,7 +151,7 @@ def test_a_tracker_that_fails_costs_no_run(tmp_path):
 
     tracking = Tracking(config(tmp_path))
     client = Client("id", fail, lambda rows, number: calls.append(rows), lambda: calls.append("finish"))
-    tracking._named = NamedTracker("wandb", client)
+    tracking._named = [NamedTracker("wandb", client)]
     tracking.open(total_steps=2)
     with pytest.warns(SkyRLMegatronWarning, match="trainer.logger=wandb failed .*the server is away") as said:
         tracking.log(step(1, 0.1), 1)

@@ -63,6 +63,31 @@ class Unreliable(BaseTextEnv):
 register("unreliable", Unreliable)
 
 
+class Broken(BaseTextEnv):
+    """As a user writes it: with a mistake below its own functions."""
+
+    def step(self, action):
+        return self.graded(action) / 0
+
+    def graded(self, action):
+        return len(action)
+
+
+register("broken", Broken)
+
+
+def test_an_environment_that_raises_is_named_with_its_line(caplog):
+    """The message has the file and line of the environment's own code, the log its traceback, once."""
+    tokenizer = tokenizer_of("chatml")
+    generator = generator_of("chatml", ScriptedEngine(answers(tokenizer)))
+    line = Broken.step.__code__.co_firstlineno + 1
+    with pytest.raises(DataError) as raised:
+        generate(generator, batch_of([QUESTION] * 4, [{}] * 4, env_class="broken"))
+    where = f"ZeroDivisionError: division by zero, at {__file__}:{line} in step"
+    assert f"4 of 4 trajectories: environment 'broken' failed ({where})" in str(raised.value)
+    assert caplog.text.count("return self.graded(action) / 0") == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [None, 7])
 def test_a_thousand_trajectories_have_one_outcome_each(seed):

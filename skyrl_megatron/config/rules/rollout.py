@@ -87,9 +87,9 @@ def _routes(cfg: SkyRLTrainConfig, dims: ModelDimensions | None) -> Iterator[Pro
         (dims is not None and not dims.num_experts, "the model has no experts: set false"),
         (
             not alone,
-            "come from vLLM engines that this run starts (run_engines_locally, backend, enable_registry)",
+            "needs vLLM engines that this run starts: run_engines_locally=true, enable_registry=false, backend=vllm",
         ),
-        (not engine.enable_prefix_caching, "are kept with the prefix cache: set enable_prefix_caching=true"),
+        (not engine.enable_prefix_caching, "needs the prefix cache: set enable_prefix_caching=true"),
         (engine.pipeline_parallel_size > 1, "vLLM returns none of pipeline stages: set pipeline_parallel_size=1"),
     ):
         if wrong:

@@ -11,6 +11,8 @@ from skyrl_megatron.config.schema.algorithm import AlgorithmConfig
 from skyrl_megatron.config.schema.base import BaseConfig
 from skyrl_megatron.config.schema.roles import CriticConfig, PlacementConfig, PolicyConfig, RefConfig, TeacherConfig
 
+Tracker = Annotated[str, OneOf("wandb", "mlflow", "swanlab", "tensorboard", "console")]
+
 
 @dataclass
 class FullyAsyncConfig(BaseConfig):
@@ -146,9 +148,9 @@ class TrainerConfig(BaseConfig):
     """Project, for trackers and the log folder."""
     run_name: str = "test_run"
     """Run, for trackers and the log folder."""
-    logger: Annotated[str, OneOf("wandb", "mlflow", "swanlab", "tensorboard", "console")] = "wandb"
-    """Tracker beside `metrics.jsonl`, TensorBoard and console, which every run writes. wandb, mlflow and swanlab are
-    extras of the package; wandb without `WANDB_API_KEY` is left out."""
+    logger: Tracker | list[Tracker] = "wandb"
+    """Tracker, or a list of several, beside `metrics.jsonl`, TensorBoard and console, which every run writes. wandb,
+    mlflow and swanlab are extras of the package; wandb without `WANDB_API_KEY` is left out."""
     dump_data_batch: bool = False
     """Write the tensors of each training batch to `export_path`."""
     dump_eval_results: bool = True

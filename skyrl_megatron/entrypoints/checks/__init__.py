@@ -65,13 +65,13 @@ class Findings:
 
 def look(run: PlannedRun) -> Findings:
     """Resolve the configuration of ``run`` in place and go through the rules and all checks."""
-    try:
-        load_plugins(run.cfg.trainer.plugins)
-    except ConfigError as error:  # what they register is unknown, and would be reported too
-        return Findings(list(error.problems), [])
-    found: list[Problem | NotChecked] = [*pin_hub_names(run)]
-    found += find_problems(run.cfg, run.hardware)
     with heartbeat(_say):
+        try:
+            load_plugins(run.cfg.trainer.plugins)
+        except ConfigError as error:  # what they register is unknown, and would be reported too
+            return Findings(list(error.problems), [])
+        found: list[Problem | NotChecked] = [*pin_hub_names(run)]
+        found += find_problems(run.cfg, run.hardware)
         for check in CHECKS:
             with under_way(f"check {check.__name__}"):
                 found += check(run)
@@ -90,17 +90,20 @@ def load_config[C: SkyRLTrainConfig](
     *,
     training: bool = True,
     scripted: bool = False,
+    ahead: bool = False,
 ) -> tuple[C, list[NotChecked]]:
     """Return the resolved configuration of a command's arguments, and what could not be checked.
 
-    ``training`` and ``scripted`` as in :class:`PlannedRun`.
+    ``training``, ``scripted`` and ``ahead`` as in :class:`PlannedRun`. Where the run is to start now, arguments that
+    cannot be read are refused at once, before libraries are loaded and files are looked at.
 
     Raises ConfigError with all problems at once: those of reading, and those of the configuration that results with
     unreadable values left at their defaults.
     """
     cfg, problems = parse(cls, argv)
     unread = {problem.key for problem in problems}
-    found = look(PlannedRun(cfg, hardware or run_hardware(), training, scripted))
+    run = PlannedRun(cfg, hardware or run_hardware(), training, scripted, ahead)
+    found = look(run) if ahead or not problems else Findings(find_problems(cfg, run.hardware), [])
     problems += [problem for problem in found.problems if problem.key not in unread]
     if problems:
         raise ConfigError(problems)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 import warnings
 from collections import Counter
@@ -39,8 +40,12 @@ def data(run: PlannedRun) -> Iterator[Problem | NotChecked]:
             rows = {name: rows for name, rows, _ in opened if rows is not None}
             wrong = [problem for name, dataset in rows.items() for problem in _rows(run, key, name, dataset, named)]
             yield from wrong
-            if chat is not None and names and len(rows) == len(names) and not wrong:
+            if not names or len(rows) < len(names):
+                continue
+            if chat is not None and not wrong:
                 yield from _lengths(run, key, names, chat, needed)
+            elif (count := sum(map(len, rows.values()))) < needed and key == "data.train_data":
+                yield _too_few(needed, f"{count} prompts")
     yield from _environments(run, named)
 
 
@@ -58,10 +63,10 @@ def _open(run: PlannedRun, key: str, name: str) -> tuple[Rows | None, list[Probl
     from skyrl_megatron.data.rows import READERS, load_source
 
     path = Path(name)
-    if path.suffix.lower() not in READERS and not path.is_file() and not is_data_file(name):
+    if path.suffix.lower() not in READERS and not os.path.isfile(path) and not is_data_file(name):
         return None, [NotChecked(f"{key}={name}", "opened by the run")]
-    if not path.is_file():
-        if path.is_dir():
+    if not os.path.isfile(path):
+        if os.path.isdir(path):
             return None, [NotChecked(f"{key}={name}", "a folder is opened by the run")]
         if run.scripted and not run.cfg.data.is_set(key.rpartition(".")[2]):
             return None, [NotChecked(f"{key}={name}", "not there; the script may bring its own data sets")]
@@ -170,8 +175,11 @@ def _lengths(run: PlannedRun, key: str, names: Sequence[str], chat: ChatFormat, 
         return
     if len(dataset) < needed:
         left_out = f" ({dataset.num_filtered} longer ones are left out)" if dataset.num_filtered else ""
-        fix = f"{len(dataset)} prompts{left_out} do not fill one batch: lower it, or give more data"
-        yield Problem("trainer.train_batch_size", needed, fix)
+        yield _too_few(needed, f"{len(dataset)} prompts{left_out}")
+
+
+def _too_few(needed: int, prompts: str) -> Problem:
+    return Problem("trainer.train_batch_size", needed, f"{prompts} do not fill one batch: lower it, or give more data")
 
 
 def _environments(run: PlannedRun, named: set[str | None]) -> Iterator[Problem | NotChecked]:

@@ -47,6 +47,9 @@ def model_files(run: PlannedRun) -> Iterator[Problem | NotChecked]:
             yield NotChecked(f"{key}={path}", "its weights are fetched when the run starts")
         if folder is None or not (folder / "config.json").is_file():
             continue  # a name or a folder that is wrong is reported with the hub's names and by the rules
+        if whole is not None and run.awaits_files(whole):
+            yield NotChecked(f"{key}={path}", "no *.safetensors there yet: names and shapes of the weights")
+            whole = None
         model, why = _read(run, role, folder)
         if why is None and whole is not None:
             why = _weights(

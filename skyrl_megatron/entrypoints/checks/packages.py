@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Iterator
 
 from skyrl_megatron.config.rules.role_layout import active_roles, is_frozen
+from skyrl_megatron.config.run_folder import trackers
 from skyrl_megatron.entrypoints.checks.planned_run import NotChecked, PlannedRun
 from skyrl_megatron.errors import Problem, install_command
 
@@ -28,9 +28,8 @@ def packages(run: PlannedRun) -> Iterator[Problem | NotChecked]:
 def _needed(run: PlannedRun) -> Iterator[tuple[str, object, str, str]]:
     """Yield (key, value, package, what to do instead of installing it)."""
     trainer = run.cfg.trainer
-    without_key = not os.environ.get("WANDB_API_KEY") and "WANDB_MODE" not in os.environ
-    if trainer.logger in ("mlflow", "swanlab") or (trainer.logger == "wandb" and not without_key):
-        yield "trainer.logger", trainer.logger, trainer.logger, "set trainer.logger=tensorboard"
+    for tracker in trackers(run.cfg):
+        yield "trainer.logger", tracker, tracker, "set trainer.logger=tensorboard"
     store = _STORES.get(trainer.ckpt_path.partition("://")[0]) if "://" in trainer.ckpt_path else None
     if store is not None and run.training:
         yield "trainer.ckpt_path", trainer.ckpt_path, store, "name a folder"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from skyrl_megatron.entrypoints.checks.planned_run import PlannedRun
+from skyrl_megatron.entrypoints.checks.planned_run import NotChecked, PlannedRun
 from skyrl_megatron.errors import DataError, ModelLoadError, Problem, SkyRLMegatronWarning
 from skyrl_megatron.hub import cached_folder
 
@@ -18,8 +18,8 @@ _QUESTION, _ANSWER = {"role": "user", "content": "?"}, {"role": "assistant", "co
 _MODEL, _TEMPLATE = "trainer.policy.model.path", "generator.chat_template.name_or_path"
 
 
-def chat_format(run: PlannedRun) -> tuple[ChatFormat | None, list[Problem]]:
-    """Return what turns conversations into tokens, None where it is not to be had, and its problems."""
+def chat_format(run: PlannedRun) -> tuple[ChatFormat | None, Sequence[Problem | NotChecked]]:
+    """Return what turns conversations into tokens, None where it is not to be had, and what was found."""
     from skyrl_megatron.rollout.templates import ChatFormat, load_template
 
     trainer, generator = run.cfg.trainer, run.cfg.generator
@@ -33,8 +33,11 @@ def chat_format(run: PlannedRun) -> tuple[ChatFormat | None, list[Problem]]:
     path = trainer.policy.model.path
     folder = cached_folder(run.cfg, weights=False) if path else None
     if folder is not None and (folder / "config.json").is_file():
-        from skyrl_megatron.data.tokenizer import load_tokenizer
+        from skyrl_megatron.data.tokenizer import has_tokenizer, load_tokenizer
 
+        if run.awaits_files(folder) and not has_tokenizer(folder):
+            why = "no tokenizer there yet: the chat template, and how many prompts are short enough"
+            return None, [*problems, NotChecked(f"{_MODEL}={path}", why)]
         try:
             tokenizer = load_tokenizer(folder, trust_remote_code=trainer.trust_remote_code)
         except ModelLoadError as error:
