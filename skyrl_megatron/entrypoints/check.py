@@ -47,7 +47,7 @@ def run(
             print(each)
         return 0
 
-    return run_command(work)
+    return run_command(work, beats=True)
 
 
 def _options(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:

@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TextIO
 
@@ -21,11 +21,13 @@ from skyrl_megatron.progress import heartbeat
 INTERRUPTED = 130
 
 
-def run_command(work: Callable[[], int]) -> int:
-    """Return the exit code of ``work``. An error that a user can act on is printed without a traceback. What takes
-    long without a line of its own gets one on stderr."""
+def run_command(work: Callable[[], int], *, beats: bool = False) -> int:
+    """Return the exit code of ``work``. An error that a user can act on is printed without a traceback.
+
+    ``beats``: what takes long without a line of its own gets one on stderr; not for what serves or prints by itself.
+    """
     atexit.register(gc.freeze)  # the interpreter's last collections, over all that was imported, take seconds
-    with readable_warnings(), heartbeat(_on_terminal):
+    with readable_warnings(), heartbeat(_on_terminal) if beats else nullcontext():
         try:
             return work()
         except SkyRLMegatronError as error:

@@ -58,8 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if checks := [arg for arg in args if arg.partition("=")[0] == "--check"]:
         rest = [arg for arg in args if arg not in checks]
-        return run_command(lambda: check.run([*checks, *arguments(rest, check.asked_hardware(args))]))
-    return run_command(lambda: _train(args))
+        return run_command(lambda: check.run([*checks, *arguments(rest, check.asked_hardware(args))]), beats=True)
+    return run_command(lambda: _train(args), beats=True)
 
 
 def arguments(args: Sequence[str], hardware: Hardware) -> list[str]:

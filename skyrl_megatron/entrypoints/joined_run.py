@@ -21,7 +21,7 @@ from skyrl_megatron import start_times
 from skyrl_megatron.config.run_folder import run_folder
 from skyrl_megatron.entrypoints.command import noise_into, readable_warnings
 from skyrl_megatron.errors import DistributedError, SkyRLMegatronError
-from skyrl_megatron.progress import heartbeat
+from skyrl_megatron.progress import heartbeat, spoke
 from skyrl_megatron.trainer.console import ConsoleSink
 from skyrl_megatron.trainer.stop import StopRequested, StopSignal
 from skyrl_megatron.workers.actor_group import ACTOR_LOST, lost_because
@@ -107,6 +107,7 @@ def run_in_cluster(cfg: SkyRLTrainConfig, experiment: Any) -> None:
     with StopSignal() as signals:
         try:
             while (printed := ray.get(holder.printed.remote(), timeout=cfg.trainer.phase_timeout_s)) is not None:
+                spoke()  # the actor says what takes long
                 for error, text in printed:
                     stream = sys.stderr if error else sys.stdout
                     stream.write(text)

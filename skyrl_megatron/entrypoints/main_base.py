@@ -62,7 +62,7 @@ def main(
         return 0
     if any(arg.partition("=")[0] == "--check" for arg in args):
         return check.run(args, cls=config, scripted=_brings_data(experiment))
-    return run_command(lambda: _train(args, experiment, config))
+    return run_command(lambda: _train(args, experiment, config), beats=True)
 
 
 def _train(args: Sequence[str], experiment: type[BasePPOExp] | None, config: type[SkyRLTrainConfig]) -> int:

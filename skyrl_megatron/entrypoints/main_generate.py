@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if any(arg.partition("=")[0] == "--check" for arg in args):
         return check.run(args, training=False)
-    return run_command(lambda: _evaluate(args))
+    return run_command(lambda: _evaluate(args), beats=True)
 
 
 def _evaluate(args: Sequence[str]) -> int:

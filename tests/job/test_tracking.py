@@ -137,6 +137,36 @@ def test_a_tracker_without_its_package_is_one_message(tmp_path):
         Tracking(config(tmp_path, **{"trainer.logger": "swanlab"}))
 
 
+def test_several_trackers_get_the_same(tmp_path, monkeypatch):
+    """As SkyRL's users write it. The clients are lists: those of the services come with packages of their own
+    (tests/dashboard/test_trackers.py)."""
+    from skyrl_megatron.trainer import trackers
+    from skyrl_megatron.trainer.tracking import Tracking
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    got, known = {"wandb": [], "swanlab": []}, []
+
+    def client_of(name):
+        def start(cfg, run_id):
+            known.append(run_id)
+            log = lambda metrics, step: got[name].append((step, metrics["reward/avg_raw_reward"]))  # noqa: E731
+            return trackers.Client(f"id-of-{name}", log, lambda rows, step: None, lambda: None)
+
+        return start
+
+    monkeypatch.setattr(trackers, "CLIENTS", {name: client_of(name) for name in got})
+    cfg = config(tmp_path, **{"trainer.logger": "[wandb,tensorboard,swanlab,wandb]"})
+    tracking = Tracking(cfg)
+    tracking.open(total_steps=1)
+    tracking.log({"reward/avg_raw_reward": 0.5}, 1)
+    tracking.finish()
+    assert got == {"wandb": [(1, 0.5)], "swanlab": [(1, 0.5)]} and known == [None, None]
+    again = trackers.named_trackers(cfg, resumed=True)
+    assert known[2:] == ["id-of-wandb", "id-of-swanlab"]
+    for each in again:
+        each.finish()
+
+
 def test_a_tracker_that_fails_costs_no_run(tmp_path):
     """A real wandb client package is not needed: any client object may raise."""
     from skyrl_megatron.errors import SkyRLMegatronWarning
