@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import io
 import math
-import pickle
 import threading
-import zipfile
 from functools import lru_cache
 from typing import IO, Any, cast
 
 import torch
 
-from bridges.metadata import PICKLE_DAMAGE
+from bridges.hf_io import DTYPES
+from bridges.metadata import zipped
+from bridges.pickles import Call, load
 from bridges.rows import Shape
 
 _CHECKSUMS = threading.Lock()  # the switch for zip checksums is global to the process
@@ -60,20 +60,20 @@ def frame(shape: Shape, dtype: torch.dtype) -> tuple[bytes, bytes]:
     return bytes(file.before), bytes(file.after)
 
 
-class _LayoutUnpickler(pickle.Unpickler):
-    """Reads (offset, size, stride) out of a pickled tensor. It makes no tensor and runs nothing that it names."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
-            return lambda storage, offset, size, stride, *rest: (int(offset), tuple(size), tuple(stride))
-        if (module, name) == ("torch._utils", "_rebuild_parameter"):
-            return lambda data, *rest: data
-        if module == "torch" or (module, name) == ("collections", "OrderedDict"):
-            return lambda *rest: None  # a dtype, a kind of storage, no hooks
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-
-    def persistent_load(self, pid: object) -> None:
-        return None
+_STORAGES = (
+    "DoubleStorage", "FloatStorage", "HalfStorage", "BFloat16Storage", "LongStorage", "IntStorage", "ShortStorage",
+    "CharStorage", "ByteStorage", "BoolStorage",
+)  # fmt: skip
+_NAMES: dict[tuple[str, str], Any] = {
+    **{("torch._utils", name): Call(lambda storage, offset, size, stride, *rest: (offset, size, stride))
+       for name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3")},
+    ("torch._utils", "_rebuild_parameter"): Call(lambda data, *rest: data),
+    ("collections", "OrderedDict"): Call(lambda *rest: None),  # no hooks
+    ("torch.storage", "UntypedStorage"): None,
+    **{("torch", name): None for name in _STORAGES},
+    **{("torch", str(dtype).removeprefix("torch.")): None for dtype in DTYPES.values()},
+}  # fmt: skip
+"""What the pickle of a tensor names: (offset, size, stride) of its data are read, and no tensor is made."""
 
 
 def parse_archive(archive: memoryview, shape: Shape, dtype: torch.dtype) -> tuple[int, tuple[int, Shape, Shape]]:
@@ -83,16 +83,27 @@ def parse_archive(archive: memoryview, shape: Shape, dtype: torch.dtype) -> tupl
     Raises ValueError when it is no such archive, or holds another shape.
     """
     try:
-        with zipfile.ZipFile(io.BytesIO(archive)) as found:
-            info = next(each for each in found.infolist() if each.filename.endswith("/data/0"))
-            layout = _LayoutUnpickler(io.BytesIO(found.read(info.filename.removesuffix("data/0") + "data.pkl"))).load()
-    except (StopIteration, *PICKLE_DAMAGE) as error:
+        info, pickled = zipped(archive, "/data/0")
+        layout = load(pickled, _NAMES, persistent=True)
+    except ValueError as error:
         raise ValueError(f"not an archive of a tensor ({error})") from error
     header, count = info.header_offset, math.prod(shape) * dtype.itemsize
     names = int.from_bytes(archive[header + 26 : header + 28], "little")
     extra = int.from_bytes(archive[header + 28 : header + 30], "little")
-    if info.compress_type != zipfile.ZIP_STORED or info.file_size != count:
+    begin = header + 30 + names + extra
+    if info.file_size != count or not 0 <= begin <= len(archive) - count:
         raise ValueError(f"{info.file_size} bytes of data instead of {count}")
-    if not isinstance(layout, tuple) or layout[1] != shape:
+    if not _is_layout(layout, shape, math.prod(shape)):
         raise ValueError(f"not an archive of a tensor of shape {shape}")
-    return header + 30 + names + extra, layout
+    return begin, layout
+
+
+def _is_layout(layout: Any, shape: Shape, count: int) -> bool:
+    """Return whether an unpickled (offset, size, stride) says where the elements are among ``count``."""
+    if not isinstance(layout, tuple) or len(layout) != 3 or layout[1] != shape or not isinstance(layout[2], tuple):
+        return False
+    offset, _, stride = layout
+    if len(stride) != len(shape) or any(type(each) is not int or each < 0 for each in (offset, *stride)):
+        return False
+    last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    return not count or last < count

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from bridges.errors import BridgeError
+from bridges.files import refuse_outside, refuse_special
 from bridges.plan import PREDICTION_LAYERS
 from bridges.staging import write_file
 
@@ -48,13 +49,25 @@ def output_config(config: Mapping[str, Any], dtype: torch.dtype | None, drop_mtp
 
 
 def asset_files(source: Path) -> list[Path]:
-    """Return the small files of a HF folder besides ``config.json``."""
-    found = [path for pattern in ASSETS for path in sorted(source.glob(pattern))]
-    return [path for path in found if path.is_file() and path.suffix != ".safetensors"]
+    """Return the small files of a HF folder besides ``config.json``.
+
+    Raises :class:`BridgeError` for special files, and for links to files elsewhere, which would be published with the
+    model.
+    """
+    found = []
+    for path in (path for pattern in ASSETS for path in sorted(source.glob(pattern))):
+        refuse_special(path)
+        if path.is_file() and path.suffix != ".safetensors":
+            refuse_outside(path, source)
+            found.append(path)
+    return found
 
 
 def copy_assets(source: Path, target: Path, config: Mapping[str, Any]) -> None:
-    """Copy tokenizer and generation config from ``source`` to ``target`` and write ``config`` beside them."""
+    """Copy tokenizer and generation config from ``source`` to ``target`` and write ``config`` beside them.
+
+    Raises :class:`BridgeError` as :func:`asset_files` does.
+    """
     target.mkdir(exist_ok=True)
     for path in asset_files(source):
         write_file(target / path.name, path.read_bytes())

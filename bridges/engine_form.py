@@ -63,7 +63,8 @@ class EngineForm:
         if method != FP8:
             raise _unfit(where, f"quant_method={method!r}")
         block = found.get("weight_block_size")
-        if not block or len(block) != 2 or min(block) < 1:
+        whole = isinstance(block, list) and len(block) == 2 and all(type(each) is int and each > 0 for each in block)
+        if not whole:
             raise _unfit(where, f"fp8 with weight_block_size={block}")
         if (scheme := found.get("activation_scheme", "dynamic")) != "dynamic":
             raise _unfit(where, f"fp8 with activation_scheme={scheme!r}")

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from bridges.blocks import EMBEDDING, HEAD
-from bridges.hf_config import attention_fields, base_transformer, model_arguments, read_config
+from bridges.hf_config import attention_fields, base_transformer, model_arguments, read_config, reading
 from bridges.rotary import rotary_arguments
 from bridges.rows import ModelShape, Row
 
@@ -115,15 +115,19 @@ class Family:
         return read_config(hf_config, self.model_type)
 
     def shape(self, hf_config: Mapping[str, Any]) -> ModelShape:
-        """Return the sizes and flags that the rows are expanded with."""
-        return self.read_shape(self.config(hf_config))
+        """Return the sizes and flags that the rows are expanded with. Raises :class:`BridgeError`."""
+        config = self.config(hf_config)
+        with reading(self.model_type):
+            return self.read_shape(config)
 
     def megatron_config(self, hf_config: Mapping[str, Any]) -> MegatronModelConfig:
         """Megatron's settings for a model that computes what the HF model computes.
 
         Raises :class:`BridgeError` naming the key of an option that Megatron cannot express.
         """
-        return self.read_megatron(self.config(hf_config))
+        config = self.config(hf_config)
+        with reading(self.model_type):
+            return self.read_megatron(config)
 
     def layer_rows(self, moe: bool, mixer: str = "") -> tuple[Row, ...]:
         """Return rows of a layer with or without experts; ``mixer``: the field with more of them."""

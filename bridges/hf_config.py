@@ -7,12 +7,14 @@ its key. Sources: ``transformers/modeling_rope_utils.py``, ``megatron/core/model
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from bridges.config_fields import check_fields
 from bridges.errors import BridgeError
 from bridges.rows import ATTENTION, DELTA_NET, WINDOW, ModelShape
 
@@ -32,11 +34,24 @@ def read_config(hf_config: Mapping[str, Any], model_type: str) -> PreTrainedConf
         raise BridgeError(
             f"config.json of a {model_type} model: {layers} layers of {experts} experts: no model has these"
         )
+    check_fields(hf_config, f"config.json of a {model_type} model")
     try:
         config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(values)
     except Exception as error:  # transformers raises many types for a bad value; all mean the same to the caller
         raise BridgeError(f"config.json of a {model_type} model: {error}") from error
     return config
+
+
+@contextmanager
+def reading(model_type: str) -> Iterator[None]:
+    """Raise what a family's reading of a config stumbles over as the one error: values that do not fit one another."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise BridgeError(
+            f"config.json of a {model_type} model: its values do not fit one another "
+            f"({type(error).__name__}: {error!s:.120}); fetch the file again"
+        ) from error
 
 
 def _largest(values: Mapping[str, Any], word: str) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from bridges.errors import BridgeError
+from bridges.files import check_folder, open_regular, refuse_outside
 from bridges.json_file import read_hf_config, read_json
 from bridges.rows import Shape
 
@@ -64,8 +66,8 @@ def read_header(folder: Path, file_name: str) -> dict[str, TensorInfo]:
         return BridgeError(f"{path} is damaged: {what}; fetch the file again")
 
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, MAX_HEADER):
                 raise broken(f"it has {size} bytes, its header should have {length}")
@@ -110,6 +112,7 @@ class HfFolder:
                 f"{self.path} is not a folder; give the folder that holds config.json (of a model on the hub: the one "
                 "that 'hf download NAME' prints)"
             )
+        check_folder(self.path)
         self.config = read_hf_config(self.path)
         self.tensors: Mapping[str, TensorInfo] = self._read_tensors()
         self._maps: dict[str, mmap.mmap] = {}
@@ -151,6 +154,7 @@ class HfFolder:
             if not (self.path / file).exists():
                 tensor = next(name for name, value in weight_map.items() if value == file)
                 raise BridgeError(f"{index} names {file} (for {tensor}), which is missing; fetch that file")
+            refuse_outside(self.path / file, self.path)
             headers[file] = read_header(self.path, file)
         for file, infos in headers.items():
             for name in infos:
@@ -183,7 +187,7 @@ def map_file(path: Path) -> mmap.mmap:
     """Map a file, whatever its size. Nothing writes to it: it is writable, and private, only because torch warns
     about memory that is not. MAP_NORESERVE keeps the kernel from refusing a private map larger than its memory."""
     flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
 

@@ -6,20 +6,26 @@ import json
 from pathlib import Path
 from typing import Any
 
+from bridges.config_fields import check_fields
 from bridges.errors import BridgeError
+from bridges.files import open_regular
 
 CONFIG = "config.json"
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
-    """Return ``config.json`` of a HF folder. Raises :class:`BridgeError` naming the file."""
-    return read_json(folder / CONFIG)
+    """Return ``config.json`` of a HF folder. Raises :class:`BridgeError` naming the file, and a key whose value is of
+    another type than the key's."""
+    config = read_json(folder / CONFIG)
+    check_fields(config, str(folder / CONFIG))
+    return config
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file. Raises :class:`BridgeError` naming the file."""
     try:
-        content = path.read_bytes()
+        with open_regular(path) as file:
+            content = file.read()
     except OSError as error:
         raise BridgeError(f"{path}: {error.strerror}; is this a HF folder?") from error
     return parse_json(content, str(path))

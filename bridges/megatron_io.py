@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from bridges.errors import BridgeError
+from bridges.files import open_regular, refuse_outside
 from bridges.hf_io import map_file
 from bridges.metadata import parse_metadata
 from bridges.rows import Shape
@@ -43,7 +44,8 @@ class DistCheckpoint:
         self._check_format()
         metadata = self.path / ".metadata"
         try:
-            content = metadata.read_bytes()
+            with open_regular(metadata) as file:
+                content = file.read()
         except OSError as error:
             raise BridgeError(f"{metadata}: {error.strerror}; save or import the checkpoint again") from error
         self.tensors = stored_tensors(parse_metadata(content, str(metadata)), str(path), self._file_bytes)
@@ -57,8 +59,9 @@ class DistCheckpoint:
                 "interrupted; give the folder that holds metadata.json and *.distcp files"
             )
         try:
-            found = json.loads(path.read_bytes())
-        except (OSError, ValueError) as error:
+            with open_regular(path) as file:
+                found = json.loads(file.read())
+        except (OSError, ValueError, RecursionError) as error:
             raise BridgeError(f"{path} is damaged ({error}); save or import the checkpoint again") from error
         for key, expected in FORMAT.items():
             if not isinstance(found, dict) or found.get(key) != expected:
@@ -75,6 +78,7 @@ class DistCheckpoint:
             raise BridgeError(f"{self.path}/.metadata names {name!r}, which is outside the folder; fetch it again")
         if not (self.path / name).is_file():
             raise BridgeError(f"{self.path / name} (for {key}) is missing; fetch that file again")
+        refuse_outside(self.path / name, self.path)
         return (self.path / name).stat().st_size
 
     def read(self, key: str, offsets: Shape, shape: Shape, lead: int = 0) -> Tensor:
@@ -86,15 +90,13 @@ class DistCheckpoint:
         chunks = stored.meeting(offsets, shape)
         if len(chunks) == 1 and (chunks[0].offsets, chunks[0].sizes) == (offsets, shape):
             return self._load(chunks[0], stored.dtype).reshape(shape[lead:])
+        common = [(chunk, overlap(chunk.offsets, chunk.sizes, offsets, shape)) for chunk in chunks]
+        if sum(math.prod(shared[1]) for _, shared in common if shared) != math.prod(shape):
+            raise BridgeError(f"{self.path}: {key} is stored incompletely at {offsets}; save the checkpoint again")
         block = torch.empty(shape, dtype=stored.dtype)
-        covered = 0
-        for chunk in chunks:
-            shared = overlap(chunk.offsets, chunk.sizes, offsets, shape)
+        for chunk, shared in common:
             assert shared is not None
             block[slices(*shared, offsets)] = self._load(chunk, stored.dtype)[slices(*shared, chunk.offsets)]
-            covered += math.prod(shared[1])
-        if covered != block.numel():
-            raise BridgeError(f"{self.path}: {key} is stored incompletely at {offsets}; save the checkpoint again")
         return block.reshape(shape[lead:])
 
     def _load(self, chunk: Chunk, dtype: torch.dtype) -> Tensor:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from bridges.errors import BridgeError
+from bridges.files import check_folder
 from bridges.hf_io import TensorInfo, map_file, read_header, view_of
 from bridges.json_file import read_json
 from bridges.plan import Plan
@@ -72,6 +73,7 @@ class PeftFolder:
 
     def __init__(self, path: str | Path, plan: Plan) -> None:
         self.path = Path(path).expanduser()
+        check_folder(self.path)
         if not (self.path / CONFIG).is_file():
             raise BridgeError(f"{self.path} has no {CONFIG}: give a folder that PEFT or a run of adapters wrote")
         self.config = _read_config(self.path / CONFIG)
@@ -159,6 +161,12 @@ class PeftFolder:
     def _check(self) -> None:
         for module in sorted(self.modules):
             base = self._plan.hf.get(f"{module}.weight")
+            if base is None and f"{module}.weight" in self._plan.copies:
+                raise BridgeError(
+                    f"{self.path}: {module} is this model's embedding, too (tie_word_embeddings in config.json), and "
+                    f"the adapter is of one of them: give the model {module}.weight, a copy of "
+                    f"{self._plan.copies[f'{module}.weight']}, and set tie_word_embeddings to false"
+                )
             if base is None:
                 raise BridgeError(f"{self.path}: {module} is no layer of the model: it is an adapter of another one")
             for letter, side in (("A", 1), ("B", 0)):

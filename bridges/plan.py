@@ -11,6 +11,7 @@ from bridges.blocks import DRAFT_COPIES
 from bridges.errors import BridgeError
 from bridges.families import get_family, supported
 from bridges.family import Family
+from bridges.hf_config import reading
 from bridges.rows import ModelShape, Shape
 from bridges.rules import Entry, expand
 
@@ -46,12 +47,13 @@ class Plan:
         trained."""
         family = get_family(str(hf_config.get("model_type")))
         config = family.config(hf_config)
-        shape = family.read_shape(config)
+        shape = family.shape(hf_config)
         more = max(getattr(config, name, 0) or 0 for name in PREDICTION_LAYERS)
         if draft:
             _require_draft(family, more)
         layer = len(shape.moe) if draft else None
-        entries = expand(family, hf_config, draft=draft)
+        with reading(family.model_type):
+            entries = expand(family, hf_config, draft=draft)
         repeats = {copy.format(layer=layer): name for copy, name in DRAFT_COPIES.items()} if draft else {}
         copies = {} if "untied" in shape.flags else {"lm_head.weight": "model.embed_tokens.weight"}
         return cls(

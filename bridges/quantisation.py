@@ -31,7 +31,14 @@ class Quantisation:
             return None
         method = method_of(found)
         if method not in METHODS:
-            raise unfit(where, f"quant_method={method!r}")
+            raise unfit(where, f"quant_method={method!r:.80}")
+        try:
+            return cls._of(found, str(method), where)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, re.error) as error:
+            raise unfit(where, f"quantization_config={found!r:.200} ({error!s:.80})") from error
+
+    @classmethod
+    def _of(cls, found: Mapping[str, Any], method: str, where: str) -> Quantisation:
         blocks: tuple[tuple[int, int], ...] = ()
         if method == "fp8":
             rows, columns = found.get("weight_block_size") or (128, 128)
@@ -53,14 +60,27 @@ class Quantisation:
 
 
 def method_of(found: Mapping[str, Any]) -> Any:
-    """Return ``quant_method`` of a ``quantization_config``; MXFP8 has the same name whoever wrote it."""
+    """Return ``quant_method`` of a ``quantization_config``, None where it has none; MXFP8 has the same name whoever
+    wrote it."""
+    if not isinstance(found, Mapping):
+        return None
     method = found.get("quant_method")
     return "mxfp8" if method == "modelopt" and str(found.get("quant_algo")).upper() == "MXFP8" else method
 
 
 def _left_out(found: Mapping[str, Any]) -> tuple[str, ...]:
     keys = ("modules_to_not_convert", "ignore", "ignored_layers")
-    return next((tuple(found[key]) for key in keys if found.get(key)), ())
+    names = next((tuple(found[key]) for key in keys if found.get(key)), ())
+    for name in names:
+        if name.startswith("re:"):
+            if len(name) > 200 or _SLOW.search(name) or len(_REPEATS.findall(name)) > 4:
+                raise ValueError(f"{name:.60} takes too long to compare with names")
+            re.compile(name[3:])
+    return names
+
+
+_SLOW, _REPEATS = re.compile(r"\)[*+{?]"), re.compile(r"[*+{]")
+"""What makes a regular expression slow: a group that is repeated, and repetitions one after the other."""
 
 
 def _names(pattern: str, module: str) -> bool:

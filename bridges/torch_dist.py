@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -105,10 +106,12 @@ def stored_tensors(
 
     ``file_bytes`` gives the size of a data file by its name and that of a tensor in it, None for one that is no part
     of the checkpoint; ``where`` names the folder in messages. Raises :class:`BridgeError` when an object or a chunk
-    lies outside of the files.
+    is outside of the files, or is longer than the bytes it has there: no two chunks share bytes, so that nothing
+    that is read of a checkpoint is larger than its files.
     """
     places: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
     sizes: dict[str, int | None] = {}
+    used: Counter[str] = Counter()
     for index, info in places.items():
         file = str(info.relative_path)
         size = sizes[file] if file in sizes else sizes.setdefault(file, file_bytes(file, index.fqn))
@@ -119,11 +122,24 @@ def stored_tensors(
                 f"{where}/{file} is truncated: {index.fqn} ends at byte {info.offset + info.length}, the file has "
                 f"{size}; fetch that file again"
             )
+        used[file] += info.length
+        if used[file] > size:
+            raise BridgeError(
+                f"{where}/.metadata places {used[file]} bytes of chunks in {file}, which has {size}: refused; save or "
+                "import the checkpoint again"
+            )
     found = {}
     for key, stored in metadata.state_dict_metadata.items():
         if isinstance(stored, TensorStorageMetadata):
+            dtype = stored.properties.dtype
             chunks = [_chunk(places, key, tuple(c.offsets), tuple(c.sizes), where) for c in stored.chunks]
-            found[key] = StoredTensor(tuple(stored.size), stored.properties.dtype, chunks)
+            for chunk in chunks:
+                if (count := math.prod(chunk.sizes) * dtype.itemsize) > chunk.length:
+                    raise BridgeError(
+                        f"{where}/.metadata gives {key} at {chunk.offsets} {chunk.length} bytes of {chunk.file}, and "
+                        f"{list(chunk.sizes)} numbers of it have {count}: refused; save or import the checkpoint again"
+                    )
+            found[key] = StoredTensor(tuple(stored.size), dtype, chunks)
     return found
 
 

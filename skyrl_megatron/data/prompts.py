@@ -11,6 +11,7 @@ import numpy as np
 
 from skyrl_megatron.config.adapters import ADAPTER_KEY
 from skyrl_megatron.config.adapters import KEY as ADAPTERS
+from skyrl_megatron.data.chat_template import render
 from skyrl_megatron.data.rows import JoinedRows, Rows, load_source
 from skyrl_megatron.errors import DataError
 
@@ -66,7 +67,7 @@ class PromptDataset:
             raise DataError("no dataset is given: set data.train_data")
         self.prompt_key, self.env_class_key = prompt_key, env_class_key
         self.tokenizer, self.max_prompt_length = tokenizer, max_prompt_length
-        self._render = {"chat_template": template, **(template_kwargs or {})}
+        self._render: dict[str, Any] = {"template": template, **(template_kwargs or {})}
         if template is None and not getattr(tokenizer, "chat_template", None):
             raise DataError(
                 f"the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template: set"
@@ -153,7 +154,8 @@ class PromptDataset:
 
     def _rendered(self, messages: Iterable[Mapping[str, Any]], number: int) -> str:
         try:
-            text: Any = self.tokenizer.apply_chat_template(
+            text: Any = render(
+                self.tokenizer,
                 [_as_rendered(message) for message in messages],
                 add_generation_prompt=True,
                 tokenize=False,

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bridges.errors import BridgeError
+from bridges.files import refuse_special
 from skyrl_megatron.errors import DataError, HubError
 from skyrl_megatron.hub import Repo, data_folder, data_source
 
@@ -274,6 +276,7 @@ def _filled(rows: Rows, name: str) -> Rows:
 
 
 def _json_rows(path: Path) -> Rows:
+    _refuse_special(path)
     try:
         return JsonRows(path)
     except OSError as error:
@@ -321,6 +324,8 @@ def _load_folder(name: str, hub_commits: Mapping[str, str], say: Callable[[str],
         splits = {str(split): [Path(file) for file in files] for split, files in builder.config.data_files.items()}
         if all(READERS.get(file.suffix.lower()) == "json" for files in splits.values() for file in files):
             return _filled(_of_split(splits, source.split), name)
+        for file in (file for files in splits.values() for file in files):
+            _refuse_special(file)
         table: Any = load_dataset(str(folder), source.subset, split=source.split)
         return ArrowRows(table, [file for files in splits.values() for file in files], name)
     except HubError as error:
@@ -329,6 +334,14 @@ def _load_folder(name: str, hub_commits: Mapping[str, str], say: Callable[[str],
         raise
     except Exception as error:
         raise DataError(f"{name} cannot be read: {error.__cause__ or error}") from error
+
+
+def _refuse_special(path: Path) -> None:
+    """Raise DataError where there is a pipe, a socket or a device, which a reader would wait for."""
+    try:
+        refuse_special(path)
+    except BridgeError as error:
+        raise DataError(str(error)) from error
 
 
 def _of_split(files: Mapping[str, Sequence[Path]], asked: str) -> Rows:

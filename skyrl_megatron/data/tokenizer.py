@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bridges.errors import BridgeError
+from bridges.files import check_folder
 from skyrl_megatron.errors import ModelLoadError
 
 if TYPE_CHECKING:
@@ -32,6 +34,10 @@ def load_tokenizer(
         raise ModelLoadError(
             f"{path} holds no tokenizer ({', '.join(VOCABULARIES[:2])}, …): fetch the tokenizer's files too"
         )
+    try:
+        check_folder(path)
+    except BridgeError as error:
+        raise ModelLoadError(str(error)) from error
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(path) if path.is_dir() else str(folder), trust_remote_code=trust_remote_code

@@ -128,11 +128,12 @@ class _Step:
         """Sample answers to additions; the trivial reward is the share of digits in a response."""
         from skyrl_megatron.algorithms.advantages import compute_advantages_and_returns
         from skyrl_megatron.data.batch import collate
+        from skyrl_megatron.data.chat_template import render
 
         prompts, uids, sampling = [], [], []
         for prompt in range(PROMPTS):
             message = [{"role": "user", "content": f"{11 + 7 * prompt}+{23 + 5 * prompt}=?"}]
-            ids = self.tokenizer.apply_chat_template(message, add_generation_prompt=True)["input_ids"]
+            ids = render(self.tokenizer, message, template=None, add_generation_prompt=True)["input_ids"]
             for sample in range(SAMPLES):
                 seed = self.seed + 100 * prompt + sample
                 prompts.append(ids)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config import ChatTemplateConfig
+from skyrl_megatron.data.chat_template import render
 from skyrl_megatron.envs.base import ConversationType
 from skyrl_megatron.errors import DataError
 
@@ -123,8 +124,13 @@ class ChatFormat:
         """Return (prompt, response, mask) of a whole conversation: tokens of the first ``start`` messages, of the
         others, and 1 on those of the others that the template marks as the assistant's."""
         prompt = self.prompt(messages[:start], generation_prompt=False)
-        whole = self.tokenizer.apply_chat_template(
-            messages, chat_template=self.template, return_dict=True, return_assistant_tokens_mask=True, **self.kwargs
+        whole = render(
+            self.tokenizer,
+            messages,
+            template=self.template,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **self.kwargs,
         )
         ids, mask = list(whole["input_ids"]), list(whole["assistant_masks"])
         if ids[: len(prompt)] != prompt:
@@ -132,18 +138,17 @@ class ChatFormat:
         return prompt, ids[len(prompt) :], mask[len(prompt) :]
 
     def _render(self, messages: Sequence[Mapping[str, Any]], generation_prompt: bool) -> str:
-        from jinja2 import TemplateError
-
         try:
-            text: str = self.tokenizer.apply_chat_template(
-                list(messages),
-                chat_template=self.template,
+            text: str = render(
+                self.tokenizer,
+                messages,
+                template=self.template,
                 add_generation_prompt=generation_prompt,
                 tokenize=False,
                 **self.kwargs,
             )
             return text
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+        except Exception as error:  # whatever a template's expressions and its own raise_exception raise
             roles = [message.get("role") for message in messages]
             raise DataError(f"the chat template cannot render a conversation with roles {roles}: {error}") from error
 

@@ -85,7 +85,10 @@ HF_FAULTS = {
         lambda f: edit_config(f, model_type="qwen4_moe"),
         "'qwen4_moe' is not supported; nearest: qwen",
     ),
-    "bad config value": (lambda f: edit_config(f, hidden_size="many"), "config.json of a qwen3_moe model"),
+    "bad config value": (
+        lambda f: edit_config(f, hidden_size="many"),
+        r"config\.json: hidden_size='many' must be a whole number",
+    ),
     "unsupported option": (lambda f: edit_config(f, hidden_act="gelu"), "hidden_act='gelu' in config.json is not"),
     "no weights": (lambda f: [p.unlink() for p in f.glob("model*")], r"holds no \*\.safetensors file"),
     "pickle": (only_pickles, r"as pickles \(pytorch_model\.bin\), which can run code"),
@@ -241,6 +244,59 @@ def test_bad_megatron_folder(fault, good, tmp_path, capsys):
     assert str(folder) in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["megatron"]
     assert "never run" not in capsys.readouterr().out
+
+
+MISTYPED = {
+    "quantization_config": ["fp8", 8, ["fp8"]],
+    "num_local_experts": ["", "8", -2, 1.5],
+    "num_experts": [True, [4]],
+    "num_nextn_predict_layers": [[1], "1"],
+    "decoder_sparse_step": [0, "1"],
+    "num_attention_heads": [0, {}],
+    "head_dim": ["64", 0],
+    "rms_norm_eps": ["1e-6", [1]],
+    "layer_types": ["full_attention", [{}]],
+    "mlp_only_layers": [1],
+    "rope_scaling": ["yarn"],
+}
+
+
+@pytest.mark.parametrize("key", MISTYPED)
+def test_fields_of_another_type(key, tmp_path, good):
+    """Of the file, whoever reads it, and of a configuration that was changed: the key and its value are named."""
+    from bridges.errors import BridgeError
+    from bridges.json_file import read_hf_config
+    from bridges.plan import Plan
+
+    right = json.loads((good / "plain" / "config.json").read_text())
+    for value in MISTYPED[key]:
+        (tmp_path / "config.json").write_text(json.dumps(right | {key: value}))
+        for read in (lambda: read_hf_config(tmp_path), lambda: Plan.of(right | {key: value})):  # noqa: B023
+            with pytest.raises(BridgeError, match=rf"config\.json.*: {key}=.* must be "):
+                read()
+
+
+HOSTILE_QUANTISATION = [
+    {"quant_method": "fp8", "weight_block_size": 8},
+    {"quant_method": "fp8", "weight_block_size": ["a", "b"]},
+    {"quant_method": "fp8", "ignored_layers": [1]},
+    {"quant_method": "compressed-tensors"},
+    {"quant_method": "compressed-tensors", "config_groups": []},
+    {"quant_method": "compressed-tensors", "config_groups": {"a": "b"}},
+    {"quant_method": "mxfp8", "ignore": ["re:(a+)+$"]},
+    {"quant_method": "mxfp8", "ignore": ["re:["]},
+    {"quant_method": "mxfp8", "ignore": ["re:" + ".*" * 20 + "x"]},
+    {"quant_method": ["fp8"]},
+]
+
+
+@pytest.mark.parametrize("found", HOSTILE_QUANTISATION, ids=str)
+def test_quantisation_that_is_none(found):
+    from bridges.errors import BridgeError
+    from bridges.quantisation import Quantisation
+
+    with pytest.raises(BridgeError, match="cannot be dequantised exactly"):
+        Quantisation.of({"quantization_config": found}, "config.json")
 
 
 @pytest.mark.parametrize(

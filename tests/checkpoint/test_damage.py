@@ -182,7 +182,7 @@ def poison_tensor(folder, trap):
         info for index, info in metadata.storage_data.items() if index.fqn == "embedding.word_embeddings.weight"
     )
     buffer = io.BytesIO()
-    torch.save(Trap(trap), buffer)
+    torch.save((Trap(trap), " " * 2**20), buffer)  # as long as the tensor
     place.offset, place.length = shard.stat().st_size, len(buffer.getvalue())
     shard.write_bytes(shard.read_bytes() + buffer.getvalue())
     path.write_bytes(pickle.dumps(metadata))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import os
 
-from hypothesis import HealthCheck, settings
+import pytest
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", 0))
@@ -17,6 +19,23 @@ few = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 """The same examples in every run; with ``FUZZ_EXAMPLES=2000`` as many others."""
+
+
+def mutated(test):
+    """Run a test with 50 mutations, which it draws from ``data``, and in the full matrix with 2,000 others."""
+
+    @pytest.mark.parametrize("mutations", [50, pytest.param(2000, marks=pytest.mark.full_matrix)])
+    def run(mutations, **fixtures):
+        wanted = EXAMPLES or mutations
+        chosen = settings(few, max_examples=wanted, derandomize=wanted == 50, database=None)
+        chosen(given(data=st.data())(lambda data: test(data=data, **fixtures)))()
+
+    own = inspect.signature(test).parameters.values()
+    named = [each for each in own if each.name != "data"]
+    run.__name__, run.__doc__, run.__module__ = test.__name__, test.__doc__, test.__module__
+    run.__signature__ = inspect.Signature([*named, inspect.Parameter("mutations", inspect.Parameter.KEYWORD_ONLY)])
+    return run
+
 
 DEEP = b"[" * 100_000
 """JSON that is deeper than parsers' stacks."""

@@ -6,11 +6,10 @@ import shutil
 import warnings
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.faults import fuzz
-from tests.faults.fuzz import few
+from tests.faults.fuzz import mutated
 
 pytestmark = pytest.mark.slow
 
@@ -46,8 +45,7 @@ def opened(root):
     return None
 
 
-@few
-@given(data=st.data())
+@mutated
 def test_a_checkpoint_with_changed_bytes(checkpoint, tmp_path, data):
     """Whatever file it is: every byte has a hash."""
     from pathlib import Path
@@ -72,8 +70,7 @@ def _json(content):
         return None
 
 
-@few
-@given(data=st.data())
+@mutated
 def test_a_manifest_whose_hash_is_right(checkpoint, data):
     """Its hash is no signature: whoever changes it can state the right one."""
     from pathlib import Path
@@ -96,16 +93,194 @@ def test_a_manifest_whose_hash_is_right(checkpoint, data):
         assert again.files == read.files
 
 
-@few
-@given(content=st.one_of(st.binary(max_size=200), st.just(fuzz.DEEP)))
-def test_a_pickle_of_a_checkpoint(content):
-    """Read through an allow-list; whatever it holds, the one error."""
+@mutated
+def test_a_pickle_of_a_checkpoint(data):
+    """Whatever it holds, the one error."""
     from bridges.errors import BridgeError
     from bridges.metadata import parse_common_state, parse_metadata
 
+    content = data.draw(st.one_of(st.binary(max_size=200), st.just(fuzz.DEEP)))
     for parse in (parse_metadata, parse_common_state):
         with pytest.raises(BridgeError):
             parse(content, "x")
+
+
+@pytest.fixture(scope="module")
+def distributed(tmp_path_factory):
+    """A ``torch_dist`` checkpoint of two tensors, one in two chunks."""
+    import torch
+
+    from bridges.megatron_io import write_metadata
+    from bridges.staging import LocalFile
+    from bridges.torch_dist import ChunkFile
+
+    folder = tmp_path_factory.mktemp("distributed")
+    file = ChunkFile("__0_0.distcp", LocalFile(folder / "__0_0.distcp"))
+    for key, offsets in (("a", (0, 0)), ("a", (2, 0)), ("b", (0, 0))):
+        file.append(key, offsets, (2, 3), torch.float32, [memoryview(bytes(24))])
+    tensors = {"a": ((4, 3), torch.float32), "b": ((2, 3), torch.float32)}
+    write_metadata(folder, tensors, [file], {"iteration": 3})
+    return folder
+
+
+def all_read(folder):
+    """Open a ``torch_dist`` checkpoint and read every tensor and what is none."""
+    from bridges.megatron_io import DistCheckpoint
+    from bridges.metadata import parse_common_state, parse_metadata
+    from bridges.torch_dist import common_state_chunk
+
+    checkpoint = DistCheckpoint(folder)
+    for key, stored in checkpoint.tensors.items():
+        checkpoint.read(key, (0,) * len(stored.shape), stored.shape)
+    place = common_state_chunk(parse_metadata((folder / ".metadata").read_bytes(), "m"), "m")
+    content = (folder / place.file).read_bytes()[place.start : place.start + place.length]
+    return set(checkpoint.tensors), parse_common_state(content, "m")
+
+
+@mutated
+def test_a_distributed_checkpoint(distributed, tmp_path, data):
+    """Of its metadata or its chunks: no byte of them is trusted."""
+    from bridges.errors import BridgeError
+
+    assert all_read(distributed) == ({"a", "b"}, {"iteration": 3})
+    folder = tmp_path / "copy"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(distributed, folder)
+    path = folder / data.draw(st.sampled_from([".metadata", "__0_0.distcp", "metadata.json"]))
+    path.write_bytes(data.draw(fuzz.flipped(path.read_bytes())))
+    try:
+        all_read(folder)
+    except BridgeError as error:
+        assert str(error)
+
+
+def pickled_tuple(levels):
+    """A tuple of two tuples, each of two, and so on, as the key of a dict: its hash looks at 2**levels of them."""
+    return b"\x80\x04})" + b"\x94h\x00h\x00\x86" + b"".join(
+        b"\x94h%ch%c\x86" % (level, level) for level in range(1, levels)
+    ) + b"Ns."  # fmt: skip
+
+
+BOMBS = {
+    "a place in the memo": b"\x80\x04Nr\xff\xff\xff\x07.",
+    "a place in the memo, a later one": b"\x80\x04Nr\xff\xff\xff\x7f.",
+    "bytes that are not there": b"\x80\x04\x8e" + (16 << 30).to_bytes(8, "little") + b".",
+    "text that is not there": b"\x80\x04\x8d" + (16 << 30).to_bytes(8, "little") + b".",
+    "an array that is not there": b"\x80\x05\x96" + (16 << 30).to_bytes(8, "little") + b".",
+    "a number of 2 GiB": b"\x80\x04\x8b\xff\xff\xff\x7f.",
+    "a tuple of tuples as a key": pickled_tuple(100),
+    "attributes of a class": b"\x80\x04\x8c\x05torch\x8c\x04Size\x93N}\x8c\x01xNs\x86b.",
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_pickle_that_asks_for_more_than_it_is(name):
+    """Of memory, of time, or to change what this process has. A tuple bomb would never end."""
+    import tracemalloc
+
+    from bridges.errors import BridgeError
+    from bridges.metadata import parse_metadata
+
+    tracemalloc.start()
+    try:
+        with pytest.raises(BridgeError, match=r"the file (is damaged or not|does not hold)"):
+            parse_metadata(BOMBS[name], "the file")
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def zip_of(pickled, compression):
+    import io
+    import zipfile
+
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", compression) as archive:
+        archive.writestr("archive/data.pkl", pickled)
+        archive.writestr("archive/data/0", bytes(24))
+    return content.getvalue()
+
+
+def test_an_archive_that_inflates():
+    """``torch.save`` compresses nothing: 40 KB of an archive are not read as 40 MiB."""
+    import tracemalloc
+    import zipfile
+
+    import torch
+
+    from bridges.archive import parse_archive
+    from bridges.errors import BridgeError
+    from bridges.metadata import parse_common_state
+
+    content = zip_of(bytes(40 << 20), zipfile.ZIP_DEFLATED)
+    tracemalloc.start()
+    try:
+        with pytest.raises(BridgeError, match="is compressed"):
+            parse_common_state(content, "x")
+        with pytest.raises(ValueError, match="is compressed"):
+            parse_archive(memoryview(content), (2, 3), torch.float32)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
+@mutated
+def test_the_archive_of_a_tensor(data):
+    """As another torch wrote it."""
+    import io
+
+    import torch
+
+    from bridges.archive import parse_archive
+
+    buffer = io.BytesIO()
+    torch.save(torch.arange(6.0).view(2, 3).t(), buffer)
+    content = data.draw(fuzz.flipped(buffer.getvalue()))
+    try:
+        begin, (offset, size, stride) = parse_archive(memoryview(content), (3, 2), torch.float32)
+    except ValueError as error:
+        assert str(error)
+    else:
+        assert size == (3, 2) and 0 <= begin <= len(content) - 24
+        assert offset + 2 * stride[0] + stride[1] < 6
+
+
+def shared_chunks(metadata):
+    """Every chunk of all tensors is the whole file."""
+    end = max(info.offset + info.length for info in metadata.storage_data.values())
+    for info in metadata.storage_data.values():
+        info.offset, info.length = 0, end
+
+
+def wide(metadata):
+    """A tensor of 2**60 elements of which one chunk is stored."""
+    import torch
+
+    stored = metadata.state_dict_metadata["b"]
+    stored.size = torch.Size((2**30, 2**30))
+    stored.chunks[0].sizes = stored.size
+
+
+def twice(metadata):
+    stored = metadata.state_dict_metadata["a"]
+    stored.chunks = [stored.chunks[0]] * 1000
+
+
+@pytest.mark.parametrize("change", [shared_chunks, wide, twice], ids=lambda change: change.__name__)
+def test_metadata_of_more_than_its_files(distributed, tmp_path, change):
+    """Sizes that metadata declares are compared with those of the files before memory is taken."""
+    import pickle
+
+    from bridges.errors import BridgeError
+    from bridges.megatron_io import DistCheckpoint
+
+    folder = tmp_path / "copy"
+    shutil.copytree(distributed, folder)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(BridgeError, match="refused"):
+        DistCheckpoint(folder)
 
 
 # ------------------------------------------------------------------ model and adapter folders
@@ -126,8 +301,7 @@ def with_header(header, rest):
     return len(text).to_bytes(8, "little") + text + rest
 
 
-@few
-@given(data=st.data())
+@mutated
 def test_weights_of_a_model_folder(model, tmp_path, data):
     """What stands in a header is of the file, or it is refused before anything is mapped by it."""
     from bridges.errors import BridgeError
@@ -155,8 +329,7 @@ def test_weights_of_a_model_folder(model, tmp_path, data):
             assert type(info.start) is type(info.end) is int and 8 <= info.start <= info.end <= len(content)
 
 
-@few
-@given(data=st.data())
+@mutated
 def test_config_of_a_model_folder(model, data):
     from bridges.errors import BridgeError
     from bridges.json_file import parse_json
@@ -197,8 +370,7 @@ def adapter(model, tmp_path_factory):
     return folder
 
 
-@few
-@given(data=st.data())
+@mutated
 def test_an_adapter_folder(model, adapter, tmp_path, data):
     from bridges.errors import BridgeError
     from bridges.peft_folder import PeftFolder
@@ -233,8 +405,7 @@ def tokenizer(model):
 
 
 @pytest.mark.full_matrix
-@settings(few, max_examples=40)
-@given(data=st.data())
+@mutated
 def test_a_data_set(tokenizer, tmp_path, data):
     """Of JSON lines. Parquet with damaged pages is beyond Python: its reader in C++ can end the process."""
     from skyrl_megatron.data.prompts import PromptDataset
@@ -251,8 +422,7 @@ def test_a_data_set(tokenizer, tmp_path, data):
         assert path.name in str(error)
 
 
-@few
-@given(data=st.data())
+@mutated
 def test_settings(data):
     """Of a command line and of a mapping: every mistake is a ConfigError, and a value stays a value."""
     from skyrl_megatron.config import SkyRLTrainConfig

@@ -259,3 +259,58 @@ def test_stacked_pairs_of_twice_the_rank_are_read(folder, factors, tmp_path):  #
     save_file(stacked, tmp_path / WEIGHTS)
     with pytest.raises(BridgeError, match="uses a rank of 8, the adapter's is 4"):
         PeftFolder(tmp_path, plan)
+
+
+def tied_case(tmp_path, module):
+    """A model whose output layer is its embedding, and an adapter of one of them: (base, adapter)."""
+    import torch
+    from safetensors.torch import save_file
+
+    from bridges.peft_folder import CONFIG, WEIGHTS, adapter_config, tensor_on_disk
+    from tests.bridges.tiny_models import save_tiny
+
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    save_tiny("qwen2", base)
+    config = json.loads((base / "config.json").read_text())
+    assert config["tie_word_embeddings"]
+    adapter.mkdir()
+    generator = torch.Generator().manual_seed(0)
+    factors = {
+        "A": torch.randn(4, config["hidden_size"], generator=generator),
+        "B": torch.randn(config["vocab_size"], 4, generator=generator),
+    }
+    save_file(dict(tensor_on_disk(module, letter, each) for letter, each in factors.items()), adapter / WEIGHTS)
+    shape = dict(rank=4, alpha=8, rank_stabilised=False, dropout=0.0)
+    ends = [module.rpartition(".")[2]]
+    (adapter / CONFIG).write_bytes(adapter_config(**shape, modules=ends, base=None))
+    return base, adapter
+
+
+def test_an_adapter_of_a_tied_embedding(tmp_path):
+    """PEFT adds it to the embedding alone: merged, the output layer is what it was."""
+    import peft
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from bridges.merge_adapter import merge_adapter
+
+    base, adapter = tied_case(tmp_path, "model.embed_tokens")
+    with pytest.warns(UserWarning, match="the merged model has an output layer of its own"):
+        merge_adapter(base, adapter, tmp_path / "merged")
+    assert json.loads((tmp_path / "merged/config.json").read_text())["tie_word_embeddings"] is False
+    ids = torch.arange(12)[None]
+    load = lambda path: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)  # noqa: E731
+    with torch.no_grad():
+        expected = peft.PeftModel.from_pretrained(load(base), adapter)(ids).logits
+        found, plain = load(tmp_path / "merged")(ids).logits, load(base)(ids).logits
+    assert (expected - plain).abs().max() > 1
+    assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def test_an_adapter_of_a_tied_output_layer(tmp_path, capsys):
+    from bridges.__main__ import main
+
+    base, adapter = tied_case(tmp_path, "lm_head")
+    assert main(["merge", "--hf", str(base), "--adapter", str(adapter), "--out", str(tmp_path / "m")]) == 2
+    error = capsys.readouterr().err
+    assert "lm_head is this model's embedding, too (tie_word_embeddings" in error and "another" not in error

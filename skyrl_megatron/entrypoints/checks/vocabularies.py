@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bridges.errors import BridgeError
+from bridges.json_file import read_json
 from skyrl_megatron.config.rules.role_layout import active_roles
 from skyrl_megatron.entrypoints.checks.planned_run import NotChecked, PlannedRun
 from skyrl_megatron.errors import Problem
@@ -45,17 +46,17 @@ def _difference(policy: Path, other: Path) -> str | None:
 def _tokens(folder: Path) -> dict[str, int]:
     """Return token → id of ``tokenizer.json``; {} where there is none, or one of another kind."""
     try:
-        described: dict[str, Any] = json.loads((folder / "tokenizer.json").read_bytes())
+        described: dict[str, Any] = read_json(folder / "tokenizer.json")
         vocabulary = described["model"]["vocab"]
         if isinstance(vocabulary, list):  # Unigram: [token, score] by id
             vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
         return {**vocabulary, **{added["content"]: added["id"] for added in described.get("added_tokens", ())}}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (BridgeError, ValueError, KeyError, TypeError):
         return {}
 
 
 def _embeddings(folder: Path) -> int | None:
     try:
-        return int(json.loads((folder / "config.json").read_bytes())["vocab_size"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return int(read_json(folder / "config.json")["vocab_size"])
+    except (BridgeError, ValueError, KeyError, TypeError):
         return None

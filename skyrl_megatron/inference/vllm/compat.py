@@ -35,6 +35,7 @@ from vllm.v1.executor import multiproc_executor
 from vllm.v1.outputs import ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.sample.sampler import Sampler
 
+from skyrl_megatron.data.chat_template import guard_templates
 from skyrl_megatron.inference.vllm import processes
 from skyrl_megatron.inference.vllm.adapters import Held
 from skyrl_megatron.inference.vllm.answers import AnswerExtension, answers_of
@@ -151,6 +152,7 @@ async def openai_app(llm: AsyncLLM, model: str, served_model_name: str) -> Any:
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
     tasks = await llm.get_supported_tasks()
     app = build_app(args, tasks, llm.model_config)
+    guard_templates()
     await init_app_state(llm, app.state, args, tasks)
     return app
 

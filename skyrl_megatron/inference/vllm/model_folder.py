@@ -7,13 +7,15 @@ from typing import Any
 
 from bridges import json_file
 from bridges.errors import BridgeError
+from bridges.files import check_folder
 from skyrl_megatron.config.hf_model import element_bytes, kv_bytes_per_token
 from skyrl_megatron.errors import EngineError
 
 
 def hf_config(folder: Path) -> dict[str, Any]:
-    """Return ``config.json`` of a HF folder. Raises EngineError."""
+    """Return ``config.json`` of a HF folder, all of whose files vLLM may then open. Raises EngineError."""
     try:
+        check_folder(folder)
         return json_file.read_hf_config(folder)
     except BridgeError as error:
         raise EngineError(f"{folder}: no readable config.json ({error}); give a HF folder as the model") from error

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
+from bridges.errors import BridgeError
+from bridges.files import refuse_special
 from bridges.staging import FileWriter, LocalFile
 from skyrl_megatron.errors import CheckpointError
 
@@ -63,10 +65,12 @@ class LocalStorage:
 
     def open(self, path: str) -> IO[bytes]:
         """Open a file for reading, unbuffered. Raises FileNotFoundError."""
+        _refuse_special(path)
         return cast(IO[bytes], open(path, "rb", buffering=0))
 
     def read(self, path: str) -> bytes:
         """Return all of a small file. Raises FileNotFoundError."""
+        _refuse_special(path)
         with open(path, "rb") as file:
             return file.read()
 
@@ -106,6 +110,14 @@ class LocalStorage:
         target = os.path.realpath(path)
         if os.path.commonpath([inside, target]) != inside:
             raise CheckpointError(f"{path} is a link to {target}, outside of the checkpoint: refused; copy the file")
+
+
+def _refuse_special(path: str) -> None:
+    """Raise CheckpointError where there is a pipe, a socket or a device."""
+    try:
+        refuse_special(Path(path))
+    except BridgeError as error:
+        raise CheckpointError(str(error)) from error
 
 
 @contextlib.contextmanager

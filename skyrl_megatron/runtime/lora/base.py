@@ -7,6 +7,8 @@ from pathlib import Path
 
 import blake3
 
+from bridges.files import open_regular
+
 SAMPLES, SAMPLE_BYTES = 64, 64 * 2**10
 
 
@@ -16,11 +18,11 @@ def fingerprint(folder: Path) -> str:
     training step has changed differ in every piece."""
     hasher = blake3.blake3()
     for path in sorted(folder.glob("*.safetensors")):
-        size = path.stat().st_size
-        hasher.update(f"{path.name}\0{size}\0".encode())
-        with path.open("rb") as file:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            hasher.update(f"{path.name}\0{size}\0".encode())
             header = file.read(8)
-            hasher.update(header + file.read(int.from_bytes(header, "little")))
+            hasher.update(header + file.read(min(int.from_bytes(header, "little"), size)))
             start = file.tell()
             for place in _places(start, size):
                 hasher.update(os.pread(file.fileno(), SAMPLE_BYTES, place))

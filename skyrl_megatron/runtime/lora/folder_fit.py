@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from bridges.errors import BridgeError
+from bridges.json_file import read_json
 from bridges.peft_folder import AdapterConfig, PeftFolder
 from bridges.plan import Plan
 from bridges.rows import Shape
@@ -49,11 +51,11 @@ def base_misfit(folder: Path, base: str | Path) -> str | None:
     """Say that an adapter was trained on other weights than ``base``: their fingerprint, or their folder. None where
     they are the same, or the folder does not say (other programs write no :data:`BASE`)."""
     try:
-        saved = json.loads((folder / BASE).read_text()).get(_HASH)
-    except (OSError, ValueError, AttributeError):
+        saved = read_json(folder / BASE).get(_HASH)
+    except BridgeError:
         return None
     ours = base if isinstance(base, str) else fingerprint(base)
-    if saved in (None, ours):
+    if not isinstance(saved, str) or saved == ours:
         return None
     fix = "set trainer.policy.model.path to the model that it was trained on"
     return f"it is an adapter of another base model ({BASE} has {saved[:12]}…, these weights are {ours[:12]}…): {fix}"
