@@ -73,10 +73,13 @@ def ours(pipe: Any, model: Path) -> None:
 def offline(pipe: Any, model: Path) -> None:
     from skyrl_megatron.inference.vllm import platform
     from skyrl_megatron.inference.vllm.model_folder import hf_config
+    from skyrl_megatron.inference.vllm.processes import OwnedContext
 
     os.environ.update(platform.worker_environment())
     from vllm import LLM, SamplingParams
+    from vllm.v1.engine import utils as engine_utils
 
+    engine_utils.get_mp_context = OwnedContext  # an engine core of vLLM alone outlives a process that is killed
     arguments = settings_of(model).arguments() | platform.platform_arguments(hf_config(model))
     llm = LLM(**{name: value for name, value in arguments.items() if not name.startswith("disable_log")})
     pipe.send("up")

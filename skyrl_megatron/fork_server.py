@@ -22,6 +22,7 @@ import resource
 import runpy
 import select
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -34,6 +35,8 @@ from multiprocessing import forkserver, reduction, resource_tracker
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from skyrl_megatron.interrupts import hangups_blocked
+
 READ_BY_IMPORTS = (
     *("HF_", "TRANSFORMERS_", "TOKENIZERS_", "VLLM_", "TORCH", "PYTORCH_", "TRITON_", "NVTE_"),
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "PYTHONPATH", "PYTHONWARNINGS", "LD_LIBRARY_PATH"),
@@ -43,6 +46,8 @@ SET_BY_IMPORTS = ("TORCHINDUCTOR_CACHE_DIR",)
 """Those that a library sets itself when it is imported: whoever starts processes may have imported it by then."""
 SERVING = "--serving"
 """Option of the command: the process gets a fork server of its own, for children that are its own."""
+SOCKET = "socket"
+"""Of the server that a folder is made for."""
 END_MS = 10_000
 
 
@@ -69,14 +74,15 @@ class ForkServer:
             arguments = (listener.address, listener.fileno(), reader, imports)
             program = f"import sys; sys.path[:] = {sys.path!r}; from skyrl_megatron.fork_server import serve; "
             try:
-                process = subprocess.Popen(
-                    [sys.executable, "-c", f"{program}serve(*{arguments!r})"],
-                    env=environment,
-                    pass_fds=(listener.fileno(), reader),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                )
+                with hangups_blocked():
+                    process = subprocess.Popen(
+                        [sys.executable, "-c", f"{program}serve(*{arguments!r})"],
+                        env=environment,
+                        pass_fds=(listener.fileno(), reader),
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                    )
             except BaseException:
                 os.close(writer)
                 raise
@@ -89,7 +95,7 @@ class ForkServer:
     @classmethod
     def fork(cls) -> ForkServer:
         """Fork a server from this process, which must have no threads: it serves what has been imported here."""
-        with _Listener() as listener:
+        with _Listener(_address and f"{Path(_address).parent}/{os.getpid()}") as listener:
             reader, writer = os.pipe()
             process = os.fork()
             if process == 0:
@@ -123,14 +129,18 @@ class ForkServer:
             os.close(self._alive)
             if not _wait(self._handle, END_MS):  # stopped, perhaps
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+            if Path(self.address).name == SOCKET:
+                shutil.rmtree(Path(self.address).parent, ignore_errors=True)
 
 
 class _Listener(socket.socket):
-    """A listening socket in a folder that only this user can enter."""
+    """A listening socket in a folder that only this user can enter: that of the server which this process comes from,
+    who removes it whatever ends the others, or a new one."""
 
-    def __init__(self, address: str | None = None) -> None:
+    def __init__(self, address: str = "") -> None:
         super().__init__(socket.AF_UNIX)
-        self.address = address or str(Path(tempfile.mkdtemp(prefix="skyrl-fork-")) / "socket")
+        self.address = address or str(Path(tempfile.mkdtemp(prefix="skyrl-fork-")) / SOCKET)
+        Path(self.address).unlink(missing_ok=True)  # of a process of this number that was killed
         self.bind(self.address)
         self.listen(socket.SOMAXCONN)
 
@@ -138,11 +148,15 @@ class _Listener(socket.socket):
 # ---------------------------------------------------------------------------------------------- the server's process
 _environment: dict[str, str] = {}
 """Variables of the server when it began to import."""
+_address = ""
+"""Of the server that this process is, or comes from."""
 
 
 def serve(address: str, listener: int, alive: int, imports: str) -> None:
     """Be a server on the socket ``listener``, which ``address`` names, until the other end of the pipe ``alive`` is
     closed."""
+    global _address
+    _address = address
     _environment.update(os.environ)
     gc.disable()  # what is imported stays
     left, leave = os.pipe()
@@ -163,7 +177,10 @@ def serve(address: str, listener: int, alive: int, imports: str) -> None:
     gc.freeze()  # collections in forked processes would write to, and so copy, all of it
     gc.enable()
     with _exiting():  # the interpreter's own end takes seconds for what is imported here
-        _serve(address, listener, alive)
+        try:
+            _serve(address, listener, alive)
+        finally:
+            shutil.rmtree(Path(address).parent, ignore_errors=True)
 
 
 def _serve(address: str, listener: int, alive: int) -> None:
@@ -333,6 +350,7 @@ class _Program:
         tracker._fd = None
         os.environ.clear()
         os.environ.update(self.environment)
+        tempfile.tempdir = None  # that of the variables
         os.chdir(self.folder)
         os.umask(self.mask)
         for kind, limits in self.limits.items():

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from skyrl_megatron.interrupts import replace_handlers, restore_handlers
+
 LOOK_S = 0.5
 
 
@@ -15,13 +17,15 @@ LOOK_S = 0.5
 def collected_signals() -> Iterator[list[int]]:
     """Collect the signals that ask this process to end, in order, instead of ending it."""
     asked: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    before = {number: signal.signal(number, lambda number, frame: asked.append(number)) for number in numbers}
+
+    def ask(number: int, frame: object) -> None:
+        asked.append(number)
+
+    before = replace_handlers(ask) | {signal.SIGUSR1: signal.signal(signal.SIGUSR1, ask)}
     try:
         yield asked
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        restore_handlers(before)
 
 
 def run_asked_to_end(command: Sequence[str], environment: Mapping[str, str], asked: Callable[[], int]) -> int:

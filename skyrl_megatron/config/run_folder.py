@@ -27,10 +27,17 @@ def run_folder(cfg: SkyRLTrainConfig) -> Path:
     return Path(trainer.log_path) / trainer.project_name / trainer.run_name
 
 
+def private_folder(path: Path) -> Path:
+    """Make a folder, and those above it, for samples or tokens: its mode is that of the user's umask, without what it
+    would let others than the group do. One that is there stays as it is. Returns ``path``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o770, exist_ok=True)
+    return path
+
+
 def save_config(cfg: SkyRLTrainConfig) -> Path:
     """Write the resolved configuration to ``config.yaml`` in the run's folder; ``--config`` reads it back."""
-    path = run_folder(cfg) / "config.yaml"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = private_folder(run_folder(cfg)) / "config.yaml"
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text(get_config_as_yaml_str(cfg))
     beside.replace(path)

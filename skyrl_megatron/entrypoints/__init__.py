@@ -1,3 +1,7 @@
 """Command lines, and the experiment that they run."""
 
-import skyrl_megatron.workers as _before_ray  # noqa: F401 - chooses token and address before Ray is imported anywhere
+from skyrl_megatron.interrupts import end_while_importing
+
+end_while_importing()
+
+import skyrl_megatron.workers as _before_ray  # noqa: E402, F401 - token and address before any import of Ray

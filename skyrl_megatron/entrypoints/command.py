@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,9 +17,8 @@ from typing import TextIO
 import psutil
 
 from skyrl_megatron.errors import LaunchError, SkyRLMegatronError, SkyRLMegatronWarning
+from skyrl_megatron.interrupts import ending_with_signals, exit_code
 from skyrl_megatron.progress import heartbeat
-
-INTERRUPTED = 130
 
 
 def run_command(work: Callable[[], int], *, beats: bool = False) -> int:
@@ -29,13 +29,15 @@ def run_command(work: Callable[[], int], *, beats: bool = False) -> int:
     atexit.register(gc.freeze)  # the interpreter's last collections, over all that was imported, take seconds
     with readable_warnings(), heartbeat(_on_terminal) if beats else nullcontext():
         try:
-            return work()
+            with ending_with_signals():
+                return work()
         except SkyRLMegatronError as error:
             print(error, file=sys.stderr)
             return error.exit_code
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            return INTERRUPTED
+        except KeyboardInterrupt as error:
+            if not getattr(error, "said", False):
+                print("interrupted", file=sys.stderr)
+            return exit_code(getattr(error, "number", signal.SIGINT))
 
 
 @contextmanager

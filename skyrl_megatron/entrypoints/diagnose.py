@@ -53,11 +53,11 @@ def _on_every_host(address: str, run: Path, lines: int) -> int:
     1 when no host has any."""
     import ray
 
-    from skyrl_megatron.workers.environment import worker_environment
+    from skyrl_megatron.workers.environment import joined_environment
     from skyrl_megatron.workers.node_check import start_on_nodes
     from skyrl_megatron.workers.ray_setup import join
 
-    join(address, {"env_vars": worker_environment()})
+    join(address, joined_environment())
     try:
         found = 0
         asked = start_on_nodes([node for node in ray.nodes() if node["Alive"]], of_this_host, run, lines)

@@ -16,7 +16,7 @@ from skyrl_megatron.config.dict_config import AnyConfig, typed_config
 from skyrl_megatron.config.rules.fully_async import samples_repeatably
 from skyrl_megatron.config.rules.role_layout import active_roles
 from skyrl_megatron.config.rules.unavailable import require_available
-from skyrl_megatron.config.run_folder import run_folder, save_config
+from skyrl_megatron.config.run_folder import private_folder, run_folder, save_config
 from skyrl_megatron.data.tokenizer import load_tokenizer
 from skyrl_megatron.entrypoints.checks.data import warn_of_missing_answers
 from skyrl_megatron.entrypoints.command import noise_into, terminal
@@ -254,7 +254,7 @@ def run_experiment(
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
     """Keep other commands out of a run's folder, for the block; one that died, however, keeps nobody out."""
-    folder.mkdir(parents=True, exist_ok=True)
+    private_folder(folder)
     lock = FolderLock(str(folder), "trainer.run_name")
     try:
         yield

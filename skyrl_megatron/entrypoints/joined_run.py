@@ -130,7 +130,7 @@ def run_in_cluster(cfg: SkyRLTrainConfig, experiment: Any) -> None:
                 raise error.cause from error
             raise
     if stopped:
-        raise StopRequested
+        raise signals.stopped()
 
 
 def _told(error: Exception) -> str:

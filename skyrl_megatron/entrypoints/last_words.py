@@ -79,7 +79,7 @@ def _ending_with(parts: dict[int, tuple[str, int]], teller: subprocess.Popen[byt
 def _end_with(parts: dict[int, tuple[str, int]], left: int, teller: subprocess.Popen[bytes]) -> None:
     """End this process with the first of ``parts``, handles of ``pidfd_open``, that ends or hangs, unless nobody is
     there to tell it. Returns once the other end of ``left``, a pipe, is closed."""
-    import psutil
+    from skyrl_megatron.interrupts import kill_descendants
 
     waiting = select.poll()
     for handle in (left, *parts):
@@ -94,11 +94,7 @@ def _end_with(parts: dict[int, tuple[str, int]], left: int, teller: subprocess.P
     said = f"{ended[0]}" if ended else f"{next(h for h, (name, _) in parts.items() if name == PARTS[hangs])} {SILENT}"
     if teller.poll() is None:
         os.write(teller.stdin.fileno(), said.encode())  # type: ignore[union-attr]
-        for child in sorted(psutil.Process().children(recursive=True), key=lambda each: each.name() != "raylet"):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                # trackers take away the shared memory of those that are killed, and end then; a raylet would kill them
-                if child.pid != teller.pid and "multiprocessing.resource_tracker" not in " ".join(child.cmdline()):
-                    child.kill()
+        kill_descendants(teller.pid)
         os._exit(1)
 
 

@@ -16,9 +16,10 @@ port after that one. The further ones end when the first does.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import secrets
-import signal
+import shutil
 import sys
 import tempfile
 import threading
@@ -31,14 +32,16 @@ from urllib.parse import urlsplit
 
 from skyrl_megatron import hub
 from skyrl_megatron.entrypoints.command import run_command
-from skyrl_megatron.errors import EngineError, LaunchError
+from skyrl_megatron.errors import EngineError, LaunchError, SkyRLMegatronError
 from skyrl_megatron.inference.fleet_client import FleetClient
 from skyrl_megatron.inference.http_server import bound
 from skyrl_megatron.inference.offer import package_versions
 from skyrl_megatron.inference.protocol import ENGINE_KEY
 from skyrl_megatron.inference.vllm.model_folder import hf_config
+from skyrl_megatron.inference.vllm.processes import own_temporary_folder
 from skyrl_megatron.inference.vllm.server import EngineHosts, EngineServer
 from skyrl_megatron.inference.vllm.settings import EngineSettings
+from skyrl_megatron.interrupts import Interrupted, replace_handlers, restore_handlers
 
 LOOK_S = 1.0
 
@@ -80,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--first", metavar="URL", help="of the engine's server on host 0, for the other hosts")
     add("--patience", type=float, default=60.0, metavar="S", help="how long the registry may not answer (60)")
     add("--start-timeout", type=float, default=1800.0, metavar="S", help="for vLLM to be ready (1800)")
-    add("--log-file", type=Path, metavar="FILE", help="for vLLM's output (a file in the temporary folder)")
+    add("--log-file", type=Path, metavar="FILE", help="for vLLM's output (a file of its own, kept when it fails)")
     return parser
 
 
@@ -93,6 +96,25 @@ def _split(args: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _serve(options: argparse.Namespace, more: Sequence[str], asked: threading.Event) -> int:
+    """Serve, with the sockets and, unless it is elsewhere, the output of vLLM in a folder that only this user can
+    enter. It is removed at the end, but for the output of an engine that failed."""
+    folder = Path(own_temporary_folder() or tempfile.mkdtemp(prefix="skyrl-engine-"))
+    log = options.log_file or folder / "engine.log"
+    failed = False
+    try:
+        return _serve_in(options, more, asked, log)
+    except SkyRLMegatronError:
+        failed = True
+        raise
+    finally:
+        for path in folder.iterdir():
+            if not (failed and path == log):
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the output is there
+            folder.rmdir()
+
+
+def _serve_in(options: argparse.Namespace, more: Sequence[str], asked: threading.Event, log: Path) -> int:
     hosts = _hosts(options)
     folder = _model_folder(options.model)
     source = f"--token-file={options.token_file}"
@@ -112,7 +134,7 @@ def _serve(options: argparse.Namespace, more: Sequence[str], asked: threading.Ev
         gpu_memory_utilization=options.gpu_memory_utilization,
         distributed_executor_backend="mp",
         served_model_name=wanted["served_model_name"],
-        log_file=options.log_file or Path(tempfile.gettempdir()) / f"skyrl-megatron-engine-{port}.log",
+        log_file=log,
     ).on_this_node()
     key = os.environ.get(ENGINE_KEY) or secrets.token_urlsafe(32)
     server = EngineServer(settings, options.host, port, key, more, hosts)
@@ -237,20 +259,19 @@ class _Membership:
 
 @contextmanager
 def _end_requests() -> Iterator[threading.Event]:
-    """Yield what SIGTERM and Ctrl-C set; the second one ends at once."""
+    """Yield what Ctrl-C, SIGTERM and SIGHUP set; the second one ends at once."""
     asked = threading.Event()
 
     def ask(number: int, frame: object) -> None:
         if asked.is_set():
-            raise KeyboardInterrupt
+            raise Interrupted(number)
         asked.set()
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = replace_handlers(ask)
     try:
         yield asked
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        restore_handlers(before)
 
 
 def _model_folder(name: str) -> Path:

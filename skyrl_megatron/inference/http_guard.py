@@ -1,15 +1,17 @@
-"""What stands before every HTTP application of ours: a bearer token, a bound on a request's size, and its JSON."""
+"""What is before every HTTP application of ours: a bearer token, bounds on a request's body, and its JSON."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
 
 from skyrl_megatron.errors import RequestError
 from skyrl_megatron.inference.protocol import ENGINE_KEY
@@ -17,12 +19,19 @@ from skyrl_megatron.inference.protocol import ENGINE_KEY
 MAX_BODY_BYTES = 16 << 20
 MAX_ENGINE_BODY_BYTES = 1 << 30
 """The metadata of a model of a million tensors are below it."""
+BODY_S, ENGINE_BODY_S = 60.0, 600.0
+"""For all of a body to arrive."""
 
 
-def refusal(status: int, message: str) -> JSONResponse:
+def refusal(status: int, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """Make an answer that says why a request is refused, in OpenAI's form."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status)
+    return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status, headers)
+
+
+def _unread(status: int, message: str) -> JSONResponse:
+    """Make a refusal of a request whose body is not read, nor what the connection has after it."""
+    return refusal(status, message, {"connection": "close"})
 
 
 def guarded(token: str, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
@@ -34,7 +43,12 @@ def guarded(token: str, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
     async def failed(request: Request, error: Exception) -> JSONResponse:
         return refusal(500, f"{request.url.path}: {type(error).__name__}, see the log of the run")
 
+    async def unknown(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        return refusal(error.status_code, f"{request.method} {request.url.path}: {error.detail}", error.headers)
+
     app.add_exception_handler(Exception, failed)
+    app.add_exception_handler(HTTPException, unknown)
     return app
 
 
@@ -48,10 +62,18 @@ async def json_of(request: Request) -> Any:
 
 
 class Guard:
-    """Token and size of a request, before anything reads it. ``GET /health`` needs no token."""
+    """Token, size and time of a request, before anything reads it. ``GET /health`` without a body needs no token; who
+    has none never has a body read."""
 
-    def __init__(self, app: Callable[..., Awaitable[None]], token: str, max_body_bytes: int = MAX_BODY_BYTES) -> None:
-        self.app, self.expected, self.max_body_bytes = app, f"Bearer {token}".encode(), max_body_bytes
+    def __init__(
+        self,
+        app: Callable[..., Awaitable[None]],
+        token: str,
+        max_body_bytes: int = MAX_BODY_BYTES,
+        body_s: float = BODY_S,
+    ) -> None:
+        self.app, self.expected = app, f"Bearer {token}".encode()
+        self.max_body_bytes, self.body_s = max_body_bytes, body_s
 
     async def __call__(self, scope: dict[str, Any], receive: Callable[..., Any], send: Callable[..., Any]) -> None:
         if scope["type"] == "websocket":
@@ -60,25 +82,37 @@ class Guard:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         headers = dict(scope["headers"])
-        if scope["path"] != "/health" and not secrets.compare_digest(
-            headers.get(b"authorization", b""), self.expected
-        ):
-            return await refusal(401, "wrong or missing bearer token")(scope, receive, send)
+        known = secrets.compare_digest(headers.get(b"authorization", b""), self.expected)
+        if not known and not _is_open(scope, headers):
+            return await _unread(401, "wrong or missing bearer token")(scope, receive, send)
         too_large = f"the body is larger than {self.max_body_bytes} bytes"
         try:
             if int(headers.get(b"content-length", 0)) > self.max_body_bytes:
-                return await refusal(413, too_large)(scope, receive, send)
+                return await _unread(413, too_large)(scope, receive, send)
         except ValueError:
-            return await refusal(400, "content-length is not a number")(scope, receive, send)
+            return await _unread(400, "content-length is not a number")(scope, receive, send)
         body = bytearray()  # a chunked body does not say how long it is
         more = True
-        while more:
-            message = await receive()
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
-            if len(body) > self.max_body_bytes:
-                return await refusal(413, too_large)(scope, receive, send)
+        try:
+            async with asyncio.timeout(self.body_s):
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    body += message.get("body", b"")
+                    more = message.get("more_body", False)
+                    if len(body) > self.max_body_bytes:
+                        return await _unread(413, too_large)(scope, receive, send)
+        except TimeoutError:
+            too_slow = f"the body did not arrive within {self.body_s:g} s"
+            return await _unread(408, too_slow)(scope, receive, send)
         await self.app(scope, _replayed(bytes(body), receive), send)
+
+
+def _is_open(scope: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> bool:
+    """Return whether a request needs no token."""
+    has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
+    return scope["path"] == "/health" and scope["method"] in ("GET", "HEAD") and not has_body
 
 
 class EngineGuard(Guard):
@@ -86,7 +120,7 @@ class EngineGuard(Guard):
     (``--middleware``) with the application alone, so that the token comes from the environment."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
-        super().__init__(app, os.environ[ENGINE_KEY], MAX_ENGINE_BODY_BYTES)
+        super().__init__(app, os.environ[ENGINE_KEY], MAX_ENGINE_BODY_BYTES, ENGINE_BODY_S)
 
 
 def _replayed(body: bytes, receive: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,8 +14,10 @@ from typing import Any
 import uvicorn
 
 from skyrl_megatron.errors import LaunchError
+from skyrl_megatron.inference.http_limits import MAX_HEAD_BYTES, LimitedProtocol, connections_allowed
 
 ENDPOINT_PORT = "generator.inference_engine.http_endpoint_port"
+BACKLOG = 2048
 
 
 class HttpServer:
@@ -28,7 +30,16 @@ class HttpServer:
     def __init__(self, app: Any, host: str, port: int, key: str = ENDPOINT_PORT) -> None:
         self._socket = bound(host, port, key)
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
-        config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=5)
+        config = uvicorn.Config(
+            app,
+            http=LimitedProtocol,
+            ws="none",
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+            backlog=min(BACKLOG, connections_allowed()),  # asyncio accepts as many before it looks at one of them
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=5,
+        )
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
 
@@ -58,7 +69,7 @@ class _Server(uvicorn.Server):
 def bound(host: str, port: int, key: str) -> socket.socket:
     """Return a listening socket. Raises LaunchError naming ``key``, the setting or option of the port."""
     try:
-        return socket.create_server((host, port), backlog=2048)
+        return socket.create_server((host, port), backlog=BACKLOG)
     except OSError as error:
         raise LaunchError(
             f"{key}={port}: cannot listen on {host}: {error.strerror}; set another port, or 0 for a free one"

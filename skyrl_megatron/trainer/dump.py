@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from skyrl_megatron.config import SkyRLTrainConfig
+from skyrl_megatron.config.run_folder import private_folder
 from skyrl_megatron.types import TokenSupport, TrainingBatch
 
 type Versions = list[list[tuple[str, int, int]]]
@@ -31,7 +32,7 @@ def dump_batch(batch: TrainingBatch, path: Path, versions: Sequence[Sequence[Seq
     ``versions`` are in the file's metadata, as JSON. The file gets its name when it is whole."""
     from safetensors.torch import save_file
 
-    path.parent.mkdir(parents=True, exist_ok=True)
+    private_folder(path.parent)
     fields = {item.name: getattr(batch, item.name) for item in dataclasses.fields(batch)}
     tensors = {name: value.contiguous() for name, value in fields.items() if isinstance(value, Tensor)}
     if batch.rollout_support:

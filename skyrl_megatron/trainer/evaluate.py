@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config.adapters import ADAPTER_KEY
+from skyrl_megatron.config.run_folder import private_folder
 from skyrl_megatron.inference.sampling import engine_sampling
 from skyrl_megatron.rollout.interface import GeneratorInterface, GeneratorOutput
 from skyrl_megatron.rollout.outputs import (
@@ -84,7 +85,7 @@ def _scores(source: str, output: GeneratorOutput, uids: Sequence[str], samples: 
 
 
 def _dump(path: Path, output: GeneratorOutput, rows: Sequence[int], uids: Sequence[str], tokenizer: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    private_folder(path.parent)
     with path.open("w") as file:
         for row in rows:
             entry = {

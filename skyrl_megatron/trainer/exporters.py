@@ -10,12 +10,14 @@ import re
 import threading
 import urllib.request
 import warnings
+import wsgiref.simple_server
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from skyrl_megatron.errors import LaunchError, SkyRLMegatronWarning
 from skyrl_megatron.spans import Span
 from skyrl_megatron.trainer.metric_table import describe
+from skyrl_megatron.trainer.threaded_http import LimitedThreads, QuietHandler
 
 HOST = "127.0.0.1"
 POST_S = 10.0
@@ -29,20 +31,20 @@ class PrometheusEndpoint:
     TOKEN``. Raises LaunchError when the port is taken."""
 
     def __init__(self, port: int, token: str) -> None:
-        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client import CollectorRegistry, make_wsgi_app
 
         self._values: dict[str, float] = {}
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)  # whatever has collect()
+        app = _guarded(make_wsgi_app(registry), token)
         try:
-            self._server, self._thread = start_http_server(port, HOST, registry)
+            self._server = wsgiref.simple_server.make_server(HOST, port, app, _Server, _Handler)
         except (OSError, OverflowError) as error:
             raise LaunchError(
                 f"trainer.prometheus_port={port}: {error}; choose another port, or end what listens there"
             ) from error
-        app = self._server.get_app()
-        assert app is not None
-        self._server.set_app(_guarded(app, token))
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True, name="prometheus")
+        self._thread.start()
         self.port: int = self._server.server_port
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -61,6 +63,14 @@ class PrometheusEndpoint:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+class _Server(LimitedThreads, wsgiref.simple_server.WSGIServer):
+    """A thread for each of a bounded number of connections."""
+
+
+class _Handler(QuietHandler, wsgiref.simple_server.WSGIRequestHandler):
+    """Answers one request."""
 
 
 def _guarded(app: Callable[..., Iterable[bytes]], token: str) -> Callable[..., Iterable[bytes]]:

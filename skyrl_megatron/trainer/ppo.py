@@ -171,6 +171,7 @@ class RayPPOTrainer:
     def train(self) -> None:
         """Run from loading to the report. Raises StopRequested after Ctrl-C, with everything saved."""
         with self.stop, self.loop:
+            self.stop.waits = False  # there is no step in work
             try:
                 if note := str(self.leftover or self.limit.note):
                     self.tracker.say(note)
@@ -191,6 +192,7 @@ class RayPPOTrainer:
                 self.give_first_weights()
                 self.before_training()
                 self.healing.begin()
+                self.stop.waits = True
                 gc.collect()
                 gc.freeze()  # what lives now stays: the garbage of each step is not looked for among it
                 self.watch.begin_steps(self.global_step, self.roles)

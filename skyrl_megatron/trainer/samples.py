@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from skyrl_megatron.config import SkyRLTrainConfig
-from skyrl_megatron.config.run_folder import run_folder
+from skyrl_megatron.config.run_folder import private_folder, run_folder
 from skyrl_megatron.rollout.interface import GeneratorOutput
 from skyrl_megatron.trainer.dashboard.reading import SAMPLE_FORMAT, SAMPLES
 from skyrl_megatron.trainer.trackers import ShownSample
@@ -80,7 +80,7 @@ class SampleLog:
             **reward_groups(batch),
         }
         path = self.folder / f"step_{step}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        private_folder(path.parent)
         beside = path.with_name(f".{path.name}")
         beside.write_text(json.dumps(record))
         beside.replace(path)

@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM: the first one ends the run at the next point where nothing is lost, the second one at once."""
+"""Ctrl-C, SIGTERM and SIGHUP while steps are taken: the first one ends the run at the next point where nothing is
+lost, the second one at once."""
 
 from __future__ import annotations
 
@@ -9,35 +10,44 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from skyrl_megatron.interrupts import Interrupted, replace_handlers, restore_handlers
 
-class StopRequested(KeyboardInterrupt):
-    """The run was asked to end, and did after its last complete step."""
+
+class StopRequested(Interrupted):
+    """The run was asked to end, and did after its last complete step, which it prints."""
+
+    said = True
 
 
 class StopSignal:
-    """Handlers of SIGINT and SIGTERM for the time of ``with``; outside the main thread, :meth:`request` alone."""
+    """Handlers of the three signals for the time of ``with``; outside the main thread, :meth:`request` alone.
+
+    ``waits``: whether there is something to lose, so that the first signal only asks; else it ends the run at once.
+    """
 
     def __init__(self) -> None:
         self.requested = False
+        self.waits = True
+        self._number: int = signal.SIGINT
         self._work: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignal:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            try:
-                self._before[number] = signal.signal(number, self._handle)
-            except ValueError:  # not the main thread: whoever owns it decides
-                break
+        self._before = replace_handlers(self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        restore_handlers(self._before)
         self._before = {}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
-            raise KeyboardInterrupt
+        if self.requested or not self.waits:
+            before = self._before.get(number)
+            if callable(before) and before is not signal.default_int_handler:
+                before(number, frame)  # the command's, which then has a deadline
+                return
+            raise Interrupted(number)
+        self._number = number
         self.request()
 
     def request(self) -> None:
@@ -59,4 +69,8 @@ class StopSignal:
     def check(self) -> None:
         """Raise StopRequested when a stop was requested before."""
         if self.requested:
-            raise StopRequested
+            raise self.stopped()
+
+    def stopped(self) -> StopRequested:
+        """Return what to raise once the run has stopped, for the signal that asked."""
+        return StopRequested(self._number)

@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from skyrl_megatron.errors import EngineGoneError, SkyRLMegatronError
 from skyrl_megatron.inference.protocol import InferenceEngine, OpenAIAnswer
 from skyrl_megatron.inference.vllm.engine import EngineSettings, VLLMEngine
+from skyrl_megatron.inference.vllm.processes import own_temporary_folder
 from skyrl_megatron.workers.actor_group import ACTOR_LOST, lost_because
 from skyrl_megatron.workers.forked import runtime_environment
 
@@ -34,7 +35,7 @@ def engine_actor(kind: type[InferenceEngine]) -> Any:
 
         def __init__(self, settings: EngineSettings, environment: Mapping[str, str]) -> None:
             os.environ.update(environment)
-            _start_tracker()
+            _start_tracker(own_temporary_folder())
             super().__init__(settings)
 
         async def start(self) -> None:
@@ -122,14 +123,16 @@ async def _kill_on(node: str, processes: Sequence[int]) -> None:
     await ray.remote(num_cpus=0, max_retries=0)(_kill).options(scheduling_strategy=there).remote(processes)
 
 
-def _start_tracker() -> None:
+def _start_tracker(folder: str | None) -> None:
     """Start what takes away the shared memory and semaphores of processes that were killed, multiprocessing's resource
-    tracker, as nobody's child: Ray kills the children of an actor that it ends, and the memory would stay."""
+    tracker, as nobody's child: Ray kills the children of an actor that it ends, and the memory would stay. With the
+    last process that has the tracker it removes ``folder`` too."""
     tracker: Any = resource_tracker._resource_tracker
     if tracker._fd is not None:
         return
     reader, writer = os.pipe()
-    tracks = f"from multiprocessing.resource_tracker import main; main({reader})"
+    tracks = f"import shutil; from multiprocessing.resource_tracker import main; main({reader}); "
+    tracks += f"{folder!r} and shutil.rmtree({folder!r}, ignore_errors=True)"
     starts = f"import subprocess, sys; subprocess.Popen([*sys.argv[1:], '-c', {tracks!r}], pass_fds=[{reader}])"
     python = [sys.executable, "-I", "-S"]
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,7 @@ from skyrl_megatron.inference.fleet import Fleet
 from skyrl_megatron.inference.health import HealthMonitor
 from skyrl_megatron.inference.offer import wanted
 from skyrl_megatron.inference.pool import EnginePool, EngineSlot
-from skyrl_megatron.inference.protocol import InferenceEngine
+from skyrl_megatron.inference.protocol import ENGINE_KEY, InferenceEngine
 from skyrl_megatron.inference.vllm.engine import VLLMEngine
 from skyrl_megatron.inference.vllm.remote import RemoteEngine
 from skyrl_megatron.inference.vllm.settings import engine_settings
@@ -173,4 +174,5 @@ def _elsewhere(cfg: SkyRLTrainConfig) -> list[Callable[[], InferenceEngine]]:
     proxy = engine.external_proxy_url
     urls = engine.external_server_urls or engine.remote_urls or ([proxy] if proxy else [])
     timeout = cfg.trainer.phase_timeout_s
-    return [partial(RemoteEngine, url, proxy_url=proxy, timeout_s=timeout) for url in urls]
+    key = os.environ.get(ENGINE_KEY)
+    return [partial(RemoteEngine, url, proxy_url=proxy, timeout_s=timeout, key=key) for url in urls]

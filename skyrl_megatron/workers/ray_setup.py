@@ -25,7 +25,8 @@ from skyrl_megatron.algorithms.registry import exchange_changes
 from skyrl_megatron.config.dict_config import AnyConfig, typed_config
 from skyrl_megatron.config.rules.role_layout import active_roles, engine_ranks, role_world_size
 from skyrl_megatron.errors import LaunchError
-from skyrl_megatron.workers.environment import worker_environment
+from skyrl_megatron.interrupts import hangups_blocked
+from skyrl_megatron.workers.environment import joined_environment, worker_environment
 from skyrl_megatron.workers.node_check import check_nodes
 from skyrl_megatron.workers.ports import LOOPBACK
 from skyrl_megatron.workers.ray_guard import guard_agents
@@ -81,14 +82,14 @@ def initialize_ray(cfg: AnyConfig, *, log_to_driver: bool = True) -> str:
     told = "there already"
     if not ray.is_initialized():
         cfg = typed_config(cfg)
-        environment = {"env_vars": worker_environment()}
         if address := os.environ.get("RAY_ADDRESS"):
-            join(address, environment, show_output=log_to_driver)
+            join(address, joined_environment(), show_output=log_to_driver)
             nodes = check_nodes([cfg.trainer.ckpt_path, cfg.trainer.export_path, cfg.trainer.log_path])
             told = f"joined {address}, {nodes}"
         else:
             slots = max(logical_slots(cfg), os.cpu_count() or 1) if device.has_cuda() else logical_slots(cfg)
-            _start(slots, environment, None if device.has_cuda() else CPU_STORE_BYTES, show_output=log_to_driver)
+            environment, store = {"env_vars": worker_environment()}, None if device.has_cuda() else CPU_STORE_BYTES
+            _start(slots, environment, store, show_output=log_to_driver)
             told = "local, loopback, token"
     exchange_changes()
     return told
@@ -141,16 +142,17 @@ def _start(slots: int, environment: dict[str, Any], store_bytes: int | None, *, 
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # they would have none of a job's variables
     for attempt in range(START_ATTEMPTS):
         try:
-            ray.init(
-                address="local",
-                num_cpus=slots,
-                include_dashboard=False,
-                object_store_memory=store_bytes,
-                log_to_driver=show_output,
-                logging_level=logging.ERROR,
-                runtime_env=environment,
-                _node_ip_address=LOOPBACK,
-            )
+            with hangups_blocked():
+                ray.init(
+                    address="local",
+                    num_cpus=slots,
+                    include_dashboard=False,
+                    object_store_memory=store_bytes,
+                    log_to_driver=show_output,
+                    logging_level=logging.ERROR,
+                    runtime_env=environment,
+                    _node_ip_address=LOOPBACK,
+                )
             guard_agents()
             return
         except Exception as error:

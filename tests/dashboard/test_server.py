@@ -1,6 +1,7 @@
 """The server: nothing without the token, on the loopback interface alone, and only what it is asked for."""
 
 import json
+import socket
 import struct
 import threading
 import urllib.error
@@ -64,3 +65,19 @@ def test_what_is_not_there_is_refused(server, path, code):
     with pytest.raises(urllib.error.HTTPError) as error:
         get(server, path, server.token)
     assert error.value.code == code
+
+
+def test_idle_connections_end_and_make_room(server, monkeypatch):
+    """More of them than there may be: a request is answered, the oldest are closed, and in time all are."""
+    from skyrl_megatron.trainer import threaded_http
+
+    monkeypatch.setattr(threaded_http, "CONNECTIONS", 5)
+    monkeypatch.setattr(threaded_http, "CONNECTION_S", 1.0)
+    idle = [socket.create_connection(server.server_address, timeout=60) for _ in range(20)]
+    try:
+        with get(server, "/", server.token) as answer:
+            assert answer.status == 200
+        assert all(connection.recv(1) == b"" for connection in idle)
+    finally:
+        for connection in idle:
+            connection.close()

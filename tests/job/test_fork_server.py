@@ -195,6 +195,32 @@ def test_a_process_may_have_a_server_of_its_own_whose_processes_are_its_descenda
     assert process.communicate(timeout=TIMEOUT_S)[0] == "5\n"
 
 
+SERVES_AND_WAITS = """
+import time
+from skyrl_megatron.fork_server import inherited
+print(inherited().address, flush=True)
+time.sleep(600)
+"""
+
+
+def test_servers_that_are_killed_leave_no_file(tmp_path):
+    """Ray kills an actor with all that it started."""
+    from skyrl_megatron.fork_server import ForkServer
+
+    server = ForkServer.start(IMPORTS_NEXT_TO_NOTHING, os.environ)
+    process = started(server, program(tmp_path, SERVES_AND_WAITS), serving=True)
+    address = Path(process.stdout.readline().strip())
+    assert address.parent == Path(server.address).parent and address.exists()
+    for child in psutil.Process().children(recursive=True):
+        if child.pid != process.pid and any(each.laddr == str(address) for each in child.net_connections("unix")):
+            child.kill()
+    process.kill()
+    process.communicate()
+    assert address.exists(), "what was killed did not remove it"
+    server.stop()
+    assert not address.parent.exists()
+
+
 ENDS = """
 import os, sys, time
 from skyrl_megatron.fork_server import ForkServer

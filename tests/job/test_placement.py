@@ -20,7 +20,7 @@ def config(*assignments):
 
 
 def test_variables_that_reach_every_actor(monkeypatch):
-    from skyrl_megatron.workers.environment import worker_environment
+    from skyrl_megatron.workers.environment import forwarded, worker_environment
 
     given = {
         **{"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth1", "TORCH_NCCL_TRACE_BUFFER_SIZE": "9"},
@@ -30,8 +30,9 @@ def test_variables_that_reach_every_actor(monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("SOMETHING_ELSE", "1")
     monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
-    found = worker_environment()
+    found = forwarded()
     assert given.items() <= found.items()
+    assert not given.keys() & worker_environment().keys(), "which Ray writes down"
     assert not {"SOMETHING_ELSE", "NCCL_CUMEM_ENABLE", "CUDA_DEVICE_MAX_CONNECTIONS"} & found.keys()
 
 

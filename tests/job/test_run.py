@@ -5,6 +5,9 @@ import os
 import re
 import shutil
 import signal
+import tempfile
+import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -13,7 +16,7 @@ import yaml
 from tests.job import runs
 from tests.job.runs import AGREE, GAP, until_line
 from tests.job.test_routing_replay import REPLAY
-from tests.support import hub_endpoint
+from tests.support import hub_endpoint, planted
 from tests.support.processes import left_behind
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(2 * runs.TIMEOUT_S)]
@@ -28,6 +31,12 @@ KEYS = REPLAY | {
 }
 """GRPO with the KL to a reference in the loss; model, tokenizer and data by their names on a hub; the trainer takes
 the experts that the engine chose, with top-p and recomputed layers, on two ranks with experts on both."""
+
+
+def umask():
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def descendants():
@@ -71,7 +80,21 @@ def hub(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory, hub):
+def temporary():
+    """A temporary folder of the first command's own, with a short name as sockets need it."""
+    folder = Path(tempfile.mkdtemp(prefix="s-"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def secrets():
+    """Secrets in the environment of the first command."""
+    return planted.secrets_of_all_names() | {"HF_TOKEN": hub_endpoint.TOKEN}
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory, hub, temporary, secrets):
     """The first command: two steps, an evaluation before and after them, a checkpoint and an export."""
     folder = runs.prepare(tmp_path_factory.mktemp("first"))
     files, rows = hub_endpoint.folder_files(folder / "model"), (folder / "prompts.jsonl").read_bytes()
@@ -82,9 +105,14 @@ def first(tmp_path_factory, hub):
     }
     before = descendants()
     kept = {"trainer__eval_before_train": "true", "trainer__eval_interval": 2, "trainer__hf_save_interval": 2}
-    process = runs.start(folder, SAYS_WHAT_IS_IMPORTED, variables=hub.variables, **KEYS, **kept)
-    done = runs.finish(process, folder).check()
+    variables = hub.variables | secrets | {"TMPDIR": str(temporary), "RAY_TMPDIR": str(temporary)}
+    began = time.time()
+    with planted.arguments_watched(secrets) as in_arguments:
+        process = runs.start(folder, SAYS_WHAT_IS_IMPORTED, variables=variables, **KEYS, **kept)
+        done = runs.finish(process, folder).check()
+    assert not in_arguments
     assert descendants() <= before, "a process was left behind"
+    (temporary / "session_began").write_text(str(began))
     return done
 
 
@@ -178,6 +206,29 @@ def test_what_is_left_behind(first):
     assert (folder / "exports/dumped_evals/global_step_2/sums.jsonl").is_file()
 
 
+def test_secrets_are_in_nothing_that_is_left(first, hub, temporary, secrets):
+    """Whatever their names: not in what the run wrote, in the logs of its Ray, in caches, or in shared memory."""
+    folders = [first.folder, temporary, Path(hub.variables["HF_HOME"]), Path("/dev/shm")]
+    assert list(temporary.rglob("runtime_env_agent.log")) and (first.folder / "logs/skyrl/run/console.log").exists()
+    began = float((temporary / "session_began").read_text())
+    assert not planted.found_in_files(secrets, folders, began)
+    assert not [value for value in secrets.values() if value in first.out + first.err]
+
+
+def test_nothing_but_logs_of_ray_is_left_in_the_temporary_folder(first, temporary):
+    left = [path.name for path in temporary.iterdir() if path.name != "ray" and not path.name.startswith("session_")]
+    assert not left
+
+
+def test_others_cannot_read_samples_or_tokens(first):
+    """Of folders and files that are there for all, none has any."""
+    log = first.folder / "logs/skyrl/run"
+    for folder in (log, first.folder / "exports/dumped_evals/global_step_2"):
+        assert not folder.stat().st_mode & 0o007, folder
+    weights = first.folder / "exports/global_step_2/policy/config.json"
+    assert weights.stat().st_mode & 0o777 == 0o666 & ~umask(), "as the user would have it"
+
+
 def test_hub_names_become_commits(first, hub):
     commit = hub.commits[f"{MODEL}@main"]
     assert f"hub: {MODEL}@main is commit {commit}" in first.out
@@ -265,7 +316,7 @@ def test_lines_of_a_run_in_a_cluster_appear_once_and_at_once(folder):
             out, err = process.communicate(timeout=120)
         finally:
             process.kill()
-        assert process.returncode == 130 and err == "interrupted\n", err[-4000:]
+        assert (process.returncode, err) == (130, ""), err[-4000:]
         lines += out.splitlines()
         saved = int((folder / "ckpts/latest_ckpt_global_step.txt").read_text())
         assert saved >= 3
@@ -366,7 +417,7 @@ def test_a_run_that_is_ended_leaves_nothing_and_loses_nothing(folder, number):
     assert descendants() <= before
     saved = int((folder / "ckpts/latest_ckpt_global_step.txt").read_text())
     if number == signal.SIGTERM:
-        assert process.returncode == 130, err[-4000:]
+        assert process.returncode == 143, err[-4000:]
         assert saved >= 3 and f"stopped after step {saved}" in out
     else:
         assert saved >= 2

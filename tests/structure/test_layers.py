@@ -29,6 +29,7 @@ LAYER = {
     "hub": 0,
     "errors": 0,
     "fork_server": 0,
+    "interrupts": 0,
     "plugins": 0,
     "progress": 0,
     "spans": 0,

@@ -334,6 +334,7 @@ def spawn_engine_processes() -> None:
     """Start engine cores anew. vLLM forks where CUDA is not initialised, and does not see that this process has asked
     for its devices, after which CUDA refuses to work in a fork."""
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    engine_utils.get_mp_context = processes.OwnedContext
 
 
 if current_platform.is_cuda():

@@ -11,9 +11,11 @@ On GPUs vLLM keeps its own way: CUDA and NCCL set themselves up in ways that a f
 
 from __future__ import annotations
 
+import getpass
 import importlib
 import io
 import os
+import tempfile
 from importlib.util import find_spec
 from multiprocessing import context, forkserver, popen_forkserver, reduction, resource_tracker, spawn, util
 from pathlib import Path
@@ -103,16 +105,55 @@ class EngineProcess(context.ForkServerProcess):
         for name in os.environ.keys() - self._environment.keys():
             del os.environ[name]
         os.environ.update({n: value for n, value in self._environment.items() if os.environ.get(n) != value})
+        tempfile.tempdir = None  # that of the variables
         self._output.take()
         # workers, which this process starts, come from the same server
         _server = ForkServer(self._server_address, forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
         super().run()
 
 
+class OwnedProcess(context.SpawnProcess):
+    """A spawned process that ends when the one that starts it does, whatever ended it: vLLM's engine cores, with whom
+    their workers end, would wait for requests for ever."""
+
+    def start(self) -> None:
+        self._starter = os.getpid()
+        super().start()
+
+    def run(self) -> None:
+        fork_server.end_with(self._starter)
+        super().run()
+
+
+class OwnedContext(context.SpawnContext):
+    """The context of engine cores where none are forked."""
+
+    Process = OwnedProcess
+
+
 class EngineContext(context.ForkServerContext):
     """The context that ``vllm.utils.system_utils.get_mp_context`` returns on CPU."""
 
     Process = EngineProcess
+
+
+TEMPORARY_CHARACTERS = 60
+"""Longest name of a folder for sockets: what vLLM and multiprocessing add must fit into the 107 that Linux takes."""
+
+
+def own_temporary_folder() -> str | None:
+    """Make a folder that only this user can enter, and make it the temporary one of this process and all that it
+    starts: vLLM and multiprocessing leave sockets and folders when they are killed. Returns its path, which the caller
+    has removed; None where its name would be too long for a socket's, and nothing changes."""
+    usual = tempfile.gettempdir()
+    folder = tempfile.mkdtemp(prefix="skyrl-engine-")
+    if len(folder) > TEMPORARY_CHARACTERS:
+        os.rmdir(folder)
+        return None
+    # what is compiled is kept, where torch keeps it without us
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(usual, f"torchinductor_{getpass.getuser()}"))
+    os.environ["TMPDIR"], tempfile.tempdir = folder, folder
+    return folder
 
 
 class _Output:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -13,7 +12,6 @@ import httpx
 
 from skyrl_megatron.errors import EngineError, EngineGoneError, RequestError, WeightSyncError
 from skyrl_megatron.inference.protocol import (
-    ENGINE_KEY,
     INITIAL_VERSION,
     Generation,
     InferenceEngine,
@@ -43,14 +41,14 @@ class RemoteEngine(InferenceEngine):
     """An ``InferenceEngine`` that is a server, which somebody else starts and ends.
 
     ``url``: of the server, for control. ``proxy_url``: where requests for samples go instead, as to a router in front
-    of several servers. ``key``: sent as bearer token; None: the environment's ``VLLM_API_KEY``.
+    of several servers. ``key``: sent as bearer token to both; None or empty: none is sent. A key of this process's
+    environment is for servers of the user's configuration alone.
     """
 
     def __init__(
         self, url: str, *, proxy_url: str | None = None, timeout_s: float = 3600.0, key: str | None = None
     ) -> None:
         self.url, self.proxy_url = _base(url), _base(proxy_url or url)
-        key = key or os.environ.get(ENGINE_KEY)
         self._http = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(timeout_s, connect=10),

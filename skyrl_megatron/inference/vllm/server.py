@@ -19,13 +19,14 @@ from typing import Any
 from skyrl_megatron import device
 from skyrl_megatron.errors import EngineError
 from skyrl_megatron.inference.http_guard import EngineGuard
+from skyrl_megatron.inference.http_limits import MAX_HEAD_BYTES
 from skyrl_megatron.inference.protocol import ENGINE_KEY
 from skyrl_megatron.inference.vllm.log import last_errors
 from skyrl_megatron.inference.vllm.model_folder import hf_config
 from skyrl_megatron.inference.vllm.platform import platform_arguments, worker_environment
 from skyrl_megatron.inference.vllm.settings import EngineSettings
 
-MODULE = "vllm.entrypoints.openai.api_server"
+MODULE = "skyrl_megatron.inference.vllm.limited_server"
 FURTHER = "skyrl_megatron.inference.vllm.further_host"
 NEEDED = {
     "worker_extension_cls": "skyrl_megatron.inference.vllm.compat.WorkerExtension",
@@ -81,7 +82,7 @@ class EngineServer:
             self.command = [sys.executable, "-m", FURTHER, *flags(arguments), *more]
         else:
             guard = f"{EngineGuard.__module__}.{EngineGuard.__name__}"
-            own = {"host": host, "port": port, "middleware": guard}
+            own = {"host": host, "port": port, "middleware": guard, "h11_max_incomplete_event_size": MAX_HEAD_BYTES}
             self.command = [sys.executable, "-m", MODULE, *flags(arguments | own), *more]
         self.environment = os.environ | worker_environment() | {ENGINE_KEY: key, "VLLM_SERVER_DEV_MODE": "1"}
         if hosts.count > 1:

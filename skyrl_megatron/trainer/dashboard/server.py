@@ -5,24 +5,21 @@ from __future__ import annotations
 import hmac
 import http.server
 import secrets
-import socketserver
 import threading
 import urllib.parse
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from skyrl_megatron.errors import LaunchError
 from skyrl_megatron.trainer.dashboard.page import data_block, page
 from skyrl_megatron.trainer.dashboard.reading import RunReader
+from skyrl_megatron.trainer.threaded_http import LimitedThreads, QuietHandler
 
 HOST = "127.0.0.1"
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 
-class DashboardServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
+class DashboardServer(LimitedThreads, http.server.HTTPServer):
     """Answers for ``runs`` on ``port`` (0: any that is free). Raises LaunchError when the port is taken."""
-
-    daemon_threads = True
 
     def __init__(self, runs: Sequence[RunReader], port: int = 0, token: str | None = None) -> None:
         self.runs, self.token = list(runs), token or secrets.token_urlsafe(16)
@@ -45,9 +42,8 @@ class DashboardServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
             return answer()
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
+class _Handler(QuietHandler):
     server: DashboardServer
-    timeout = 60
 
     def do_GET(self) -> None:
         asked = urllib.parse.urlsplit(self.path)
@@ -89,6 +85,3 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing: requests come every two seconds."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
+from skyrl_megatron.config.run_folder import private_folder
 from skyrl_megatron.errors import DataError, JournalError
 from skyrl_megatron.runtime.checkpoint.lock import FolderLock
 from skyrl_megatron.trainer.stream.log import SegmentedLog
@@ -43,7 +44,7 @@ class Journal:
     ) -> None:
         self.folder, self.limit_bytes = Path(folder), limit_bytes
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            private_folder(self.folder)
         except OSError as error:
             raise JournalError(f"{folder} cannot be made ({error.strerror}); check {setting}") from error
         self._lock = FolderLock(str(folder), setting)

@@ -1,0 +1,69 @@
+"""Which key a run sends to an engine that somebody else started."""
+
+import asyncio
+import http.server
+import threading
+
+import pytest
+
+OWN = "the run's own key"
+
+
+@pytest.fixture
+def address(monkeypatch):
+    """The URL of a server that is no engine, and the ``Authorization`` headers that it was sent."""
+    monkeypatch.setenv("VLLM_API_KEY", OWN)
+    sent = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            sent.append(self.headers.get("Authorization"))
+            self.send_error(404)
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}", sent
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("key", "expected"), [(None, None), ("", None), ("its own", "Bearer its own")])
+def test_an_engine_that_joins_gets_the_key_that_it_gave(address, key, expected):
+    from skyrl_megatron.errors import EngineError
+    from skyrl_megatron.inference.fleet import Fleet
+    from skyrl_megatron.inference.offer import Offer, Wanted, package_versions
+    from skyrl_megatron.inference.pool import EnginePool
+
+    url, sent = address
+
+    async def join():
+        fleet = Fleet(EnginePool([]), Wanted({}, "float32", 1, "model"), silence_s=60, drain_s=60)
+        body = {"url": url, "model": {}, "versions": package_versions(), "dtype": "float32", "workers": 1, "key": key}
+        with pytest.raises(EngineError, match="no vLLM server"):
+            await fleet.join(Offer.of(body))
+
+    asyncio.run(join())
+    assert sent and set(sent) == {expected}
+
+
+@pytest.mark.process
+def test_a_server_of_the_configuration_gets_the_runs_key(address):
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.errors import EngineError
+    from skyrl_megatron.workers import inference_engine_client
+
+    url, sent = address
+    key = "generator.inference_engine.external_server_urls"
+    [make] = inference_engine_client._elsewhere(SkyRLTrainConfig.from_cli_overrides([f"{key}=['{url}']"]))
+
+    async def start():
+        with pytest.raises(EngineError, match="no vLLM server"):
+            await make().start()
+
+    asyncio.run(start())
+    assert sent and set(sent) == {f"Bearer {OWN}"}
