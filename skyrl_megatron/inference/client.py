@@ -8,23 +8,30 @@ import itertools
 import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from skyrl_megatron.errors import EngineError, EngineGoneError
-from skyrl_megatron.inference.pool import EnginePool, EngineSlot, shares
+from skyrl_megatron.inference.pool import EnginePool, EngineSlot, EngineState, shares
 from skyrl_megatron.inference.protocol import Generation, OpenAIAnswer, SampleRequest
+from skyrl_megatron.inference.suspects import EndedByRequest, NotGiven, proven
 
 type Request = tuple[Sequence[int], Mapping[str, Any], str]
 """(prompt, sampling parameters, adapter)."""
+
+
+type Content = tuple[Any, ...]
+"""What makes one request like another: all but its seed and id."""
 
 
 class InferenceClient:
     """Routes requests to the engines of a pool, bounds how many are in flight, and retries what a dead engine lost.
 
     A retry starts over under a new id on an engine that serves; what the lost attempt may still return is discarded,
-    so every request yields one continuation. ``deterministic``: a batch is dealt out to the engines in turn and each
-    engine gets its share at once and in order, so that it forms the same batches in every run; requests should carry
-    seeds (:func:`~skyrl_megatron.inference.sampling.request_seed`).
+    so every request yields one continuation. A request that was lost with two engines, the second of which it ended,
+    is refused (:class:`~skyrl_megatron.inference.suspects.Suspects`). ``deterministic``: a batch is dealt out to the
+    engines in turn and each engine gets its share at once and in order, so that it forms the same batches in every
+    run; requests should carry seeds (:func:`~skyrl_megatron.inference.sampling.request_seed`).
     """
 
     def __init__(
@@ -80,20 +87,31 @@ class InferenceClient:
 
         Retried as long as nothing was answered; a stream that breaks off raises EngineGoneError.
         """
-        for attempt in itertools.count():
-            answered = False
+        content = (path, body)
+        attempt = 0
+        while True:
+            answered, suspected = False, self.pool.suspects.suspects(content)
             async with self._room:
                 slot = await self.pool.serving(session_id)
                 pieces = slot.engine.openai(path, body)
                 try:
-                    while (piece := await slot.run(anext(pieces, None))) is not None:
+                    if suspected:
+                        piece = await proven(slot, partial(anext, pieces, None))
+                    else:
+                        piece = await slot.run(anext(pieces, None))
+                    while piece is not None:
                         answered = True
                         yield piece
+                        piece = await slot.run(anext(pieces, None))
+                    self.pool.suspects.clear(content)
                     return
-                except EngineGoneError:
+                except NotGiven:
+                    pass
+                except EngineGoneError as error:
+                    self._lost(slot, error, [content])
                     if answered or attempt >= self.retries:
                         raise
-                    self._suspect(slot)
+                    attempt += 1
                 finally:
                     with contextlib.suppress(EngineGoneError):
                         await pieces.aclose()
@@ -116,7 +134,7 @@ class InferenceClient:
     async def _attempts(
         self, share: Sequence[Request], session: str | None, first: EngineSlot | None = None
     ) -> list[Generation]:
-        """Sample continuations of requests that go to one engine together."""
+        """Sample continuations of requests that go to one engine together, each by itself once it was lost."""
 
         async def attempt(slot: EngineSlot) -> list[Generation]:
             requests = [SampleRequest(f"{self._prefix}-{next(self._numbers)}", *one) for one in share]
@@ -128,18 +146,29 @@ class InferenceClient:
                 answers = await slot.engine.generate_batch(requests)
             for generation in answers:
                 if not await self.pool.published_soon(generation):
-                    raise EngineGoneError(
+                    raise _Unpublished(
                         f"{slot.name} generated with weights {generation.versions}, published is {self.pool.published}"
                     )
             return answers
 
-        return await self._retried(attempt, session, first)
+        contents = [_content(one) for one in share]
+        if len(share) > 1:
+            if not any([self.pool.suspects.suspects(content) for content in contents]):
+                with contextlib.suppress(_LostTogether):
+                    return await self._retried(attempt, session, first, contents)
+            return [one for [one] in await _all_or_none([self._attempts([each], session) for each in share])]
+        return await self._retried(attempt, session, first, contents)
 
     async def _retried[T](
-        self, attempt: Callable[[EngineSlot], Awaitable[T]], session: str | None, first: EngineSlot | None = None
+        self,
+        attempt: Callable[[EngineSlot], Awaitable[T]],
+        session: str | None,
+        first: EngineSlot | None = None,
+        contents: Sequence[Content] = (),
     ) -> T:
-        lost: EngineGoneError | None = None
-        for number in range(self.retries + 1):
+        number, lost = 0, None
+        while number <= self.retries:
+            suspected = any([self.pool.suspects.suspects(content) for content in contents])
             async with self._room:
                 if number == 0 and first is not None:
                     slot = first
@@ -148,16 +177,52 @@ class InferenceClient:
                 else:
                     slot = await self.pool.serving(session)
                 try:
-                    return await slot.run(attempt(slot))
+                    if suspected:
+                        answer = await proven(slot, partial(attempt, slot))
+                    else:
+                        answer = await slot.run(attempt(slot))
+                    for content in contents:
+                        self.pool.suspects.clear(content)
+                    return answer
+                except NotGiven:
+                    first = None
                 except EngineGoneError as error:
                     lost = error
-                    self._suspect(slot)
-        raise EngineError(f"a request was lost {self.retries + 1} times, last: {lost}") from lost
+                    number += 1
+                    if self._lost(slot, error, contents) and len(contents) > 1:
+                        raise _LostTogether(str(error)) from error
+        raise EngineError(f"a request was lost {number} times, last: {lost}") from lost
+
+    def _lost(self, slot: EngineSlot, error: EngineGoneError, contents: Sequence[Content]) -> bool:
+        """Send nothing more to an engine that lost requests, until it was probed; return whether they may have ended
+        it. Raises RequestError for a request that did."""
+        leaves = slot.state is EngineState.LEAVING
+        self._suspect(slot)
+        if isinstance(error, EndedByRequest):
+            [content] = contents
+            raise self.pool.suspects.refuse(
+                content,
+                f"the request ended two engines, and is not given to another: {_described(content)}; {slot.name}, the "
+                f"second: {error}",
+            ) from error
+        if leaves or isinstance(error, _Unpublished):
+            return False
+        for content in contents:
+            self.pool.suspects.suspect(content)
+        return True
 
     def _suspect(self, slot: EngineSlot) -> None:
         """Send nothing more to an engine that lost a request, until it was probed."""
         self.pool.pause(slot)
         slot.why = slot.why or "lost a request"
+
+
+class _Unpublished(EngineGoneError):
+    """An engine answered with weights that are not published."""
+
+
+class _LostTogether(EngineGoneError):
+    """Requests were lost that an engine was given together."""
 
 
 class _Room:
@@ -194,6 +259,20 @@ class _Room:
             if not turn.done():
                 turn.set_result(None)
                 called += 1
+
+
+def _content(request: Request) -> Content:
+    prompt, sampling, adapter = request
+    return prompt, {key: sampling[key] for key in sorted(sampling) if key != "seed"}, adapter
+
+
+def _described(content: Content) -> str:
+    """Return a line about a request that was refused."""
+    if len(content) == 2:
+        path, body = content
+        return f"POST {path} of {len(body)} bytes, {body[:200]!r}"
+    prompt, sampling, _ = content
+    return f"{len(prompt)} tokens from {prompt[:8]}, sampling parameters {str(sampling)[:300]}"
 
 
 async def _all_or_none(work: Sequence[Any]) -> list[Any]:

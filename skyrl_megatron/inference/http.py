@@ -6,7 +6,8 @@ other request is, and its answer streamed back. Token requests go through the cl
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, cast
 
 from fastapi import FastAPI, Request, Response
@@ -15,11 +16,12 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from skyrl_megatron.errors import EngineError, RequestError
 from skyrl_megatron.inference.client import InferenceClient
 from skyrl_megatron.inference.http_guard import MAX_BODY_BYTES, guarded, json_of, refusal
+from skyrl_megatron.inference.pool import WITHDRAW_S
+from skyrl_megatron.inference.request_types import TOKENS, WrongType, typed_sampling, typed_tokens
 
 VERSION_HEADER = "x-policy-version"
 SESSION_HEADER = "x-session-id"
 _OPENAI = ("/v1/completions", "/v1/chat/completions")
-TOKENS = "/inference/v1/generate"
 
 
 def build_app(
@@ -45,30 +47,60 @@ def build_app(
 
     @app.get("/v1/models")
     async def models() -> Response:
-        data = [{"id": name, "object": "model", "owned_by": "policy"} for name in (model, *adapters)]
+        data = [_model(name) for name in (model, *adapters)]
         return JSONResponse({"object": "list", "data": data})
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> Response:
+        if name not in (model, *adapters):
+            return refusal(404, f"no model {name!r}: there are {', '.join((model, *adapters))}")
+        return JSONResponse(_model(name))
 
     @app.post(TOKENS)
     async def tokens(request: Request) -> Response:
-        return await _answer(client, _tokens(client, model, adapters, request))
+        return await _answer(client, request, _tokens(client, model, adapters, request))
 
     async def openai(request: Request) -> Response:
-        return await _answer(client, _openai(client, request))
+        return await _answer(client, request, _openai(client, request))
 
     for path in _OPENAI:
         app.add_api_route(path, openai, methods=["POST"])
     return app
 
 
-async def _answer(client: InferenceClient, work: Any) -> Response:
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "policy"}
+
+
+async def _answer(client: InferenceClient, request: Request, work: Coroutine[Any, Any, Response]) -> Response:
     try:
-        response: Response = await work
+        await request.body()  # what comes after it is that the client is gone
+        response = await _while_waited_for(request, work)
     except RequestError as error:
         response = refusal(400, str(error))
     except EngineError as error:
         response = refusal(503, str(error))
     response.headers[VERSION_HEADER] = client.pool.published
     return response
+
+
+async def _while_waited_for(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """Await an answer; end the sampling for it when its client closes the connection."""
+    answer, gone = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(request))
+    try:
+        await asyncio.wait([answer, gone], return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            return Response(status_code=499)  # nobody reads it
+        return await answer
+    finally:
+        for task in (answer, gone):
+            task.cancel()
+        await asyncio.wait([answer, gone], timeout=WITHDRAW_S)
+
+
+async def _until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _openai(client: InferenceClient, request: Request) -> Response:
@@ -86,12 +118,12 @@ async def _tokens(client: InferenceClient, model: str, adapters: Sequence[str], 
     """Answer as vLLM's own route of this name does, sampled tokens' log-probs included."""
     body = await json_of(request)
     try:
-        prompt, sampling = list(body["token_ids"]), dict(body.get("sampling_params") or {})
+        prompt, sampling = typed_tokens(body["token_ids"]), typed_sampling(dict(body.get("sampling_params") or {}))
         adapter = body.get("model") if body.get("model") in adapters else ""
+    except WrongType as error:
+        raise RequestError(f"{TOKENS}: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RequestError(f"{TOKENS}: needs token_ids and sampling_params: {error!r}") from error
-    if not prompt or not all(isinstance(token, int) and token >= 0 for token in prompt):
-        raise RequestError(f"{TOKENS}: token_ids must be a list of one or more token ids")
     session = request.headers.get(SESSION_HEADER)
     generation = await client.sample(prompt, sampling, session, adapter)
     pairs = zip(generation.token_ids, generation.logprobs, strict=False)

@@ -1,4 +1,5 @@
-"""What is before every HTTP application of ours: a bearer token, bounds on a request's body, and its JSON."""
+"""What is before every HTTP application of ours: a bearer token, bounds on a request's body, its JSON, and the types
+of what it samples with."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from starlette.exceptions import HTTPException
 
 from skyrl_megatron.errors import RequestError
 from skyrl_megatron.inference.protocol import ENGINE_KEY
+from skyrl_megatron.inference.request_types import WrongType, check_body
 
 MAX_BODY_BYTES = 16 << 20
 MAX_ENGINE_BODY_BYTES = 1 << 30
@@ -23,15 +25,18 @@ BODY_S, ENGINE_BODY_S = 60.0, 600.0
 """For all of a body to arrive."""
 
 
-def refusal(status: int, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
-    """Make an answer that says why a request is refused, in OpenAI's form."""
+def refusal(
+    status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
+) -> JSONResponse:
+    """Make an answer that says why a request is refused, in OpenAI's form. ``param``: the field that is wrong."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status, headers)
+    content = {"error": {"message": message, "type": kind, "param": param, "code": status}}
+    return JSONResponse(content, status, headers)
 
 
 def _unread(status: int, message: str) -> JSONResponse:
     """Make a refusal of a request whose body is not read, nor what the connection has after it."""
-    return refusal(status, message, {"connection": "close"})
+    return refusal(status, message, headers={"connection": "close"})
 
 
 def guarded(token: str, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
@@ -45,7 +50,9 @@ def guarded(token: str, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
 
     async def unknown(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        return refusal(error.status_code, f"{request.method} {request.url.path}: {error.detail}", error.headers)
+        return refusal(
+            error.status_code, f"{request.method} {request.url.path}: {error.detail}", headers=error.headers
+        )
 
     app.add_exception_handler(Exception, failed)
     app.add_exception_handler(HTTPException, unknown)
@@ -62,8 +69,8 @@ async def json_of(request: Request) -> Any:
 
 
 class Guard:
-    """Token, size and time of a request, before anything reads it. ``GET /health`` without a body needs no token; who
-    has none never has a body read."""
+    """Token, size, time and types of a request, before anything else reads it. ``GET /health`` without a body needs no
+    token; who has none never has a body read."""
 
     def __init__(
         self,
@@ -106,7 +113,15 @@ class Guard:
         except TimeoutError:
             too_slow = f"the body did not arrive within {self.body_s:g} s"
             return await _unread(408, too_slow)(scope, receive, send)
+        try:
+            check_body(scope["path"], bytes(body))
+        except WrongType as error:
+            return await refusal(400, _printable(str(error)), _printable(error.path))(scope, receive, send)
         await self.app(scope, _replayed(bytes(body), receive), send)
+
+
+def _printable(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _is_open(scope: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> bool:

@@ -17,8 +17,11 @@ from typing import Any
 from skyrl_megatron import spans
 from skyrl_megatron.errors import EngineError, EngineGoneError
 from skyrl_megatron.inference.protocol import INITIAL_VERSION, Generation, InferenceEngine
+from skyrl_megatron.inference.suspects import Suspects
 
 SESSIONS_REMEMBERED = 65536
+WITHDRAW_S = 10.0
+"""How long an engine has to end a request that nobody waits for."""
 _NUMBER = re.compile(r"(0x)?[0-9a-f]*\d[0-9a-f]*")
 
 
@@ -60,6 +63,8 @@ class EngineSlot:
     answered: int = 0
     """Requests that it answered."""
     in_flight: set[asyncio.Task[Any]] = field(default_factory=set)
+    admitting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Locked while a suspect is given to it (:mod:`~skyrl_megatron.inference.suspects`)."""
 
     _busy_since: float = 0.0
 
@@ -97,6 +102,7 @@ class EngineSlot:
             if task.cancelled() and not (caller and caller.cancelling()):
                 raise EngineGoneError(f"{self.name}: {self.why}") from None
             task.cancel()
+            await asyncio.wait([task], timeout=WITHDRAW_S)  # a generator that still runs cannot be closed
             raise
         finally:
             self.in_flight.discard(task)
@@ -126,6 +132,8 @@ class EnginePool:
         """The engines' GPUs are the trainer's until the next version is published."""
         self.changing = asyncio.Lock()
         """Locked by whoever syncs, restarts or drops engines."""
+        self.suspects = Suspects()
+        """Requests that were lost with an engine."""
         self._sessions: OrderedDict[str, EngineSlot] = OrderedDict()
         self._changed = asyncio.Event()
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import warnings
-from collections.abc import Collection
 from typing import Any
 
 from skyrl_megatron.config import SkyRLTrainConfig
@@ -51,9 +49,3 @@ def request_seed(seed: int, uid: str, repetition: int, step: int) -> int:
     """Return the seed of one sample: the same in every run, another for each prompt, repetition, step and seed."""
     text = f"{seed}:{step}:{repetition}:{uid}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
-
-
-def unknown_key(name: str, known: Collection[str]) -> str:
-    """Return the message for a sampling key that does not exist."""
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"unknown sampling key {name!r}" + (f": did you mean {near[0]!r}?" if near else "")

@@ -23,6 +23,8 @@ from skyrl_megatron.inference.vllm.processes import own_temporary_folder
 from skyrl_megatron.workers.actor_group import ACTOR_LOST, lost_because
 from skyrl_megatron.workers.forked import runtime_environment
 
+_SAMPLING = frozenset({"generate", "generate_batch", "score"})
+"""Calls that end in the actor, too, when nobody waits for their answer."""
 KILL_TIMEOUT_S = 20
 """For killing an engine's processes on another host."""
 
@@ -89,9 +91,14 @@ class RayEngine:
         return call
 
     async def openai(self, path: str, body: bytes) -> OpenAIAnswer:
-        with _lost_actors():
-            async for piece in self.actor.openai.remote(path, body):
-                yield await piece
+        answer = self.actor.openai.remote(path, body)
+        try:
+            with _lost_actors():
+                async for piece in answer:
+                    yield await piece
+        except (asyncio.CancelledError, GeneratorExit):
+            _cancel(answer)  # nobody waits for the rest
+            raise
 
     async def shutdown(self) -> None:
         await self._call("shutdown")
@@ -108,8 +115,19 @@ class RayEngine:
         ray.kill(self.actor)
 
     async def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        with _lost_actors():
-            return await getattr(self.actor, name).remote(*args, **kwargs)
+        answer = getattr(self.actor, name).remote(*args, **kwargs)
+        try:
+            with _lost_actors():
+                return await answer
+        except asyncio.CancelledError:
+            if name in _SAMPLING:
+                _cancel(answer)  # the actor would go on
+            raise
+
+
+def _cancel(answer: Any) -> None:
+    with contextlib.suppress(ray.exceptions.RayError):  # the actor may be gone
+        ray.cancel(answer)
 
 
 def _kill(processes: Sequence[int]) -> None:

@@ -242,6 +242,16 @@ MISTAKES: tuple[Mistake, ...] = (
         ("sampling_params.additional_kwargs.min_token=3", "did you mean min_tokens?"),
     ),
     Mistake(
+        "a sampling value of another type",
+        _keys("generator.sampling_params.additional_kwargs={seed: true}"),
+        ("sampling_params.additional_kwargs.seed=True", "must be an int"),
+    ),
+    Mistake(
+        "an unknown parser of tool calls",
+        _keys(f"{E}tool_call_parser=hermess"),
+        ("tool_call_parser=hermess", "vLLM has ", "hermes, "),
+    ),
+    Mistake(
         "model_config_kwargs",
         _keys(f"{M}model_config_kwargs.rms_norm_ep=1e-5"),
         ("model_config_kwargs.rms_norm_ep", "did you mean rms_norm_eps?"),

@@ -231,6 +231,53 @@ def test_an_engine_of_any_class_is_an_actor(ray_slots):
     asyncio.run(use())
 
 
+class Waiting(Echo):
+    """An engine class that never answers, and counts who waits."""
+
+    waiting = 0
+
+    async def generate(self, request_id, prompt, sampling, adapter=""):
+        import asyncio
+
+        self.waiting += 1
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            self.waiting -= 1
+
+    async def openai(self, path, body):
+        await self.generate("", (), {})
+        yield 200, path
+
+    async def worker_count(self):
+        return self.waiting
+
+
+@pytest.mark.parametrize("way", ["generate", "openai"])
+def test_a_request_that_nobody_waits_for_ends_in_the_actor(ray_slots, way):
+    import asyncio
+
+    from skyrl_megatron.workers.engine_actor import RayEngine
+
+    async def use():
+        engine = RayEngine("settings", kind=Waiting)
+        await engine.start()
+
+        async def until(count):
+            async with asyncio.timeout(120):
+                while await engine.worker_count() != count:
+                    await asyncio.sleep(0.05)
+
+        asks = engine.generate("one", [5], {}) if way == "generate" else anext(engine.openai("/v1", b"body"))
+        asked = asyncio.ensure_future(asks)
+        await until(1)
+        asked.cancel()
+        await until(0)
+        await engine.kill()
+
+    asyncio.run(use())
+
+
 class Holder(Echo):
     """An engine class that starts a process, and holds memory which others may map."""
 

@@ -131,7 +131,10 @@ def test_a_thousand_trajectories_have_one_outcome_each(seed):
 def test_nothing_is_left_to_train_on():
     steps = [ValueError("no such tool")]
     generator = generator_of("chatml", ScriptedEngine(answers(tokenizer_of("chatml"))))
-    with pytest.raises(DataError, match=r"1 of 1 .*'talking' failed \(ValueError: no such tool\); there is nothing"):
+    with pytest.raises(
+        DataError,
+        match=r"1 of 1 .*'talking' failed \(ValueError: no such tool, at \S+\.py:\d+ in \w+\); there is nothing",
+    ):
         run(generator, QUESTION, steps)
 
 

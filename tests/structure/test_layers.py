@@ -43,6 +43,7 @@ HEAVY = {
     "vllm": (
         99,
         {
+            "skyrl_megatron/inference/vllm/admission.py",
             "skyrl_megatron/inference/vllm/compat.py",
             "skyrl_megatron/inference/vllm/cpu_delta_net.py",
             "skyrl_megatron/inference/vllm/cpu_drafts.py",

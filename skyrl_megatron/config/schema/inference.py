@@ -110,3 +110,6 @@ class InferenceEngineConfig(BaseConfig):
     weight_sync_probe_interval: NonNegativeInt | None = None
     """Every so many weight syncs trainer and engines score the same tokens and must agree; 0: after the first sync
     only. None: 1 on CPU, 20 on CUDA."""
+    tool_call_parser: str | None = None
+    """vLLM's parser of tool calls in answers of the endpoint (`hermes`, `qwen3_coder`, ...), which requests with
+    `tools` need. None: such requests are refused."""

@@ -3,22 +3,23 @@ once ranks and engines run, or take them in silence."""
 
 from __future__ import annotations
 
+import ast
 import difflib
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from bridges.errors import BridgeError
+from skyrl_megatron.config.declared_fields import declared_fields, source_of
 from skyrl_megatron.config.fields import get_path
 from skyrl_megatron.config.hf_model import read_hf_config
 from skyrl_megatron.config.rules.role_layout import active_roles
-from skyrl_megatron.entrypoints.checks.declared_fields import declared_fields
 from skyrl_megatron.entrypoints.checks.planned_run import NotChecked, PlannedRun
 from skyrl_megatron.errors import ConfigError, Problem
+from skyrl_megatron.inference.request_types import WrongType, sampling_keys, sampling_types, typed_field
 
 _TRANSFORMER = "megatron.core.transformer.transformer_config"
+_PARSERS = "_TOOL_PARSERS_TO_REGISTER"
 _OPTIMIZER = "megatron.core.optimizer.optimizer_config"
-_RESERVED_SAMPLING = {"n", "output_kind", "skip_clone", "stream_interval"}
-"""Fields of vLLM's ``SamplingParams`` that belong to whoever makes the requests."""
 
 
 def foreign_options(run: PlannedRun) -> Iterator[Problem | NotChecked]:
@@ -73,13 +74,40 @@ def _engines(run: PlannedRun) -> Iterator[Problem | NotChecked]:
         key = "generator.inference_engine.engine_init_kwargs"
         known = declared_fields("vllm.engine.arg_utils", "AsyncEngineArgs")
         yield from _unknown(key, arguments, known, "vLLM's engine arguments")
+    yield from _tool_parser(generator.inference_engine.tool_call_parser)
     for name in ("sampling_params", "eval_sampling_params"):
         sampling = getattr(generator, name)
         further = sampling.additional_kwargs if sampling is not None else None
         if further:
-            fields = declared_fields("vllm.sampling_params", "SamplingParams")
-            known = None if fields is None else fields - _RESERVED_SAMPLING
-            yield from _unknown(f"generator.{name}.additional_kwargs", further, known, "vLLM's SamplingParams")
+            key = f"generator.{name}.additional_kwargs"
+            known = None if sampling_types() is None else sampling_keys()
+            yield from _unknown(key, further, known, "vLLM's SamplingParams")
+            yield from _of_another_type(key, further, known or ())
+
+
+def _tool_parser(name: str | None) -> Iterator[Problem]:
+    """Yield a parser of tool calls that vLLM does not have."""
+    tree = None if name is None else source_of("vllm.tool_parsers")
+    for node in [] if tree is None else tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and _assigns(node, _PARSERS):
+            known = [key.value for key in node.value.keys if isinstance(key, ast.Constant)]
+            if name not in known:
+                key = "generator.inference_engine.tool_call_parser"
+                yield Problem(key, name, f"vLLM has {', '.join(sorted(map(str, known)))}")
+
+
+def _assigns(node: ast.Assign, name: str) -> bool:
+    return any(isinstance(target, ast.Name) and target.id == name for target in node.targets)
+
+
+def _of_another_type(key: str, options: Mapping[str, Any], known: Collection[str]) -> Iterator[Problem]:
+    """Yield values that no request could carry."""
+    for name, value in options.items():
+        if name in known:
+            try:
+                typed_field(name, value)
+            except WrongType as error:
+                yield Problem(f"{key}.{error.path}", error.value, error.wanted)
 
 
 def _unknown(

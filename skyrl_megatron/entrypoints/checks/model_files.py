@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config.adapters import adapter_configs, adapter_problems
+from skyrl_megatron.config.declared_fields import source_of
 from skyrl_megatron.config.hf_model import EXPERT_COUNTS
 from skyrl_megatron.config.rules.role_layout import active_roles, role_layout, trains_draft
-from skyrl_megatron.entrypoints.checks.declared_fields import source_of
 from skyrl_megatron.entrypoints.checks.planned_run import NotChecked, PlannedRun
 from skyrl_megatron.errors import ConfigError, ModelLoadError, Problem
 from skyrl_megatron.hub import ADAPTER, cached_folder

@@ -7,6 +7,9 @@ from typing import Any
 
 from skyrl_megatron.inference.protocol import OpenAIAnswer
 
+LEAVE_S = 10.0
+"""How long an application may take to notice that its client is gone."""
+
 
 async def call_app(app: Any, path: str, body: bytes) -> OpenAIAnswer:
     """POST a JSON ``body`` to ``path``: first (status, content type), then the response's body as it comes.
@@ -57,4 +60,5 @@ async def call_app(app: Any, path: str, body: bytes) -> OpenAIAnswer:
         await call
     finally:
         gone.set()
-        call.cancel()
+        if not call.done():  # it ends what it has begun; cancelled, vLLM's routes would leave that running
+            asyncio.get_running_loop().call_later(LEAVE_S, call.cancel)

@@ -1,5 +1,6 @@
 """Everything of vLLM that moves between releases, for vLLM 0.32, but the transfer of weights (``vllm_backend.py``,
-``vllm_adapters.py``) and what its CPU runner lacks (``cpu_delta_net.py``, ``cpu_drafts.py``,
+``vllm_adapters.py``), what checks its requests (``admission.py``) and what its CPU runner lacks
+(``cpu_delta_net.py``, ``cpu_drafts.py``,
 ``cpu_experts.py``, ``cpu_routes.py``, ``cpu_seeds.py``): no other file imports vLLM.
 
 Loaded in every worker process as the module of ``worker_extension_cls``: importing it installs CPU work-arounds and
@@ -11,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Sequence
-from functools import cache, partialmethod
+from functools import partialmethod
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,8 @@ from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
+from vllm.tool_parsers import ToolParserManager
 from vllm.v1.engine import PauseMode
 from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -36,7 +38,8 @@ from vllm.v1.outputs import ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.sample.sampler import Sampler
 
 from skyrl_megatron.data.chat_template import guard_templates
-from skyrl_megatron.inference.vllm import processes
+from skyrl_megatron.errors import EngineError
+from skyrl_megatron.inference.vllm import admission, processes
 from skyrl_megatron.inference.vllm.adapters import Held
 from skyrl_megatron.inference.vllm.answers import AnswerExtension, answers_of
 from skyrl_megatron.inference.vllm.cpu_delta_net import compute_delta_nets_in_fp32
@@ -53,8 +56,10 @@ __all__ = [
     "AsyncEngineArgs",
     "AsyncLLM",
     "EngineDeadError",
+    "RepetitionDetectionParams",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "VLLMClientError",
     "tokens_input",
 ]
@@ -63,13 +68,6 @@ WORKER_EXTENSION = "skyrl_megatron.inference.vllm.compat.WorkerExtension"
 
 
 # ------------------------------------------------------------------ starting an engine
-@cache
-def sampling_keys() -> frozenset[str]:
-    """Return the keys that a request may set; one request is one continuation, delivered whole."""
-    ours = {"n", "output_kind", "skip_clone", "stream_interval"}
-    return frozenset(name for name in SamplingParams.__struct_fields__ if not name.startswith("_")) - ours
-
-
 def ray_stat_loggers() -> list[Any]:
     """Return loggers that give engine metrics to Ray's Prometheus exporter."""
     from vllm.v1.metrics.ray_wrappers import RayPrometheusStatLogger
@@ -141,14 +139,22 @@ def serve_adapter(app: Any, model: str, held: Held | None) -> None:
 
 
 # ------------------------------------------------------------------ OpenAI endpoint
-async def openai_app(llm: AsyncLLM, model: str, served_model_name: str) -> Any:
-    """Build vLLM's own OpenAI-compatible ASGI application over an engine."""
+async def openai_app(llm: AsyncLLM, model: str, served_model_name: str, tool_call_parser: str | None = None) -> Any:
+    """Build vLLM's own OpenAI-compatible ASGI application over an engine. Raises EngineError for a parser of tool
+    calls that vLLM does not have."""
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     arguments = ["--model", model, "--served-model-name", served_model_name, "--disable-fastapi-docs"]
+    if tool_call_parser is not None:
+        known = sorted(ToolParserManager.list_registered())
+        if tool_call_parser not in known:
+            raise EngineError(
+                f"generator.inference_engine.tool_call_parser={tool_call_parser}: vLLM has {', '.join(known)}"
+            )
+        arguments += ["--enable-auto-tool-choice", "--tool-call-parser", tool_call_parser]
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
     tasks = await llm.get_supported_tasks()
     app = build_app(args, tasks, llm.model_config)
@@ -337,6 +343,7 @@ def spawn_engine_processes() -> None:
     engine_utils.get_mp_context = processes.OwnedContext
 
 
+admission.install()
 if current_platform.is_cuda():
     spawn_engine_processes()
 if current_platform.is_cpu():

@@ -24,18 +24,26 @@ from skyrl_megatron.inference.protocol import (
     SampleRequest,
     WeightMetadata,
 )
+from skyrl_megatron.inference.request_types import WrongType, refused, typed_tokens
 from skyrl_megatron.inference.vllm import processes
 from skyrl_megatron.inference.vllm.adapters import Held, HeldAdapters
 from skyrl_megatron.inference.vllm.asgi import call_app
 from skyrl_megatron.inference.vllm.log import child_output, last_errors
 from skyrl_megatron.inference.vllm.model_folder import hf_config
 from skyrl_megatron.inference.vllm.platform import platform_arguments, worker_environment
-from skyrl_megatron.inference.vllm.requests import generation_of, model_of, refusals, sampling_parameters
+from skyrl_megatron.inference.vllm.requests import (
+    generation_of,
+    in_our_terms,
+    model_of,
+    refusals,
+    sampling_parameters,
+)
 from skyrl_megatron.inference.vllm.settings import EngineSettings
 from skyrl_megatron.weight_sync.metadata import plain_metadata
 
 __all__ = ["EngineSettings", "VLLMEngine"]
 
+BAD_REQUEST = 400
 WITHDRAW_S = 10.0
 """How long an engine has to take back the requests of a batch that failed."""
 
@@ -165,7 +173,7 @@ class VLLMEngine(InferenceEngine):
                     if not self._paused:
                         await compat.pause(self._llm, "keep")
                     for (request, parameters), held in zip(prepared, adapters, strict=True):
-                        prompt = compat.tokens_input(list(request.prompt_token_ids), cache_salt=self._cache_salt)
+                        prompt = self._prompt(request.request_id, request.prompt_token_ids)
                         options = compat.adapter_option(held)
                         with refusals(request.request_id):
                             queue = await self._llm.add_request(request.request_id, prompt, parameters, **options)
@@ -213,7 +221,7 @@ class VLLMEngine(InferenceEngine):
             output = None
             with self._alive(), refusals(request_id), self._use(request_id, adapter) as serving:
                 held = candidate or serving
-                prompt = compat.tokens_input(list(token_ids), cache_salt=self._cache_salt)
+                prompt = self._prompt(request_id, token_ids)
                 options = compat.adapter_option(held)
                 async for latest in self._llm.generate(prompt, parameters, request_id, **options):
                     output = latest
@@ -221,6 +229,16 @@ class VLLMEngine(InferenceEngine):
                 raise EngineGoneError(f"request {request_id}: the engine returned nothing")
             if held is None or not held.evicted:
                 return output, held
+
+    def _prompt(self, request_id: str, token_ids: Sequence[int]) -> Any:
+        """Return vLLM's form of a prompt. Raises RequestError for what is no token id of the model."""
+        from skyrl_megatron.inference.vllm import compat
+
+        try:
+            typed = typed_tokens(token_ids, self._llm.model_config.get_vocab_size())
+        except WrongType as error:
+            raise refused(request_id, error) from error
+        return compat.tokens_input(typed, cache_salt=self._cache_salt)
 
     @contextlib.contextmanager
     def _use(self, request_id: str, adapter: str) -> Iterator[Held | None]:
@@ -280,14 +298,18 @@ class VLLMEngine(InferenceEngine):
         served = self.settings.served_model_name or self.settings.model
         with self._alive():
             if self._openai is None:
-                self._openai = await compat.openai_app(self._llm, str(self.settings.folder), served)
+                parser = self.settings.tool_call_parser
+                self._openai = await compat.openai_app(self._llm, str(self.settings.folder), served, parser)
             names = self._adapters.names if self._adapters is not None else ("",)
             asked = model_of(body) if names != ("",) else served
             adapter = asked if asked in names else ""
             with self._use("", adapter) as held:
                 compat.serve_adapter(self._openai, adapter or served, held)
+                refused = False
                 async for piece in call_app(self._openai, path, body):
-                    yield piece
+                    if isinstance(piece, tuple):
+                        refused = piece[0] == BAD_REQUEST
+                    yield in_our_terms(piece) if refused and isinstance(piece, bytes) else piece
 
     # ------------------------------------------------------------------ weights
     async def worker_count(self) -> int:

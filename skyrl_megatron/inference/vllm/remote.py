@@ -20,10 +20,10 @@ from skyrl_megatron.inference.protocol import (
     SampleRequest,
     WeightMetadata,
 )
+from skyrl_megatron.inference.request_types import TOKENS, WrongType, refused, typed_sampling, typed_tokens
 from skyrl_megatron.inference.vllm.answers import answers_of
 from skyrl_megatron.weight_sync.metadata import plain_metadata
 
-TOKENS = "/inference/v1/generate"
 FIRST_ANSWER_S = 300.0
 """The first tokens of a server take longest: what is compiled then, is."""
 _EXTENSION = "--worker-extension-cls skyrl_megatron.inference.vllm.compat.WorkerExtension"
@@ -195,7 +195,11 @@ class RemoteEngine(InferenceEngine):
 
     # ------------------------------------------------------------------ HTTP
     async def _tokens(self, request_id: str, token_ids: Sequence[int], parameters: Mapping[str, Any]) -> Any:
-        body = {"request_id": request_id, "token_ids": list(token_ids), "sampling_params": dict(parameters)}
+        try:
+            typed, sampling = typed_tokens(token_ids), typed_sampling(parameters)
+        except WrongType as error:
+            raise refused(request_id, error) from error
+        body = {"request_id": request_id, "token_ids": typed, "sampling_params": sampling}
         response = await self._send(self.proxy_url + TOKENS, body)
         # 5xx is what vLLM answers once its engine is dead, and a proxy once vLLM is; 401 and 404 are another server's
         if response.status_code >= 300 and response.status_code != 400:

@@ -9,7 +9,7 @@ from typing import Any
 
 from skyrl_megatron.errors import RequestError
 from skyrl_megatron.inference.protocol import Generation
-from skyrl_megatron.inference.sampling import unknown_key
+from skyrl_megatron.inference.request_types import WrongType, refused, typed_sampling
 from skyrl_megatron.types import TokenSupport
 
 GREEDY_BELOW = 1e-5
@@ -28,11 +28,14 @@ def sampling_parameters(request_id: str, sampling: Mapping[str, Any], *, support
     """
     from skyrl_megatron.inference.vllm import compat
 
-    keys = dict(sampling)
-    known = compat.sampling_keys()
-    for key in keys:
-        if key not in known:
-            raise RequestError(f"request {request_id}: {unknown_key(key, known)}")
+    try:
+        keys = typed_sampling(sampling)
+    except WrongType as error:
+        raise refused(request_id, error) from error
+    nested = {
+        "structured_outputs": compat.StructuredOutputsParams,
+        "repetition_detection": compat.RepetitionDetectionParams,
+    }
     keys["logprobs"] = None if keys.get("logprobs", 0) is None else 0
     keys.setdefault("detokenize", bool(keys.get("stop")))
     if support and keys.get("temperature", 1.0) < GREEDY_BELOW:
@@ -40,6 +43,7 @@ def sampling_parameters(request_id: str, sampling: Mapping[str, Any], *, support
     elif support and keys.get("top_k", 0) <= 0:
         keys["top_k"] = EVERY_TOKEN
     with refusals(request_id):
+        keys |= {key: kind(**keys[key]) for key, kind in nested.items() if isinstance(keys.get(key), Mapping)}
         return compat.SamplingParams(**keys, output_kind=compat.RequestOutputKind.FINAL_ONLY, skip_clone=True)
 
 
@@ -68,6 +72,13 @@ def model_of(body: bytes) -> str:
         return str(json.loads(body).get("model") or "")
     except (ValueError, AttributeError) as error:
         raise RequestError(f"the body is no JSON object: {error}") from error
+
+
+def in_our_terms(refusal: bytes) -> bytes:
+    """Return a refusal of vLLM's server with the run's setting in place of a server's options."""
+    for option in (b"--enable-auto-tool-choice and --tool-call-parser", b"--tool-call-parser"):
+        refusal = refusal.replace(option, b"generator.inference_engine.tool_call_parser")
+    return refusal
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from skyrl_megatron.inference.vllm.model_folder import hf_config
 from skyrl_megatron.inference.vllm.platform import platform_arguments, worker_environment
 from skyrl_megatron.inference.vllm.settings import EngineSettings
 
-MODULE = "skyrl_megatron.inference.vllm.limited_server"
+MODULE = "skyrl_megatron.inference.vllm.api_server"
 FURTHER = "skyrl_megatron.inference.vllm.further_host"
 NEEDED = {
     "worker_extension_cls": "skyrl_megatron.inference.vllm.compat.WorkerExtension",

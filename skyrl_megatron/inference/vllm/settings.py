@@ -63,6 +63,8 @@ class EngineSettings:
     seed: int = 0
     served_model_name: str | None = None
     """Model name in OpenAI requests. None: ``model``."""
+    tool_call_parser: str | None = None
+    """vLLM's parser of tool calls in OpenAI answers. None: requests with tools are refused."""
     fully_sharded_loras: bool = False
     sleep_mode: bool = False
     """Keep weights and KV cache in memory that :meth:`sleep` can free (CUDA)."""
@@ -127,6 +129,8 @@ class EngineSettings:
             "logprobs_mode": "raw_logprobs" if self.logprobs_at_temperature else "processed_logprobs",
             "return_sampling_mask": self.return_support,
             "disable_log_stats": not self.ray_prometheus_stats,
+            # the folder's generation_config.json gives ids of end of sequence; what a request leaves out is neutral
+            "generation_config": "vllm",
         }
         arguments["gpu_memory_utilization"] = self.gpu_memory_utilization
         if self.kv_cache_bytes is not None:  # vLLM still refuses to start unless the share above is free
@@ -177,6 +181,7 @@ def engine_settings(cfg: SkyRLTrainConfig, **changes: Any) -> EngineSettings:
         "gpu_memory_utilization": engine.gpu_memory_utilization,
         "seed": cfg.trainer.seed,
         "served_model_name": engine.served_model_name,
+        "tool_call_parser": engine.tool_call_parser,
         "sleep_mode": cfg.trainer.placement.colocate_all,
         "ray_prometheus_stats": engine.enable_ray_prometheus_stats,
         "trust_remote_code": cfg.trainer.trust_remote_code,

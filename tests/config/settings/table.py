@@ -254,6 +254,7 @@ ENGINES = {
     f"{E}http_endpoint_port": Row(PORTS[1], engines.endpoint, SERVED),
     f"{E}http_token_path": Row("token", engines.endpoint, SERVED),
     f"{E}served_model_name": Row("mine", engines.endpoint, SERVED),
+    f"{E}tool_call_parser": Row("hermes", engines.settings),
     f"{E}enable_registry": Row(True, engines.registry, ELSEWHERE | {f"{E}registry_port": PORTS[0]}),
     f"{E}registry_host": Row("127.0.0.2", engines.registry, JOINED),
     f"{E}registry_port": Row(PORTS[1], engines.registry, JOINED),

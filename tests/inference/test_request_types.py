@@ -1,0 +1,189 @@
+"""The types of sampling parameters: what is coerced, what is refused and how, and that they are vLLM's own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+
+from tests.inference.request_bodies import HUGE, SURROGATE, nested
+
+COERCED = [
+    ({"max_tokens": 5.0}, {"max_tokens": 5}),
+    ({"max_tokens": None}, {"max_tokens": None}),
+    ({"temperature": 1}, {"temperature": 1.0}),
+    ({"ignore_eos": 1, "skip_special_tokens": 0.0}, {"ignore_eos": True, "skip_special_tokens": False}),
+    ({"logit_bias": {"5": 1}}, {"logit_bias": {5: 1.0}}),
+    ({"stop": "x"}, {"stop": "x"}),
+    ({"stop": ("x", "y")}, {"stop": ["x", "y"]}),
+    ({"stop_token_ids": [1.0, 2]}, {"stop_token_ids": [1, 2]}),
+    ({"structured_outputs": {"regex": "a"}}, {"structured_outputs": {"regex": "a"}}),
+    ({"extra_args": {"a": [1, None, {"b": 2.5}]}}, {"extra_args": {"a": [1, None, {"b": 2.5}]}}),
+]
+REFUSED = [
+    ({"max_tokens": True}, r"max_tokens=True: must be an int or null"),
+    ({"max_tokens": 2.5}, r"max_tokens=2.5: must be an int or null"),
+    ({"seed": HUGE}, rf"seed={HUGE}: must be between -\d+ and \d+"),
+    ({"seed": 2**63 - 1}, r"seed=\d+: must be between"),
+    ({"temperature": True}, r"temperature=True: must be a number"),
+    ({"temperature": float("nan")}, r"temperature=nan: must be a number up to 1e\+30"),
+    ({"repetition_penalty": 1e-320}, r"repetition_penalty=1e-320: must be between 1e-30 and 1e\+30"),
+    ({"ignore_eos": "x"}, r"ignore_eos='x': must be a bool"),
+    ({"stop": {}}, r"stop={}: must be a str or a list, each a str or null"),
+    ({"stop": [SURROGATE]}, r"stop\[0\]='\\ud800': must be Unicode text"),
+    ({"bad_words": [1]}, r"bad_words\[0\]=1: must be a str"),
+    ({"stop_token_ids": [1, True]}, r"stop_token_ids\[1\]=True: must be an int"),
+    ({"logit_bias": [1]}, r"logit_bias=\[1\]: must be an object"),
+    ({"logit_bias": {"x": 1}}, r"logit_bias.x='x': keys must be an int"),
+    ({"logit_bias": {"5": 1e40}}, r"logit_bias.5=1e\+40: must be a number up to"),
+    ({"extra_args": nested(900)}, r"extra_args.a=.*\.\.\.: is nested deeper than 64 levels"),
+    ({"extra_args": {"a": HUGE}}, r"extra_args.a=.*has more than 64 bits"),
+    ({"structured_outputs": {"rgx": "a"}}, r"structured_outputs.rgx='a': no field of StructuredOutputsParams"),
+    ({"temprature": 1}, r"temprature=1: unknown sampling key 'temprature': did you mean 'temperature'"),
+    ({"n": 2}, r"n=2: unknown sampling key 'n'"),
+]
+TOKENS = [
+    ([True], r"token_ids\[0\]=True: must be an int"),
+    ([5, 2.5], r"token_ids\[1\]=2.5: must be an int"),
+    ([5, -1], r"token_ids\[1\]=-1: must be 0 to 99, the vocabulary"),
+    ([5, 100], r"token_ids\[1\]=100: must be 0 to 99, the vocabulary"),
+    ([], r"token_ids=\[\]: must be a list of one or more"),
+    ("abc", r"token_ids='abc': must be a list"),
+    (None, r"token_ids=None: must be a list"),
+]
+
+
+@pytest.mark.parametrize(("given", "typed"), COERCED)
+def test_a_value_that_loses_nothing_is_coerced(given, typed):
+    from skyrl_megatron.inference.request_types import typed_sampling
+
+    made = typed_sampling(given)
+    assert made == typed and [type(value) for value in made.values()] == [type(value) for value in typed.values()]
+
+
+def test_numpys_numbers_are_pythons():
+    import numpy as np
+
+    from skyrl_megatron.inference.request_types import typed_sampling, typed_tokens
+
+    made = typed_sampling({"top_k": np.int64(3), "temperature": np.float32(0.5), "ignore_eos": np.bool_(True)})
+    assert made == {"top_k": 3, "temperature": 0.5, "ignore_eos": True}
+    assert [type(value) for value in made.values()] == [int, float, bool]
+    assert [type(token) for token in typed_tokens(np.arange(3))] == [int] * 3
+    assert typed_tokens([np.int32(4), 5.0, 6]) == [4, 5, 6]
+
+
+@pytest.mark.parametrize(("given", "message"), REFUSED)
+def test_a_value_of_another_type_is_refused_by_its_key(given, message):
+    from skyrl_megatron.inference.request_types import WrongType, typed_sampling
+
+    with pytest.raises(WrongType, match=message):
+        typed_sampling(given)
+
+
+@pytest.mark.parametrize(("given", "message"), TOKENS)
+def test_what_is_no_token_id_is_refused_by_its_place(given, message):
+    from skyrl_megatron.inference.request_types import WrongType, typed_tokens
+
+    with pytest.raises(WrongType, match=message):
+        typed_tokens(given, 100)
+
+
+@pytest.mark.slow
+@pytest.mark.process  # importing vLLM does
+def test_the_types_are_those_that_vllm_decodes():
+    """Each parameter's default passes as it is, and what passes is decoded by the strict decoder of a core."""
+    import msgspec
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    from skyrl_megatron.inference.request_types import WrongType, sampling_types, typed_field
+
+    declared = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
+    assert set(sampling_types()) == declared
+    decode = msgspec.msgpack.Decoder(SamplingParams, dec_hook=lambda kind, value: value).decode
+    tried = [True, 0, 1, 2.0, 2.5, -1, "x", "5", [], [1], [True], [1.0], ["x"], {}, {"5": 1}, {"a": 1}, HUGE, 1e300]
+    for name in sorted(declared - {"output_kind", "prompt_logprob_token_ids"}):  # an array by then
+        default = getattr(SamplingParams(), name)
+        assert default is None or typed_field(name, default) == default
+        passed = 0
+        for value in tried:
+            try:
+                typed = typed_field(name, value)
+            except WrongType:
+                continue
+            passed += 1
+            with contextlib.suppress(VLLMValidationError, TypeError):  # of its range, which vLLM asks before it sends
+                decode(msgspec.msgpack.encode({name: typed}))
+        assert 0 < passed < len(tried), name
+
+
+# ------------------------------------------------------------------ requests that are lost with an engine
+class Engine:
+    """A stand-in that loses what it is given as often as it is told: real ones end in ``test_requests.py``."""
+
+    def __init__(self, losses):
+        self.losses, self.given = losses, []
+
+    async def generate(self, request_id, prompt, sampling, adapter=""):
+        from skyrl_megatron.errors import EngineGoneError
+        from skyrl_megatron.inference.protocol import INITIAL_VERSION, Generation
+
+        self.given.append(list(prompt))
+        if self.losses and self.losses.pop(0):
+            raise EngineGoneError("it is gone")
+        await asyncio.sleep(0.01)
+        return Generation([1], [0.0], "stop", [(INITIAL_VERSION, 0, 1)])
+
+    async def health(self):
+        await asyncio.sleep(0)
+
+    async def version(self):
+        return "initial"
+
+
+def sample(losses, seeds=(0, 1)):
+    """Ask for one prompt with each of the seeds in turn; what the engine was given."""
+    from skyrl_megatron.inference.client import InferenceClient
+    from skyrl_megatron.inference.pool import EnginePool, EngineState
+    from skyrl_megatron.inference.protocol import INITIAL_VERSION
+
+    async def work():
+        engine = Engine(list(losses))
+        pool = EnginePool([lambda: engine], wait_s=5)
+        (slot,) = pool.slots
+        pool.serve(slot, INITIAL_VERSION)
+        client = InferenceClient(pool)
+
+        async def serve_again():
+            while True:
+                await asyncio.sleep(0)
+                if slot.state is EngineState.PAUSED:
+                    pool.serve(slot, INITIAL_VERSION)
+
+        again = asyncio.create_task(serve_again())
+        try:
+            for seed in seeds:
+                await client.sample([5], {"seed": seed, "max_tokens": 1})
+        finally:
+            again.cancel()
+        return engine.given
+
+    return asyncio.run(work())
+
+
+def test_a_request_that_is_lost_once_is_made_again():
+    assert sample([True]) == [[5]] * 3
+
+
+def test_one_that_was_answered_is_no_suspect_any_more():
+    """Bad luck, twice, with an answer between: asked for a third time it is answered."""
+    assert sample([True, False, True], seeds=(0, 1, 2)) == [[5]] * 5
+
+
+def test_one_that_is_lost_twice_is_refused_with_any_seed():
+    from skyrl_megatron.errors import RequestError
+
+    with pytest.raises(RequestError, match=r"ended two.*1 tokens from \[5\].*engine 0, the second: it is gone"):
+        sample([True, True])
