@@ -159,7 +159,7 @@ def measure(gigabytes: float, rounds: int, folder: str) -> tuple[float, Rows]:
         for name in in_turn(copies, first_is_ours):
             row[name] = timed(copies[name])
             if name == "stall":
-                row["rank stall"] = asynchronous.ranks.writer.stall_s
+                row["rank stall"] = asynchronous.roles["policy"].writer.stall_s
                 asynchronous.finish()
         dist.barrier()
         for counts in (False, True):

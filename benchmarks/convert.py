@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dir", type=Path, default=None, help="where to work; default: a temporary folder")
     parser.add_argument("--skip-transformers", action="store_true")
-    args = parse(parser, sizes=[0.05], rounds=1)
+    args = parse(parser, sizes=[0.05], rounds=1, skip_transformers=True)
     print(f"name resolution: {name_resolution():.2f} us per tensor (limit 2)")
     with tempfile.TemporaryDirectory(dir=args.dir) as work:
         for size in args.sizes:

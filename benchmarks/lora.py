@@ -276,13 +276,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=every, default=every)
     parser.add_argument("--as", dest="side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
-    args = parse(parser, rounds=1, rank=4)
+    args = parse(parser, rounds=1, rank=4, only=["memory", "step"])
     if args.side:
         one_process()
         print(json.dumps(memory_of(args.side, args.model, args.rank)))
         return
     if args.smoke:
-        MODEL.update(hidden_size=128, num_experts=4, moe_intermediate_size=128, intermediate_size=128)
+        MODEL.update(vocab_size=512, hidden_size=128, num_experts=4, moe_intermediate_size=128, intermediate_size=128)
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder) / "model")
         models = {"full": model, "adapters": model, "quantised": write_quantised(model)}

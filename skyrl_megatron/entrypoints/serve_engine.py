@@ -44,6 +44,8 @@ from skyrl_megatron.inference.vllm.settings import EngineSettings
 from skyrl_megatron.interrupts import Interrupted, replace_handlers, restore_handlers
 
 LOOK_S = 1.0
+CHANGED = ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR")
+"""Variables that name the temporary folder of what is served."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,6 +100,7 @@ def _split(args: list[str]) -> tuple[list[str], list[str]]:
 def _serve(options: argparse.Namespace, more: Sequence[str], asked: threading.Event) -> int:
     """Serve, with the sockets and, unless it is elsewhere, the output of vLLM in a folder that only this user can
     enter. It is removed at the end, but for the output of an engine that failed."""
+    usual, before = tempfile.tempdir, {name: os.environ.get(name) for name in CHANGED}
     folder = Path(own_temporary_folder() or tempfile.mkdtemp(prefix="skyrl-engine-"))
     log = options.log_file or folder / "engine.log"
     failed = False
@@ -107,6 +110,12 @@ def _serve(options: argparse.Namespace, more: Sequence[str], asked: threading.Ev
         failed = True
         raise
     finally:
+        tempfile.tempdir = usual
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
         for path in folder.iterdir():
             if not (failed and path == log):
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)

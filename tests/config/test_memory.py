@@ -63,7 +63,7 @@ def test_four_gpus_are_too_few_for_qwen3_30b(check):
 
 
 def test_a_model_without_weights_is_budgeted_by_its_config(check, tmp_path):
-    """DeepSeek-V3 on 16 nodes: what is missing and what does not fit come together."""
+    """DeepSeek-V3 on 16 nodes: weights and tokenizer may come later, and what does not fit is found."""
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
     layout = {"expert": 16, "pipeline": 8}
     code, _, err = check(
@@ -78,7 +78,7 @@ def test_a_model_without_weights_is_budgeted_by_its_config(check, tmp_path):
         f"{E}num_engines=4",
         f"{E}tensor_parallel_size=32",
     )
-    assert code == 2 and "holds no *.safetensors file" in err
+    assert code == 2 and "safetensors" not in err and "tokenizer" not in err
     # a stage of 8 layers, of which a rank has 16 of 256 experts
     assert (
         "in policy training" in err and "policy weights 15.00 GB" in err and "the nearest setting that fits: " in err

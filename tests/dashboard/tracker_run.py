@@ -23,11 +23,11 @@ def main():
 
 def life(name, log_path, steps, resumed):
     from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.trainer.trackers import named_tracker
+    from skyrl_megatron.trainer.trackers import named_trackers
 
     keys = {"trainer.log_path": log_path, "trainer.run_name": "run", "trainer.project_name": "seen"}
     cfg = SkyRLTrainConfig.from_cli_overrides({**keys, "trainer.logger": name, "trainer.seed": 7})
-    tracker = named_tracker(cfg, resumed=resumed)
+    [tracker] = named_trackers(cfg, resumed=resumed)
     for step in steps:
         tracker.samples([("u1", 0.5, "stop", "2+2=", f"{step}"), ("u1", None, "", "2+2=", "5")], step)
         tracker.log({"reward/avg_raw_reward": step / 10, "policy/broken": float("nan")}, step)

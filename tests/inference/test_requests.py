@@ -262,6 +262,9 @@ def test_a_request_that_ended_two_engines_is_refused_and_the_others_are_answered
             with pytest.raises(RequestError, match=r"ended two engines.*2 tokens from \[5, 6\].*'max_tokens': 2.0"):
                 await client.sample(PROMPT, poison)
             samples = await beside
+            async with asyncio.timeout(ANSWER_S):
+                while len(slot.restarts) < 2 or slot.state.value != "serving":
+                    await asyncio.sleep(0.01)
             ended = len(slot.restarts)
             with pytest.raises(RequestError, match="ended two engines"):
                 await client.sample(PROMPT, poison)

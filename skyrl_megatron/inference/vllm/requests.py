@@ -88,5 +88,7 @@ def refusals(request_id: str) -> Iterator[None]:
 
     try:
         yield
+    except RequestError:
+        raise
     except (ValueError, TypeError, compat.VLLMClientError) as error:
         raise RequestError(f"request {request_id}: {error}") from error

@@ -127,12 +127,12 @@ def folder(cfg):
 
 
 def tracker(cfg):
-    """The tracker beside files and console, or why there is none."""
+    """The trackers beside files and console, or why there are none."""
     from skyrl_megatron.errors import LaunchError
-    from skyrl_megatron.trainer.tracking import named_tracker
+    from skyrl_megatron.trainer.tracking import named_trackers
 
     try:
-        return named_tracker(cfg)
+        return [each.name for each in named_trackers(cfg)]
     except LaunchError as error:
         return str(error)
 
