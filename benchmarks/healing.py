@@ -252,22 +252,23 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", choices=("healing", "copies", "watch", []), metavar="PART")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--layers", type=int, default=8)
-    args = parse(parser, parts=["copies"], tokens=256, layers=1)
+    args = parse(parser, tokens=2048, layers=1)
+    parts = args.parts or (["copies"] if args.smoke else ["copies", "healing", "watch"])
     with tempfile.TemporaryDirectory() as home:
-        if not args.parts or "copies" in args.parts:
+        if "copies" in parts:
             got = copies(Path(home), args.tokens, args.layers)
             print(
                 f"copies: {got['copy']:.2f} s for {got['nbytes'] / 1e9:.2f} GB of a rank, sent to its neighbour too, "
                 f"{got['copy'] / got['update']:.3f} of an update of {args.tokens} tokens ({got['update']:.1f} s); "
                 f"{got['held'] / 1e9:.1f} GB are held a rank"
             )
-        if not args.parts or "healing" in args.parts:
+        if "healing" in parts:
             got = healing(Path(home))
             print(
                 f"healing: {got['healing']:.1f} s, {got['healing'] / got['start']:.2f} of the start of one rank "
                 f"({got['start']:.1f} s)"
             )
-        if not args.parts or "watch" in args.parts:
+        if "watch" in parts:
             got = watch(Path(home))
             print(
                 f"watch: {1e3 * got['watch']:.1f} ms of {got['run']:.1f} s of the CPU in {WATCHED} steps, "

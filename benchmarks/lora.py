@@ -246,6 +246,7 @@ def compare_memory(models: Mapping[str, Path], rank: int) -> None:
     found: dict[str, Mapping[str, int]] = {}
     for side in SIDES:
         command = [sys.executable, __file__, "--as", side, "--model", str(models[side]), "--rank", str(rank)]
+        command += ["--smoke"] * ("--smoke" in sys.argv)
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             sys.exit(f"{side} failed:\n{done.stderr[-3000:]}")
@@ -277,12 +278,14 @@ def main() -> None:
     parser.add_argument("--as", dest="side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     args = parse(parser, rounds=1, rank=4, only=["memory", "step"])
+    if args.smoke:
+        global TOKENS
+        TOKENS = 128
+        MODEL.update(vocab_size=512, hidden_size=128, num_experts=4, moe_intermediate_size=128, intermediate_size=128)
     if args.side:
         one_process()
         print(json.dumps(memory_of(args.side, args.model, args.rank)))
         return
-    if args.smoke:
-        MODEL.update(vocab_size=512, hidden_size=128, num_experts=4, moe_intermediate_size=128, intermediate_size=128)
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder) / "model")
         models = {"full": model, "adapters": model, "quantised": write_quantised(model)}

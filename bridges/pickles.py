@@ -25,14 +25,14 @@ class PickleError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a name of a pickle stands for when the pickle calls it: ``function``, with the pickle's arguments."""
+    """The meaning of a name that a pickle calls: ``function``, with the pickle's arguments."""
 
     function: Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What the name of a class stands for: an object of it is a :class:`Record`, and no code of the class is run."""
+    """The meaning of the name of a class: an object of it is a :class:`Record`, and no code of the class is run."""
 
     name: str
 
@@ -51,7 +51,7 @@ _MARK: Final = object()
 def load(data: bytes, names: Mapping[tuple[str, str], Any], persistent: bool = False) -> Any:
     """Return the value that a pickle holds.
 
-    ``names``: (module, name) → what it stands for: a :class:`Call`, a :class:`Kind`, or a value. ``persistent``:
+    ``names``: (module, name) → its meaning: a :class:`Call`, a :class:`Kind`, or a value. ``persistent``:
     references to storages, as ``torch.save`` writes them, are read as None. Raises :class:`PickleError`.
     """
     try:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Set up the environment if needed, then run the test suite.   launch/run_tests.sh [--fast|--te] [pytest arguments]
-# --fast: only what starts no process and is not slow, about three minutes on two cores; -m 'not fast': the rest.
+# --fast: only what starts no process and is not slow, about two minutes on two cores; -m 'not fast': the rest.
 # --layouts=all adds the full layout matrix. --te: what needs Transformer Engine and no GPU (tests/te), in an environment
 # of its own (launch/setup.sh te). Two workers share the tests (-n 2), unless the arguments name files: then there is one.
 set -euo pipefail

@@ -13,7 +13,7 @@ QUIET_S = 10.0
 _under_way: list[tuple[str, float]] = []
 """Tasks and when they began, the innermost last; those of the command's main thread."""
 _listeners: list[Callable[[str], None]] = []
-"""What says it: that of the innermost :func:`heartbeat`."""
+"""Where lines go: to that of the innermost :func:`heartbeat`."""
 _spoken = time.monotonic()
 
 

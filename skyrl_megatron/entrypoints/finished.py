@@ -27,7 +27,7 @@ class Ahead(enum.Enum):
     REFUSED = enum.auto()
     """``load_config`` refuses them."""
     RUN = enum.auto()
-    """As far as can be told."""
+    """As far as is known by then."""
 
 
 def look_ahead(cls: type[SkyRLTrainConfig], argv: Sequence[str], hardware: Hardware | None = None) -> Ahead:

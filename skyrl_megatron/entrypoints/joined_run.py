@@ -107,7 +107,7 @@ def run_in_cluster(cfg: SkyRLTrainConfig, experiment: Any) -> None:
     with StopSignal() as signals:
         try:
             while (printed := ray.get(holder.printed.remote(), timeout=cfg.trainer.phase_timeout_s)) is not None:
-                spoke()  # the actor says what takes long
+                spoke()  # the actor prints what takes long
                 for error, text in printed:
                     stream = sys.stderr if error else sys.stdout
                     stream.write(text)

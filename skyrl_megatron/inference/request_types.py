@@ -315,7 +315,7 @@ def _fields_of(classes: Mapping[str, ast.ClassDef], name: str) -> _Fields:
 
 
 def _kind(classes: Mapping[str, ast.ClassDef], node: ast.expr) -> Any:
-    """Return what an annotation stands for; one that is of no kind that requests have stands for any value."""
+    """Return the type that an annotation names; one of no kind that requests have means any value."""
     if isinstance(node, ast.Constant) and node.value is None:
         return None
     if isinstance(node, ast.BinOp):

@@ -96,7 +96,7 @@ class NamedTracker:
 
 
 def named_trackers(cfg: SkyRLTrainConfig, *, resumed: bool = False) -> list[NamedTracker]:
-    """Return the trackers of ``trainer.logger``. ``resumed``: the run goes on from a checkpoint, and so does what is
+    """Return the trackers of ``trainer.logger``. ``resumed``: the run continues from a checkpoint, and so does what is
     there already.
 
     Raises LaunchError when the package of one is not installed or it refuses to start.

@@ -121,7 +121,7 @@ class RayEngine:
                 return await answer
         except asyncio.CancelledError:
             if name in _SAMPLING:
-                _cancel(answer)  # the actor would go on
+                _cancel(answer)  # the actor would continue
             raise
 
 

@@ -141,17 +141,18 @@ def find(trainer, who: str) -> list[psutil.Process]:
 
 def _starting(trainer, who: str) -> list[psutil.Process]:
     """Return the processes of one that is being started, once they are there."""
-    names = {"engine core": "VLLM::EngineCor", "engine worker": "VLLM::Worker"}
+    if who not in ("engine core", "engine worker"):
+        return _there(trainer, who)
     end = time.monotonic() + FOUND_S
     while time.monotonic() < end:
-        if who in names:
-            children = psutil.Process().children(recursive=True)
-            if found := [each for each in children if each.name().startswith(names[who])]:
-                return found[-1:]
-        else:
-            return _there(trainer, who)
+        for actor in psutil.Process().children(recursive=True):
+            if actor.name().startswith("ray::EngineActor"):
+                # the core, then its workers: children of the fork server, all named "python" without setproctitle
+                forked = [each for server in actor.children() for each in server.children()]
+                if found := forked[:1] if who == "engine core" else forked[1:]:
+                    return found[-1:]
         time.sleep(0.05)
-    return []
+    raise AssertionError(f"nobody here is {who}")
 
 
 def _there(trainer, who: str) -> list[psutil.Process]:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.job import runs
-from tests.job.test_interrupts import CODES
+from tests.job.test_interrupts import CODES, hangups_end_processes  # noqa: F401  # a fixture of every test here
 from tests.support.processes import left_behind
 
 pytestmark = [pytest.mark.vllm, pytest.mark.full_matrix, pytest.mark.timeout(2 * runs.TIMEOUT_S)]

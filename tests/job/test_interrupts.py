@@ -16,6 +16,14 @@ CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 143}
 every_signal = pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
 
 
+@pytest.fixture(autouse=True)
+def hangups_end_processes():
+    """As under a terminal: where these tests run under ``nohup``, processes inherit that SIGHUP is ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @every_signal
 @pytest.mark.parametrize("module", ["skyrl_megatron.entrypoints.run_moe", "skyrl_megatron.entrypoints.main_base"])
 def test_while_a_command_imports(number, module):
@@ -123,13 +131,17 @@ sys.exit(run_command(work))
 """
 
 
+@contextlib.contextmanager
 def stepping(step="time.sleep(0.01)", *, waits=True):
     program = STEPS.format(step=step, waits=waits)
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout.readline() == "step\n"
-    return process
+    ) as process:
+        try:
+            assert process.stdout.readline() == "step\n"
+            yield process
+        finally:
+            process.kill()
 
 
 @every_signal

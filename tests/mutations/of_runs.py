@@ -118,8 +118,8 @@ MUTATIONS = (
     Mutation(
         "an-endpoint-without-a-token",
         "skyrl_megatron/inference/http_guard.py",
-        'if scope["path"] != "/health" and not',
-        'if scope["path"] == "/" and not',
+        "if not known and not _is_open(scope, headers):",
+        "if not known and _is_open(scope, headers):",
         ("tests/inference/test_http_guard.py",),
         "everybody on the network could sample, and update weights",
     ),

@@ -1,4 +1,4 @@
-"""What stands between a request and vLLM's engine core: only what the core can decode is sent, and a core whose input
+"""The checks between a request and vLLM's engine core: only what the core can decode is sent, and a core whose input
 thread has ended is dead.
 
 The core's input thread decodes requests strictly, and ends at the first that it cannot decode
