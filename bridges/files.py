@@ -1,4 +1,4 @@
-"""Opening files of folders that somebody else made: regular files, of that folder.
+"""Opening files of folders from elsewhere: regular files, of that folder.
 
 A pipe in the place of a file never answers, a device may do anything when it is opened, and a link to a file of this
 host puts that file into an export.

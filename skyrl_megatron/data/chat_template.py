@@ -1,4 +1,4 @@
-"""Chat templates of folders that somebody else made, rendered within bounds.
+"""Chat templates of folders from elsewhere, rendered within bounds.
 
 transformers runs them in jinja2's sandbox, which keeps them from code and files, and not from memory:
 ``{{ content * 100000000 }}`` takes all of the host's. Here every step that can make a text longer is counted before it

@@ -1,4 +1,4 @@
-"""Which key a run sends to an engine that somebody else started."""
+"""Which key a run sends to an engine that it did not start."""
 
 import asyncio
 import http.server

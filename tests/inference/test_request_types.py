@@ -121,7 +121,7 @@ def test_the_types_are_those_that_vllm_decodes():
 
 # ------------------------------------------------------------------ requests that are lost with an engine
 class Engine:
-    """A stand-in that loses what it is given as often as it is told: real ones end in ``test_requests.py``."""
+    """A stand-in that loses what it is given as often as it is asked to: real ones end in ``test_requests.py``."""
 
     def __init__(self, losses):
         self.losses, self.given = losses, []

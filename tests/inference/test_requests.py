@@ -1,5 +1,5 @@
 """What clients get wrong, over every route of a run's endpoint and of an engine's own server: one clear refusal each,
-and the engine goes on. One engine, whose folder has sampling defaults that no request may take on."""
+and the engine still serves. One engine, whose folder has sampling defaults that no request may take on."""
 
 from __future__ import annotations
 
