@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import os
@@ -49,6 +50,8 @@ SERVING = "--serving"
 SOCKET = "socket"
 """Of the server that a folder is made for."""
 END_MS = 10_000
+PR_SET_PDEATHSIG = 1
+"""Of ``prctl(2)``."""
 
 
 class ForkServer:
@@ -380,6 +383,15 @@ def inherited() -> ForkServer | None:
 def end_with(process: int) -> None:
     """End this process when ``process`` ends, whatever ended it, from now on."""
     threading.Thread(target=_end_with, args=(process,), name=f"end with {process}", daemon=True).start()
+
+
+def end_with_server() -> None:
+    """End this forked process when its server ends. The kernel does it, also for a process that is stopped (SIGSTOP),
+    whose threads notice nothing."""
+    server = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != server:  # it ended meanwhile
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _end_with(process: int) -> None:

@@ -6,6 +6,7 @@ driver enters the phase for the first time at or behind the step, a thread of it
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -147,12 +148,20 @@ def _starting(trainer, who: str) -> list[psutil.Process]:
     while time.monotonic() < end:
         for actor in psutil.Process().children(recursive=True):
             if actor.name().startswith("ray::EngineActor"):
-                # the core, then its workers: children of the fork server, all named "python" without setproctitle
-                forked = [each for server in actor.children() for each in server.children()]
-                if found := forked[:1] if who == "engine core" else forked[1:]:
+                found = _forked_for(actor)  # the core, then its workers
+                if found := found[:1] if who == "engine core" else found[1:]:
                     return found[-1:]
         time.sleep(0.05)
     raise AssertionError(f"nobody here is {who}")
+
+
+def _forked_for(actor: psutil.Process) -> list[psutil.Process]:
+    """List what the actor's fork server has forked, in order: processes with the server's command line, which those
+    that anybody starts for a moment have not."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        servers = actor.children()
+        return [each for server in servers for each in server.children() if each.cmdline() == server.cmdline()]
+    return []
 
 
 def _there(trainer, who: str) -> list[psutil.Process]:

@@ -62,6 +62,8 @@ class VLLMEngine(InferenceEngine):
         )
         self._llm: Any = None
         self._processes: list[psutil.Process] = []
+        self._others: set[psutil.Process] | None = None
+        """While vLLM starts its processes: the children that were there before."""
         self._metadata: list[list[list[Any]]] | None = None
         self._openai: Any = None
         self._paused, self._pausing = False, asyncio.Lock()
@@ -93,14 +95,13 @@ class VLLMEngine(InferenceEngine):
             if not device.has_cuda():
                 processes.start_server()  # now: it is no process of this engine
             with child_output(self.log_file):
-                before = set(psutil.Process().children(recursive=True))
+                self._others = set(psutil.Process().children(recursive=True))
                 try:
                     args = compat.AsyncEngineArgs(**arguments)
                     loggers = compat.ray_stat_loggers() if settings.ray_prometheus_stats else None
                     return compat.AsyncLLM.from_engine_args(args, stat_loggers=loggers)
                 finally:
-                    started = [p for p in psutil.Process().children(recursive=True) if p not in before]
-                    self._processes = sorted(started, key=lambda process: process.create_time())
+                    self._processes, self._others = self._started(), None
 
         try:
             self._llm = await asyncio.wait_for(asyncio.to_thread(launch), settings.start_timeout_s)
@@ -128,7 +129,8 @@ class VLLMEngine(InferenceEngine):
         await self.kill()
 
     async def kill(self) -> None:
-        """Kill the processes, stopped ones (SIGSTOP) too."""
+        """Kill the processes, stopped ones (SIGSTOP) too, also while they start."""
+        self._processes = self._processes or self._started()
         for process in self._processes:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -139,6 +141,13 @@ class VLLMEngine(InferenceEngine):
             await asyncio.to_thread(llm.shutdown, 0.0)
         if self.settings.log_file is None:
             self.log_file.unlink(missing_ok=True)
+
+    def _started(self) -> list[psutil.Process]:
+        """List the processes that vLLM has started so far, the oldest first."""
+        if self._others is None:
+            return []
+        started = [each for each in psutil.Process().children(recursive=True) if each not in self._others]
+        return sorted(started, key=lambda process: process.create_time())
 
     def process_ids(self) -> list[int]:
         """List the engine's processes, cores before their workers."""

@@ -4,7 +4,7 @@ vLLM starts an engine as a core process, which starts workers, and each of them 
 core a process. Here a fork server imports once, and every core and worker of all engines that a process starts is
 forked from it: the server that came with the process (``workers/forked.py``), or else one that imports while the
 process does so too. A forked process has the environment and the output of the one that asked for it, and ends when
-that one does, whatever ended it.
+that one or the server does, whatever ended it.
 
 On GPUs vLLM keeps its own way: CUDA and NCCL set themselves up in ways that a fork may not survive. Imports no vLLM.
 """
@@ -102,6 +102,7 @@ class EngineProcess(context.ForkServerProcess):
     def run(self) -> None:
         global _server
         fork_server.end_with(self._starter)
+        fork_server.end_with_server()
         for name in os.environ.keys() - self._environment.keys():
             del os.environ[name]
         os.environ.update({n: value for n, value in self._environment.items() if os.environ.get(n) != value})
