@@ -57,10 +57,11 @@ def make_folder(folder: Path, gigabytes: float) -> int:
     from bridges.hf_write import HfWriter
     from bridges.plan import Plan
 
-    per_layer = 32 * 3 * 768 * 2048 * 2 + (2048 * 4096 * 2 + 2048 * 512 * 2) * 2
-    layers = max(1, round((gigabytes * 1e9 - 2 * 32000 * 2048 * 2) / per_layer))
+    hidden = 2048 if gigabytes >= 1 else 256  # else one layer has more than is asked for
+    per_layer = 32 * 3 * 768 * hidden * 2 + (hidden * 4096 * 2 + hidden * 512 * 2) * 2
+    layers = max(1, round((gigabytes * 1e9 - 2 * 32000 * hidden * 2) / per_layer))
     config = AutoConfig.for_model(
-        "qwen3_moe", vocab_size=32000, hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768,
+        "qwen3_moe", vocab_size=32000, hidden_size=hidden, intermediate_size=6144, moe_intermediate_size=768,
         num_hidden_layers=layers, num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=32,
         num_experts_per_tok=8, architectures=["Qwen3MoeForCausalLM"], dtype="bfloat16",
     )  # fmt: skip
@@ -105,15 +106,15 @@ def measure(kind: str, source: Path, target: Path) -> tuple[float, float]:
     return float(json.loads(out.splitlines()[-1])["seconds"]), peak / 2**20
 
 
-def name_resolution() -> float:
-    """Microseconds from a module's parameter name to its entry, in a plan of 18,432 experts (94 layers, 128 each)."""
+def name_resolution(layers: int) -> float:
+    """Microseconds from a module's parameter name to its entry, in a plan of so many layers of 128 experts."""
     from transformers import AutoConfig
 
     from bridges.names import canonical
     from bridges.places import module_name
     from bridges.plan import Plan
 
-    config = AutoConfig.for_model("qwen3_moe", num_hidden_layers=94, num_experts=128).to_dict()
+    config = AutoConfig.for_model("qwen3_moe", num_hidden_layers=layers, num_experts=128).to_dict()
     plan = Plan.of(config)
     names = [module_name(entry, "te") for entry in plan.entries]
     best = min(_time_names(plan, names, canonical) for _ in range(5))
@@ -135,18 +136,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dir", type=Path, default=None, help="where to work; default: a temporary folder")
     parser.add_argument("--skip-transformers", action="store_true")
-    args = parse(parser, sizes=[0.05], rounds=1, skip_transformers=True)
-    print(f"name resolution: {name_resolution():.2f} us per tensor (limit 2)")
+    parser.add_argument("--layers", type=int, default=94, help="of the plan that names are looked up in")
+    args = parse(parser, sizes=[0.05], rounds=1, skip_transformers=True, layers=1)
+    print(f"name resolution: {name_resolution(args.layers):.2f} us per tensor (limit 2)")
     with tempfile.TemporaryDirectory(dir=args.dir) as work:
         for size in args.sizes:
-            run(Path(work), size, args.rounds, args.skip_transformers)
+            run(Path(work), size, args)
 
 
-def run(work: Path, size: float, rounds: int, skip_transformers: bool) -> None:
+def run(work: Path, size: float, args: argparse.Namespace) -> None:
+    rounds = args.rounds
     hf, megatron, target = work / "hf", work / "megatron", work / "target"
     total = make_folder(hf, size)
     measure("import", hf, megatron)
-    steps = {"cp": hf, "import": hf, "export": megatron} | ({} if skip_transformers else {"transformers": hf})
+    steps = {"cp": hf, "import": hf, "export": megatron, "transformers": hf}
+    if args.skip_transformers:
+        del steps["transformers"]
+    if args.smoke:
+        del steps["import"]  # once is enough
     taken: dict[str, list[float]] = {kind: [] for kind in steps}
     peak: dict[str, float] = dict.fromkeys(steps, 0.0)
     for number in range(rounds):

@@ -224,14 +224,15 @@ def rank_of_two(rank: int, port: int, folder: str, tokens: int, pipe: Any) -> No
     dist.barrier()
 
 
-def copies(home: Path, tokens: int, layers: int) -> dict[str, float]:
+def copies(home: Path, tokens: int, sizes: dict[str, int]) -> dict[str, float]:
     """Time updates and copies in two ranks."""
+    import skyrl_megatron.runtime.engine  # noqa: F401  (once, for both ranks)
     from benchmarks.step import large_model
     from benchmarks.weight_sync import LARGE
     from skyrl_megatron.workers.ports import free_port
 
-    folder, port = large_model(home / "large", {**LARGE, "num_hidden_layers": layers}), free_port()
-    context = multiprocessing.get_context("spawn")
+    folder, port = large_model(home / "large", {**LARGE, **sizes}), free_port()
+    context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
     ranks = [context.Process(target=rank_of_two, args=(rank, port, str(folder), tokens, theirs)) for rank in range(2)]
     for each in ranks:
@@ -252,11 +253,14 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", choices=("healing", "copies", "watch", []), metavar="PART")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--layers", type=int, default=8)
-    args = parse(parser, tokens=2048, layers=1)
+    args = parse(parser, tokens=2 * LENGTH, layers=1)
+    sizes = {"num_hidden_layers": args.layers}
+    if args.smoke:
+        sizes |= {"hidden_size": 256, "num_experts": 4, "moe_intermediate_size": 128}
     parts = args.parts or (["copies"] if args.smoke else ["copies", "healing", "watch"])
     with tempfile.TemporaryDirectory() as home:
         if "copies" in parts:
-            got = copies(Path(home), args.tokens, args.layers)
+            got = copies(Path(home), args.tokens, sizes)
             print(
                 f"copies: {got['copy']:.2f} s for {got['nbytes'] / 1e9:.2f} GB of a rank, sent to its neighbour too, "
                 f"{got['copy'] / got['update']:.3f} of an update of {args.tokens} tokens ({got['update']:.1f} s); "

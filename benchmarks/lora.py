@@ -241,16 +241,31 @@ def memory_of(side: str, model: Path, rank: int) -> dict[str, int]:
     }
 
 
-def compare_memory(models: Mapping[str, Path], rank: int) -> None:
-    """Print what each side has, each in a process of its own."""
+def memory_beside_others(side: str, model: Path, rank: int) -> dict[str, int]:
+    """Return what :func:`memory_of` does in this process, which had other engines before."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    return memory_of(side, model, rank)
+
+
+def in_own_process(side: str, model: Path, rank: int) -> dict[str, int]:
+    """Return what :func:`memory_of` does in a new process."""
+    command = [sys.executable, __file__, "--as", side, "--model", str(model), "--rank", str(rank)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{side} failed:\n{done.stderr[-3000:]}")
+    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def compare_memory(
+    models: Mapping[str, Path], rank: int, measure: Callable[[str, Path, int], Mapping[str, int]]
+) -> None:
+    """Print what each side has."""
     found: dict[str, Mapping[str, int]] = {}
     for side in SIDES:
-        command = [sys.executable, __file__, "--as", side, "--model", str(models[side]), "--rank", str(rank)]
-        command += ["--smoke"] * ("--smoke" in sys.argv)
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            sys.exit(f"{side} failed:\n{done.stderr[-3000:]}")
-        found[side] = each = json.loads(done.stdout.splitlines()[-1])
+        found[side] = each = measure(side, models[side], rank)
         print(
             f"{side:<9} {each['trained']:,} trained values; MB: weights {each['weights'] / 1e6:,.1f}, optimizer state "
             f"{each['state'] / 1e6:,.1f}, all tensors {each['alive'] / 1e6:,.1f}, process {each['grown'] / 1e6:,.1f} "
@@ -277,7 +292,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=every, default=every)
     parser.add_argument("--as", dest="side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
-    args = parse(parser, rounds=1, rank=4, only=["memory", "step"])
+    args = parse(parser, rounds=1, rank=4, only=["step"])
     if args.smoke:
         global TOKENS
         TOKENS = 128
@@ -289,9 +304,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder) / "model")
         models = {"full": model, "adapters": model, "quantised": write_quantised(model)}
-        if "memory" in args.only:
-            compare_memory(models, args.rank)
-        one_process()
+        if args.smoke:
+            one_process()  # a process of its own for each side imports for 10 s
+            compare_memory(models, args.rank, memory_beside_others)
+        elif "memory" in args.only:
+            compare_memory(models, args.rank, in_own_process)
+        if not args.smoke:
+            one_process()
         if "step" in args.only:
             time_steps(models, args.rank, args.rounds, ("full", "adapters"))
         if "several" in args.only:

@@ -100,9 +100,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     args = parse(parser, rounds=1, requests=8, short=8)
 
+    import skyrl_megatron.inference.vllm.compat  # noqa: F401  (once, for both sides)
     from tests.support.tiny_models import write_tiny_model
 
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     sides: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         model = write_tiny_model("qwen3_moe", Path(folder) / "model", **MODEL)

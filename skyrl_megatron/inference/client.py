@@ -93,10 +93,15 @@ class InferenceClient:
             answered, suspected = False, self.pool.suspects.suspects(content)
             async with self._room:
                 slot = await self.pool.serving(session_id)
-                pieces = slot.engine.openai(path, body)
+                life, pieces = slot.life, slot.engine.openai(path, body)
                 try:
+                    if suspected and self.pool.suspects.alone(content):
+                        for piece in await self._proven(slot, partial(_all_of, pieces), [content]):
+                            yield piece
+                        self.pool.suspects.clear(content)
+                        return
                     if suspected:
-                        piece = await proven(slot, partial(anext, pieces, None))
+                        piece = await self._proven(slot, partial(anext, pieces, None), [content])
                     else:
                         piece = await slot.run(anext(pieces, None))
                     while piece is not None:
@@ -108,7 +113,7 @@ class InferenceClient:
                 except NotGiven:
                     pass
                 except EngineGoneError as error:
-                    self._lost(slot, error, [content])
+                    self._lost(slot, life, error, [content])
                     if answered or attempt >= self.retries:
                         raise
                     attempt += 1
@@ -176,9 +181,10 @@ class InferenceClient:
                     slot = await self.pool.fixed(session)
                 else:
                     slot = await self.pool.serving(session)
+                life = slot.life
                 try:
                     if suspected:
-                        answer = await proven(slot, partial(attempt, slot))
+                        answer = await self._proven(slot, partial(attempt, slot), contents)
                     else:
                         answer = await slot.run(attempt(slot))
                     for content in contents:
@@ -189,16 +195,29 @@ class InferenceClient:
                 except EngineGoneError as error:
                     lost = error
                     number += 1
-                    if self._lost(slot, error, contents) and len(contents) > 1:
+                    if self._lost(slot, life, error, contents) and len(contents) > 1:
                         raise _LostTogether(str(error)) from error
         raise EngineError(f"a request was lost {number} times, last: {lost}") from lost
 
-    def _lost(self, slot: EngineSlot, error: EngineGoneError, contents: Sequence[Content]) -> bool:
+    def _proven[T](
+        self, slot: EngineSlot, work: Callable[[], Awaitable[T]], contents: Sequence[Content]
+    ) -> Awaitable[T]:
+        suspects = self.pool.suspects
+        return proven(
+            slot,
+            work,
+            suspected=lambda: any([suspects.suspects(content) for content in contents]),
+            alone=lambda: any(suspects.alone(content) for content in contents),
+        )
+
+    def _lost(
+        self, slot: EngineSlot, life: tuple[str, int], error: EngineGoneError, contents: Sequence[Content]
+    ) -> bool:
         """Send nothing more to an engine that lost requests, until it was probed; return whether they may have ended
         it. Raises RequestError for a request that did."""
         leaves = slot.state is EngineState.LEAVING
         self._suspect(slot)
-        if isinstance(error, EndedByRequest):
+        if isinstance(error, EndedByRequest) and len(contents) == 1:
             [content] = contents
             raise self.pool.suspects.refuse(
                 content,
@@ -208,7 +227,7 @@ class InferenceClient:
         if leaves or isinstance(error, _Unpublished):
             return False
         for content in contents:
-            self.pool.suspects.suspect(content)
+            self.pool.suspects.suspect(content, life)
         return True
 
     def _suspect(self, slot: EngineSlot) -> None:
@@ -259,6 +278,10 @@ class _Room:
             if not turn.done():
                 turn.set_result(None)
                 called += 1
+
+
+async def _all_of(pieces: OpenAIAnswer) -> list[Any]:
+    return [piece async for piece in pieces]
 
 
 def _content(request: Request) -> Content:

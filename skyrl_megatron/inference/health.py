@@ -21,8 +21,9 @@ class HealthMonitor:
     """Asks every engine every ``interval_s``; one that fails, or does not answer within ``timeout_s``, is killed and
     restarted, or dropped if it was ``restarts_per_hour`` times within the last hour.
 
-    A probe goes through the engine's core to every worker and back: it finds processes that died and processes that
-    are stopped. It waits for the engine's current step, so ``timeout_s`` must be longer than any step.
+    A probe goes through the engine's core to every worker and back, and finds processes that died. It waits for the
+    engine's current step, so ``timeout_s`` must be longer than any step; a process that is stopped is told apart from
+    a long step, and noticed within 10 s (:mod:`~skyrl_megatron.inference.vllm.stopped`).
     ``sync_engine(slot)`` gives a restarted engine the published weights; without it such an engine stays paused
     until the next sync.
     """
@@ -31,7 +32,7 @@ class HealthMonitor:
         self,
         pool: EnginePool,
         *,
-        interval_s: float = 10.0,
+        interval_s: float = 3.0,
         timeout_s: float = SILENT_S,
         restarts_per_hour: int = 3,
         sync_engine: Callable[[EngineSlot], Awaitable[None]] | None = None,

@@ -65,11 +65,18 @@ class EngineSlot:
     in_flight: set[asyncio.Task[Any]] = field(default_factory=set)
     admitting: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Locked while a suspect is given to it (:mod:`~skyrl_megatron.inference.suspects`)."""
+    suspected: set[asyncio.Future[Any]] = field(default_factory=set)
+    """Suspects that it was given and has not answered."""
 
     _busy_since: float = 0.0
 
     def __post_init__(self) -> None:
         self.engine = self.make()
+
+    @property
+    def life(self) -> tuple[str, int]:
+        """What is this engine's own between two of its starts."""
+        return self.name, len(self.restarts)
 
     async def probe(self, timeout_s: float) -> str:
         """Return the version that the engine says it runs on, once every process of it has answered.

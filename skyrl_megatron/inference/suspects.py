@@ -15,12 +15,17 @@ PROOFS = 2
 """Answers of an engine after which it has read a request: the first may come from before."""
 PROOF_S = 60.0
 """For each of them; an engine answers between two of its steps."""
+ALONE = 8
+"""So few suspects are given one after the other, each once the one before it is answered."""
+type Life = tuple[str, int]
+"""An engine between two of its starts: name, restarts."""
 
 
 class AdmittingEngine(Protocol):
     """What is needed of an :class:`~skyrl_megatron.inference.pool.EngineSlot`."""
 
     admitting: asyncio.Lock
+    suspected: set[asyncio.Future[Any]]
     why: str
 
     async def run[T](self, work: Awaitable[T]) -> T:
@@ -34,12 +39,14 @@ class Suspects:
     """Content of requests that were lost with an engine, and of those that ended a second one.
 
     A suspect is given to an engine while no other suspect is being given to it, until the engine was seen to live on
-    with it. An engine that is lost before that was ended by this request, which is refused from then on. So one
-    request costs two engines at most, and those beside it are made again.
+    with it. It is given alone, with no other suspect beside it until it is answered, if it was lost with two engines,
+    or there are at most :data:`ALONE` suspects: many would take too long in turn. An engine that is lost with a single
+    suspect on it was ended by that one, which is refused from then on; a loss with several proves nothing. So one
+    request costs two engines where few were in flight beside it, else three, and those beside it are made again.
     """
 
     def __init__(self) -> None:
-        self._suspected: OrderedDict[bytes, None] = OrderedDict()
+        self._suspected: OrderedDict[bytes, set[Life]] = OrderedDict()
         self._refused: OrderedDict[bytes, str] = OrderedDict()
 
     def suspects(self, content: tuple[Any, ...]) -> bool:
@@ -51,9 +58,14 @@ class Suspects:
             raise RequestError(self._refused[key])
         return key in self._suspected
 
-    def suspect(self, content: tuple[Any, ...]) -> None:
+    def alone(self, content: tuple[Any, ...]) -> bool:
+        """Return whether a suspect is to be given alone."""
+        return len(self._suspected) <= ALONE or len(self._suspected.get(_key(content), ())) > 1
+
+    def suspect(self, content: tuple[Any, ...], life: Life) -> None:
         """Note that a request was in flight when an engine was lost."""
-        _remember(self._suspected, _key(content), None)
+        key = _key(content)
+        _remember(self._suspected, key, self._suspected.get(key, set()) | {life})
 
     def clear(self, content: tuple[Any, ...]) -> None:
         """Note that an engine answered a request."""
@@ -68,25 +80,41 @@ class Suspects:
         return RequestError(why)
 
 
-async def proven[T](slot: AdmittingEngine, work: Callable[[], Awaitable[T]]) -> T:
-    """Await a suspect's answer, alone among suspects until the engine was seen to live on with it.
+async def proven[T](
+    slot: AdmittingEngine,
+    work: Callable[[], Awaitable[T]],
+    *,
+    suspected: Callable[[], bool] = lambda: True,
+    alone: Callable[[], bool] = lambda: False,
+) -> T:
+    """Await a suspect's answer; no other is given to the engine until it was seen to live on with this one, or with
+    ``alone`` until this one is answered.
 
-    Raises :class:`EndedByRequest` when the engine is lost before that, EngineGoneError when it is lost later,
-    :class:`NotGiven` when it was lost with the suspect before this one.
+    Raises :class:`EndedByRequest` when the engine is lost before that with no other suspect on it, EngineGoneError
+    when it is lost later or with others, :class:`NotGiven` when it was lost with the suspect before this one, or
+    an equal request was answered meanwhile, after which this one is not ``suspected`` any more.
     """
     async with slot.admitting:
-        if slot.why:
+        if by_itself := alone():
+            while slot.suspected:
+                await asyncio.wait(slot.suspected)
+        if slot.why or not suspected():
             raise NotGiven(slot.why)
+        ended: type[EngineGoneError] = EngineGoneError if slot.suspected else EndedByRequest
         request = asyncio.ensure_future(slot.run(work()))
+        slot.suspected.add(request)
+        request.add_done_callback(slot.suspected.discard)
         proof = asyncio.ensure_future(_lives_on(slot))
         try:
             await asyncio.wait([request, proof], return_when=asyncio.FIRST_COMPLETED)
             if not request.done() and proof.exception() is not None:
                 request.cancel()
                 await asyncio.wait([request])
-                raise EndedByRequest(str(proof.exception()))
+                raise ended(str(proof.exception()))
+            if by_itself:
+                await asyncio.wait([request])
             if request.done() and isinstance(error := _error_of(request), EngineGoneError):
-                raise EndedByRequest(str(error)) from error
+                raise ended(str(error)) from error
         except asyncio.CancelledError:
             request.cancel()
             raise
@@ -104,7 +132,7 @@ class EndedByRequest(EngineGoneError):
 
 
 class NotGiven(EngineGoneError):
-    """An engine was lost before a request was given to it."""
+    """A request was not given to an engine: it was lost before, or the request is no suspect any more."""
 
 
 async def _lives_on(slot: AdmittingEngine) -> None:

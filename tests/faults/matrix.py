@@ -139,7 +139,7 @@ PROMISES = (
     ),
     Promised(
         Promise.HEALED,
-        f"100 s until it is known, within a sync {AS_STOPPED}, then a start of an engine",
+        f"10 s until it is known, within a sync {AS_STOPPED}, then a start of an engine",
         NOTHING,
         ENGINES,
         ("SIGSTOP",),

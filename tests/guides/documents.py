@@ -9,6 +9,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted((ROOT / "docs").rglob("*.md"))
+ALL = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "BRIDGES.md", "CONFIG.md", "SECURITY.md")]
+ALL += [*DOCUMENTS, *sorted((ROOT / "launch").rglob("README.md"))]
+"""Those that a user reads."""
+SHELLS = ("bash", "sh", "console")
+PROGRAMS = r"python|launch/[\w/]+\.sh|skyrl-\w+|docker(?:/\w+\.sh)?|hf|ray|sbatch|\.ci/run"
+INLINE = re.compile(rf"`((?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?(?:{PROGRAMS}) [^`]+)`")
+"""A command within a line: one with arguments, as a name alone is that of a file."""
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -35,8 +42,10 @@ class Block:
         exec(code, names)
 
     def commands(self) -> list[list[str]]:
-        """Split a shell block into commands, lines that end in a backslash joined."""
+        """Split a shell block into commands, lines that end in a backslash joined. Of a session: what was typed."""
         lines = self.text.replace("\\\n", " ").splitlines()
+        if self.language == "console":
+            lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
         return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
@@ -48,6 +57,14 @@ def blocks(document: Path, language: str) -> list[Block]:
         for found in FENCE.finditer(text)
         if found[1] == language
     ]
+
+
+def shown(document: Path) -> list[list[str]]:
+    """Words of every command that a document shows, in fenced blocks of a shell and within lines."""
+    text, found = document.read_text(), []
+    for block in (block for language in SHELLS for block in blocks(document, language)):
+        found += block.commands()
+    return found + [match.split() for match in INLINE.findall(FENCE.sub("", text))]
 
 
 def name_of(document: Path) -> str:

@@ -13,12 +13,17 @@ import sys
 
 import pytest
 
-from tests.guides.documents import DOCUMENTS, ROOT, blocks, name_of
+from tests.guides.documents import DOCUMENTS, ROOT, blocks, name_of, shown
 from tests.job import runs
 
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[\w-]+)?\)")
+OWN, DOTS = ("python", ".venv/bin/python", "launch/run_moe.sh"), {"…", "key=value"}
 OLDER_KEYS = pytest.mark.filterwarnings("ignore:older spelling:DeprecationWarning")  # which a page shows
-OWN_KEYS = {"train_letters.py": {"trainer.price_of_a_token"}, "run_moe.sh": {"model"}}
+OWN_KEYS = {
+    "train_letters.py": {"trainer.price_of_a_token"},
+    "run_moe.sh": {"model"},
+    "skyrl_megatron.compare": {"eval/all/avg_score", "timing/step"},
+}
 """Keys that a script adds to those of the configuration."""
 
 
@@ -81,9 +86,9 @@ def test_code_that_starts_processes_runs(document, folder, session_ray, monkeypa
 
 
 def commands():
-    return [
-        (document, words) for document in DOCUMENTS for block in blocks(document, "bash") for words in block.commands()
-    ]
+    """Those of this project's own in shell blocks, without variables before them or dots for what a user adds."""
+    found = [(document, words) for document in DOCUMENTS for words in shown(document)]
+    return [(document, words) for document, words in found if words[0] in OWN and not DOTS & set(words)]
 
 
 @OLDER_KEYS
@@ -93,14 +98,14 @@ def commands():
 def test_commands_are_there_and_know_their_keys(document, words):
     from skyrl_megatron.config import SkyRLTrainConfig
 
-    if words[0] == "python":
+    if words[0].endswith("python"):
         words = words[1:]
     if words[0] == "-m":
         assert importlib.util.find_spec(words[1]), f"{name_of(document)}: no module {words[1]}"
         words = words[1:]
     elif "/" in words[0]:
         assert (ROOT / words[0]).is_file(), f"{name_of(document)}: no file {words[0]}"
-    own = OWN_KEYS.get(words[0].rpartition("/")[2], set())
+    own = OWN_KEYS.get(words[0].rpartition("/")[2], set())  # of a script, or a module
     keys = [word for word in words[1:] if "=" in word and not word.startswith("-")]
     cfg = SkyRLTrainConfig.from_cli_overrides([word for word in keys if word.partition("=")[0] not in own])
     assert isinstance(cfg, SkyRLTrainConfig)

@@ -187,3 +187,70 @@ def test_one_that_is_lost_twice_is_refused_with_any_seed():
 
     with pytest.raises(RequestError, match=r"ended two.*1 tokens from \[5\].*engine 0, the second: it is gone"):
         sample([True, True])
+
+
+class Mortal:
+    """An engine that a request ends when it has been sampled for so many steps, and all in flight with it."""
+
+    def __init__(self):
+        self.ended = asyncio.Event()
+
+    async def start(self):
+        pass
+
+    async def kill(self):
+        self.ended.set()
+
+    async def generate(self, request_id, prompt, sampling, adapter=""):
+        from skyrl_megatron.errors import EngineGoneError
+        from skyrl_megatron.inference.protocol import INITIAL_VERSION, Generation
+
+        for step in range(40):
+            if self.ended.is_set():
+                raise EngineGoneError("it is gone")
+            if sampling.get("extra_args") == {"ends": step}:
+                self.ended.set()
+            await asyncio.sleep(0.001)
+        return Generation(list(prompt), [0.0], "stop", [(INITIAL_VERSION, 0, 1)])
+
+    async def health(self):
+        from skyrl_megatron.errors import EngineGoneError
+
+        await asyncio.sleep(0.002)  # between two steps
+        if self.ended.is_set():
+            raise EngineGoneError("it is gone")
+
+    async def version(self):
+        return "initial"
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize("place", [0, 3, -1], ids=["first", "fourth", "last"])
+@pytest.mark.parametrize("step", [0, 20])
+@pytest.mark.parametrize(("beside", "lost"), [(6, 2), (40, 3)])
+def test_one_of_many_ends_its_engine_in_the_middle(engines, place, step, beside, lost):
+    """The others are answered, it alone is refused. Few are given alone at once, many after their second loss."""
+    from skyrl_megatron.errors import RequestError
+    from skyrl_megatron.inference.client import InferenceClient
+    from skyrl_megatron.inference.health import HealthMonitor
+    from skyrl_megatron.inference.pool import EnginePool
+
+    async def work():
+        pool = EnginePool([Mortal] * engines, wait_s=20)
+        await pool.start()
+        client, monitor = InferenceClient(pool), HealthMonitor(pool, interval_s=0.005)
+        monitor.start()
+        guilty = (place if place >= 0 else beside) % (beside + 1)
+        tasks = [
+            asyncio.create_task(client.sample([at], {"extra_args": {"ends": step} if at == guilty else {}}))
+            for at in range(beside + 1)
+        ]
+        answers = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+        await asyncio.sleep(0.05)
+        await monitor.stop()
+        refusal = answers.pop(guilty)
+        assert isinstance(refusal, RequestError) and "ended two engines" in str(refusal)
+        assert [each.token_ids for each in answers] == [[at] for at in range(beside + 1) if at != guilty]
+        return sum(len(slot.restarts) for slot in pool.slots)
+
+    assert 2 <= asyncio.run(work()) <= lost

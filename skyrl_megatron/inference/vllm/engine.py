@@ -39,6 +39,7 @@ from skyrl_megatron.inference.vllm.requests import (
     sampling_parameters,
 )
 from skyrl_megatron.inference.vllm.settings import EngineSettings
+from skyrl_megatron.inference.vllm.stopped import unless_stopped
 from skyrl_megatron.weight_sync.metadata import plain_metadata
 
 __all__ = ["EngineSettings", "VLLMEngine"]
@@ -154,10 +155,14 @@ class VLLMEngine(InferenceEngine):
         return [process.pid for process in self._processes]
 
     async def health(self) -> None:
-        """Ask the core, and through it every worker."""
-        with self._alive():
+        """Ask the core, and through it every worker; a process that is stopped is not waited for."""
+
+        async def answer() -> None:
             await self._llm.check_health()
             await self._llm.collective_rpc("skyrl_ping")
+
+        with self._alive():
+            await unless_stopped(answer(), self._processes)
 
     # ------------------------------------------------------------------ sampling
     async def generate(

@@ -1,0 +1,116 @@
+"""Every command of the documents: the test that runs it, or what it needs that a test does not have.
+
+A command is that of the first row whose pattern it matches from its first character on. Where a row names a test, that
+test runs the command, or what the command runs, with its own sizes and folders.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+HERE = "tests/guides/test_commands.py::"
+GPUS, CLUSTER, DOCKER = "GPUs", "a cluster", "a container engine"
+RUNS_THE_SUITE = "the suite itself: a test of the suite cannot run it"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a command is."""
+
+    pattern: str
+    test: str = ""
+    """``FILE::TEST``."""
+    needs: str = ""
+    """What the command needs that no test has, where none runs it."""
+
+    def matches(self, command: str) -> bool:
+        return re.match(self.pattern, command) is not None
+
+
+MAIN = r"(\.venv/bin/)?python -m skyrl_megatron\."
+RUN = r"launch/run_moe\.sh"
+COMMANDS = (
+    # from nothing to a run
+    Row(r"launch/setup\.sh cpu", "tests/guides/test_documents.py::test_local_commands_run"),
+    Row(r"launch/setup\.sh ci", needs="root, to install packages of the system"),
+    Row(r"launch/doctor\.sh --cpu", "tests/guides/test_documents.py::test_local_commands_run"),
+    Row(r"launch/doctor\.sh \[", "tests/doctor/test_screen.py::test_this_machine_and_the_self_test"),
+    Row(r"launch/gpu_hour\.sh", needs=GPUS),
+    Row(rf"{RUN}$", "tests/job/test_learning.py::test_rewards_teach"),
+    # checks: what is checked of a run is all that depends on its command
+    Row(rf"{RUN} --check( trainer\.seed=1 .*)?$", "tests/guides/test_documents.py::test_local_commands_run"),
+    Row(rf"{RUN} --check model=", HERE + "test_a_check_of_the_guides_finds_nothing"),
+    Row(rf"{RUN} --check key=", "tests/launch/test_run_moe.py::test_check_for_another_machine_with_every_form"),
+    # runs
+    Row(rf"{RUN} (\[key=value …\]|…)$", "tests/launch/test_run_moe.py::test_help_is_true"),
+    Row(rf"{RUN} --recipe embedded-", "tests/launch/test_run_moe.py::test_check_for_another_machine_with_every_form"),
+    Row(rf"{RUN} --recipe tiny-moe-cpu", "tests/job/test_tiny_recipe.py::test_a_tiny_moe_takes_steps_on_its_own_data"),
+    Row(rf"{RUN} --hosts", needs=f"{GPUS}, two hosts"),
+    Row(rf"{RUN} --recipe (qwen3-30b-a3b|NAME)", needs=GPUS),
+    Row(rf"{RUN} --config launch/examples/", "tests/examples/test_runs.py::test_an_example_runs"),
+    Row(r"python launch/examples/\S+ (--\S+ \S+ )*--config", "tests/examples/test_runs.py::test_an_example_runs"),
+    Row(r"python launch/examples/tiny\.py", "tests/examples/test_runs.py::taught"),
+    Row(r"python launch/examples/custom_\S+ trainer", needs=GPUS),
+    Row(r"python train_letters\.py", "tests/plugins/test_plugins.py::test_the_script_of_the_trainer_guide_runs"),
+    Row(rf"{MAIN}entrypoints\.main_base", needs=GPUS),
+    Row(rf"{MAIN}entrypoints\.one_step", "tests/job/test_one_step.py::test_prompts_to_synced_weights"),
+    Row(rf"{MAIN}entrypoints\.fully_async", needs=GPUS),
+    Row(
+        rf"{MAIN}entrypoints\.run_moe --recipe embedded trainer\.healing",
+        "tests/faults/test_healing.py::test_lost_ranks_are_replaced_and_the_numbers_are_those_of_no_fault",
+    ),
+    Row(rf"{MAIN}entrypoints\.serve_engine", "tests/inference/test_fleet.py::test_an_engine_over_several_hosts"),
+    # after a run
+    Row(r"skyrl-megatron convert", "tests/job/test_run.py::test_the_printed_checkpoint_is_converted_as_it_is"),
+    Row(r"skyrl-megatron evaluate", "tests/job/test_evaluate.py::test_a_model_is_evaluated_without_places_for_ranks"),
+    Row(r"skyrl-megatron replay-batch", "tests/job/test_replay_batch.py::test_a_step_is_trained_again"),
+    Row(r"skyrl-megatron (--help|\{)", HERE + "test_a_quick_command_runs"),
+    Row(r"python -m skyrl_megatron$", HERE + "test_a_quick_command_runs"),
+    Row(r"curl http://127", "tests/inference/test_engines.py::test_the_openai_package_talks_to_the_endpoint"),
+    Row(rf"{MAIN}dashboard", "tests/dashboard/test_server.py::test_what_is_new_is_given"),
+    Row(rf"{MAIN}compare", "tests/dashboard/test_compare.py::test_exit_codes"),
+    Row(rf"{MAIN}diagnose", "tests/dashboard/test_diagnose.py::test_processes_of_a_run_are_told_with_stack_and_log"),
+    Row(rf"{MAIN}explain_gap", "tests/job/test_explain_gap.py::test_an_engine_with_a_wrong_weight"),
+    Row(rf"{MAIN}trainer\.simulate", "tests/trainer/test_simulate.py::test_a_table_for_people"),
+    # data, models
+    Row(rf"{MAIN}data\.prepare gsm8k", "tests/prompts/test_prompts.py::test_gsm8k_from_its_files"),
+    Row(
+        rf"{MAIN}data\.prepare multiply",
+        "tests/prompts/test_prompts.py::test_arithmetic_is_right_distinct_and_held_out",
+    ),
+    Row(r"HF_HOME=\S+ hf download", needs="the Hugging Face hub"),
+    Row(rf"HF_HOME=\S+ HF_HUB_OFFLINE=1 {RUN}", needs=GPUS),
+    Row(r"python -m bridges (list|\{)", HERE + "test_a_quick_command_runs"),
+    Row(r"python -m bridges inspect", "tests/bridges/test_cli.py::test_inspect_counts_parameters"),
+    Row(r"python -m bridges import", "tests/bridges/test_cli.py::test_from_hf_to_megatron_and_back"),
+    # clusters, images
+    Row(r"sbatch", "tests/cluster/test_batch_script.py::test_a_task_on_each_host"),
+    Row(r"SKYRL_CONTAINER=IMAGE sbatch", "tests/cluster/test_batch_script.py::test_pyxis"),
+    Row(r"(eval )?\S*launch/ray_cluster\.sh", "tests/cluster/test_cluster.py::test_up_join_and_down"),
+    Row(r"ray (status|stop)", needs=CLUSTER),
+    Row(r"docker/build\.sh --help", HERE + "test_a_quick_command_runs"),
+    Row(r"docker/build\.sh", "tests/launch/test_images.py::test_build_asks_the_engine"),
+    Row(r"docker (run|compose)", needs=DOCKER),
+    # work on the project
+    Row(r"launch/run_tests\.sh|SKYRL_TWO_HOSTS=1 launch/run_tests\.sh", needs=RUNS_THE_SUITE),
+    Row(r"\.ci/run", "tests/launch/test_ci.py::test_every_part_has_a_test_here"),
+    Row(r"\.venv/bin/python -m tests\.mutations", "tests/mutations/test_mutations.py::test_it_is_caught"),
+    Row(r"pre-commit install", needs="pre-commit, which is no package of the project"),
+    Row(r"launch/docs\.sh", "tests/launch/test_ci.py::test_documentation_part"),
+    Row(r"launch/requirements/(lint|trackers|lock)\.sh", needs="a package index"),
+    Row(r"\.venv/bin/python launch/requirements/check\.py", HERE + "test_a_quick_command_runs"),
+    Row(r"python -m bridges\.catalog", "tests/bridges/test_cli.py::test_bridges_md_is_fresh"),
+    Row(r"python -m bridges$", HERE + "test_a_quick_command_runs"),
+    Row(
+        rf"{MAIN}config\.document", "tests/config/test_fields.py::test_every_field_is_explained_and_config_md_is_fresh"
+    ),
+    Row(
+        rf"{MAIN}trainer\.metric_table", "tests/dashboard/test_reading.py::test_metric_names_of_runs_are_in_the_table"
+    ),
+    Row(
+        r"python launch/site/errors\.py",
+        "tests/structure/test_documents.py::test_the_page_of_errors_is_that_of_the_code",
+    ),
+    Row(r"python -m tests\.faults\.matrix", "tests/faults/test_table.py::test_the_page_is_current"),
+)
