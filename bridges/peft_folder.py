@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,28 @@ _ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
     "alora_invocation_tokens": (None, []),
     "layer_replication": (None, []),
 }
+# What PEFT 0.21 makes of gate_proj, up_proj and down_proj on transformers 5, whose experts are single parameters
+# (_MOE_TARGET_MODULE_MAPPING and _convert_peft_config_moe of peft/utils/transformers_weight_conversion.py, which looks
+# families up in _MODEL_TO_CONVERSION_PATTERN of transformers/conversion_mapping.py). Mixtral and MiniMax-M2 are in
+# neither set: PEFT maps their w1, w2 and w3, which only experts have.
+TAKEN_FOR_EXPERTS = frozenset(
+    {
+        "deepseek_v3",
+        "deepseek_v32",
+        "dots1",
+        "ernie4_5_moe",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "glm_moe_dsa",
+        "olmoe",
+        "qwen3_moe",
+        "qwen3_next",
+        "solar_open",
+    }
+)
+"""Families of which PEFT takes the names for experts alone: adapters of dense layers and shared experts are lost."""
+NOT_TAKEN_FOR_EXPERTS = frozenset({"hy_v3", "mimo_v2_flash", "qwen2_moe", "qwen3_5_moe_text"})
+"""Families with such experts that PEFT does not know: the names mean other layers, adapters of experts are lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +258,19 @@ def adapter_config(
         "inference_mode": True,
     }
     return (json.dumps(values, indent=2) + "\n").encode()
+
+
+def dropped_by_peft(model_type: str, modules: Iterable[str]) -> list[str]:
+    """Return those of an adapter's ``modules`` that PEFT leaves out when it opens the folder, without an error; layers
+    and experts of one kind are one name (``model.layers.*.mlp.gate_proj``)."""
+    if model_type not in TAKEN_FOR_EXPERTS | NOT_TAKEN_FOR_EXPERTS:
+        return []
+    dropped: dict[str, None] = {}
+    for module in modules:
+        is_mlp = module.endswith((".gate_proj", ".up_proj", ".down_proj"))
+        if is_mlp and (".experts." in module) == (model_type in NOT_TAKEN_FOR_EXPERTS):
+            dropped[re.sub(r"\.\d+(?=\.)", ".*", module)] = None
+    return list(dropped)
 
 
 def stack_experts(factors: Mapping[str, Tensor], plan: Plan) -> dict[str, Tensor]:

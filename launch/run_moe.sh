@@ -30,12 +30,12 @@ while [ $# -gt 0 ]; do
 done
 set -- "${rest[@]}"
 if [ -z "$check" ] && [ -n "$hosts" ]; then
-  "$root/launch/setup.sh"
+  "$root/launch/setup.sh" --quiet
   exec "$root/launch/ray_cluster.sh" run --hosts "$hosts" -- "$root/launch/run_moe.sh" "$@"
 elif [ -z "$check" ] && [ -z "${RAY_ADDRESS:-}" ] && [ "${SLURM_JOB_NUM_NODES:-1}" -gt 1 ]; then
   exec "$root/launch/slurm/run_moe.sbatch" "$@"
 fi
-"$root/launch/setup.sh"
+"$root/launch/setup.sh" --quiet
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 if [ -z "${RAY_ADDRESS:-}" ] && [ -s /tmp/ray/ray_current_cluster ]; then export RAY_ADDRESS=auto; fi

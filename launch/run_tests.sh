@@ -9,10 +9,10 @@ case ${1:-} in -h|--help) sed -n '2,5s/^# //p' "$0"; exit 0 ;; esac
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 if [ "${1:-}" = --te ]; then
   shift
-  launch/setup.sh te
+  launch/setup.sh --quiet te
   exec .venv-te/bin/python -m pytest tests/te "$@"
 fi
-launch/setup.sh
+launch/setup.sh --quiet
 workers=(-n 2)
 for argument in "$@"; do
   case $argument in

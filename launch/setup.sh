@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Make .venv with the locked set of packages.   launch/setup.sh [cpu|gpu|te|ci]
+# Make .venv with the locked set of packages.   launch/setup.sh [--quiet] [cpu|gpu|te|ci]
 # Default: gpu when a CUDA driver is present, else cpu. Quick when there is nothing to do; safe to interrupt and repeat.
 # gpu and te compile Transformer Engine's torch extension (half an hour on one core; no GPU or CUDA toolkit needed).
 # te: .venv-te, the cpu packages with Transformer Engine, for launch/run_tests.sh --te.
 # ci: cpu, and the Debian packages of tests that bring up a cluster, build images or open pages (root or sudo).
+# --quiet, for scripts: no word when there is nothing to do, and none on what comes next.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -14,11 +15,13 @@ die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 now() { date +%s.%N; }
 phase() { printf 'setup: %-52s %6.1f s\n' "$1" "$(awk -v a="$2" -v b="$(now)" 'BEGIN{print b-a}')"; }
 
+quiet=''
+if [ "${1:-}" = --quiet ]; then quiet=1; shift; fi
 case ${1:-} in
   cpu|gpu|te) flavour=$1 ;;
   ci) launch/setup.sh cpu; exec launch/requirements/debian.sh ;;
   "") if [ -e /proc/driver/nvidia/version ] || nvidia-smi -L >/dev/null 2>&1; then flavour=gpu; else flavour=cpu; fi ;;
-  -h|--help) sed -n '2,6s/^# //p' "$0"; exit 0 ;;
+  -h|--help) sed -n '2,7s/^# //p' "$0"; exit 0 ;;
   *) die "unknown flavour '$1': use 'launch/setup.sh cpu', 'launch/setup.sh gpu', 'launch/setup.sh te' or 'launch/setup.sh ci'" ;;
 esac
 venv=.venv
@@ -61,9 +64,15 @@ find_python() {
   fetch_python || die "no Python 3.12 or 3.13 found, and none could be downloaded: install one (apt install python3.12 python3.12-venv, pyenv install 3.12, uv python install 3.12), or set PYTHON to its path"
 }
 
+next='launch/doctor.sh shows what works here, launch/run_moe.sh --check what a run comes to'
+if [ "$flavour" = te ]; then next='launch/run_tests.sh --te'; fi
+say_where() { [ -n "$quiet" ] || echo "setup: $1 $(pwd)/$venv has the $flavour packages of ${locks[*]}; next: $next"; }
+
 # --- nothing to do?
 want="$flavour $(cat pyproject.toml "${locks[@]}" launch/setup.sh | sha256sum | cut -d' ' -f1)"
-if [ "$(cat "$stamp" 2>/dev/null)" = "$want" ] && "$venv/bin/python" -c '' 2>/dev/null; then exit 0; fi
+if [ "$(cat "$stamp" 2>/dev/null)" = "$want" ] && "$venv/bin/python" -c '' 2>/dev/null; then
+  say_where "nothing to do:"; exit 0
+fi
 
 # --- one set-up at a time in a checkout; the lock is the kernel's, so a killed set-up releases it
 exec 9>.setup.lock
@@ -71,7 +80,9 @@ if ! flock -n 9; then
   echo "setup: waiting for another launch/setup.sh in this checkout (up to 30 min)"
   flock -w 1800 9 || die "another launch/setup.sh still runs in $(pwd): end it (fuser .setup.lock shows its pid) and try again"
 fi
-if [ "$(cat "$stamp" 2>/dev/null)" = "$want" ] && "$venv/bin/python" -c '' 2>/dev/null; then exit 0; fi
+if [ "$(cat "$stamp" 2>/dev/null)" = "$want" ] && "$venv/bin/python" -c '' 2>/dev/null; then
+  say_where "nothing to do:"; exit 0
+fi
 
 start=$(now)
 python=$(find_python)
@@ -165,3 +176,4 @@ phase "check: files, imports; $(tail -1 "$log")" "$t"
 rm -f "$unfinished"
 printf '%s' "$want" >"$stamp.new" && mv "$stamp.new" "$stamp"
 phase "ready: $flavour environment in $venv" "$start"
+say_where "done:"

@@ -5,5 +5,5 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 case ${1:-} in -h|--help|"") sed -n '2,3s/^# //p' "$0"; exit 0 ;; esac
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-launch/setup.sh cpu >&2
+launch/setup.sh --quiet cpu >&2
 exec .venv/bin/python -m tests.faults.soak "$@"

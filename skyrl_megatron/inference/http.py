@@ -17,7 +17,7 @@ from skyrl_megatron.errors import EngineError, RequestError
 from skyrl_megatron.inference.client import InferenceClient
 from skyrl_megatron.inference.http_guard import MAX_BODY_BYTES, guarded, json_of, refusal
 from skyrl_megatron.inference.pool import WITHDRAW_S
-from skyrl_megatron.inference.request_types import TOKENS, WrongType, typed_sampling, typed_tokens
+from skyrl_megatron.inference.request_types import TOKENS, WrongType, model_of, typed_sampling, typed_tokens
 
 VERSION_HEADER = "x-policy-version"
 SESSION_HEADER = "x-session-id"
@@ -52,16 +52,14 @@ def build_app(
 
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> Response:
-        if name not in (model, *adapters):
-            return refusal(404, f"no model {name!r}: there are {', '.join((model, *adapters))}")
-        return JSONResponse(_model(name))
+        return JSONResponse(_model(name)) if name in (model, *adapters) else _no_model(name, (model, *adapters))
 
     @app.post(TOKENS)
     async def tokens(request: Request) -> Response:
         return await _answer(client, request, _tokens(client, model, adapters, request))
 
     async def openai(request: Request) -> Response:
-        return await _answer(client, request, _openai(client, request))
+        return await _answer(client, request, _openai(client, (model, *adapters), request))
 
     for path in _OPENAI:
         app.add_api_route(path, openai, methods=["POST"])
@@ -103,15 +101,22 @@ async def _until_gone(request: Request) -> None:
         pass
 
 
-async def _openai(client: InferenceClient, request: Request) -> Response:
-    pieces = client.openai(request.url.path, await request.body(), request.headers.get(SESSION_HEADER))
+def _no_model(name: str, served: Sequence[str]) -> Response:
+    return refusal(404, f"no model {name!r}: there are {', '.join(served)}")
+
+
+async def _openai(client: InferenceClient, served: Sequence[str], request: Request) -> Response:
+    body = await request.body()
+    if (name := model_of(body)) and name not in served:
+        return _no_model(name, served)
+    pieces = client.openai(request.url.path, body, request.headers.get(SESSION_HEADER))
     head = await anext(pieces)
     assert isinstance(head, tuple)
     status, content_type = head
-    body = cast(AsyncIterator[bytes], pieces)
+    answer = cast(AsyncIterator[bytes], pieces)
     if content_type.startswith("text/event-stream"):
-        return StreamingResponse(body, status, media_type=content_type)
-    return Response(b"".join([piece async for piece in body]), status, media_type=content_type)
+        return StreamingResponse(answer, status, media_type=content_type)
+    return Response(b"".join([piece async for piece in answer]), status, media_type=content_type)
 
 
 async def _tokens(client: InferenceClient, model: str, adapters: Sequence[str], request: Request) -> Response:

@@ -157,6 +157,15 @@ def check_body(path: str, body: bytes) -> None:
             typed_field(name, value)
 
 
+def model_of(body: bytes) -> str:
+    """Return the model that an OpenAI request names; empty where it names none, which means the served one. Raises
+    RequestError for a body that is no JSON object."""
+    try:
+        return str(json.loads(body).get("model") or "")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise RequestError(f"the body is no JSON object: {error}") from error
+
+
 def unknown_key(name: str, known: Collection[str]) -> str:
     """Return the message for a sampling key that does not exist."""
     near = difflib.get_close_matches(name, known, n=1)

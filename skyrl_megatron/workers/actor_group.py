@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -12,7 +13,7 @@ import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from skyrl_megatron import device
-from skyrl_megatron.errors import DistributedError, RankLostError, SkyRLMegatronError
+from skyrl_megatron.errors import DistributedError, RankLostError, SkyRLMegatronError, SkyRLMegatronWarning
 
 ACTOR_LOST = (RayActorError, OutOfMemoryError)
 """What a call to an actor raises whose process is gone: Ray's memory monitor ends it with an error of its own."""
@@ -157,6 +158,12 @@ class ActorGroup:
         waiting for a failed one, or the deadline passes, all actors of the group are killed first.
         """
         return self.start(method, *args, **options).results()
+
+    def repeat_warnings(self) -> None:
+        """Give the warnings that ranks gave since the last call here, where the user sees them; one that several ranks
+        gave once."""
+        for text in dict.fromkeys(text for texts in self.call("take_warnings") for text in texts):
+            warnings.warn(text, SkyRLMegatronWarning, stacklevel=2)
 
     def lost(self, *, stopped: bool = True) -> list[int]:
         """Return the ranks of a replaceable group whose process is gone; with ``stopped`` also those that do not say

@@ -10,6 +10,7 @@ import os
 import re
 import socket
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ import ray
 
 from skyrl_megatron import spans
 from skyrl_megatron.config.adapters import role_part
+from skyrl_megatron.errors import SkyRLMegatronWarning
 from skyrl_megatron.hub import model_card
 from skyrl_megatron.plugins import load_plugins
 from skyrl_megatron.spans import timed
@@ -53,6 +55,8 @@ class RankProcess:
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
         self._port: socket.socket | None = None
+        self._warned: list[str] = []
+        self._keep_warnings()
 
     def address(self) -> tuple[str, int]:
         """Return where rank 0 of the process group will listen: a port that is held until then."""
@@ -259,6 +263,22 @@ class RankProcess:
     def restart_schedule(self, lr: float | None, total_steps: int | None) -> None:
         """Begin the learning-rate schedule anew: as configured, or constant at ``lr``."""
         self.engine.restart_schedule(lr, total_steps)
+
+    def _keep_warnings(self) -> None:
+        """Keep the texts of our warnings for the run's console: here they are printed into the rank's log alone."""
+        usual = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+            if issubclass(category, SkyRLMegatronWarning):
+                self._warned.append(str(message))
+            usual(message, category, *place, **more)
+
+        warnings.showwarning = show
+
+    def take_warnings(self) -> list[str]:
+        """Return the texts of our warnings since the last call."""
+        taken, self._warned = self._warned, []
+        return taken
 
     def take_spans(self) -> list[Span]:
         """Return what this process was busy with since the last call, and when."""

@@ -72,6 +72,7 @@ class WorkerGroup:
         ]
         self.flops = self.group.call("flops")[0]
         self.peak_flops: float | None = self.group.call("peak_flops")[0]
+        self.group.repeat_warnings()
 
     @property
     def world_size(self) -> int:
@@ -168,6 +169,7 @@ class WorkerGroup:
         results = self.group.call(
             "train_mini_batch", *arguments, phase=f"train {self.name}", each=sharded.arguments(self.ranks)
         )
+        self.group.repeat_warnings()
         if own := [result.pop(OWN_SECONDS) for result in results if OWN_SECONDS in result]:
             self._own_seconds = [a + b for a, b in zip(self._own_seconds or [0.0] * len(own), own, strict=True)]
         merged = self._merged(results)
@@ -273,6 +275,7 @@ class WorkerGroup:
     def export_hf(self, folder: str) -> None:
         """Write the weights as a HF folder; named adapters as PEFT folders beside it."""
         self.group.call("export_hf", folder, phase="export")
+        self.group.repeat_warnings()
 
     def state_hashes(self) -> list[dict[str, str]]:
         """Return SHA-256 of weights, moments and random states, by rank."""
@@ -312,6 +315,7 @@ class _CheckpointedPart:
 
     def load_checkpoint(self, folder: str) -> int:
         step = int(self._group.call("load_checkpoint", self._adapter, folder, phase="load checkpoint")[0])
+        self._group.repeat_warnings()
         self._leave()
         return step
 

@@ -121,6 +121,7 @@ def test_lanes_of_a_step(quiet, report):
 def test_the_legend_gives_the_values_at_the_cursor(quiet, report, made):
     quiet.open(report)
     quiet.run("document.querySelector('[data-chart=\"gradient norm\"]').focus()")
+    quiet.wait("document.querySelector('[data-chart=\"gradient norm\"]').parentNode.querySelector('b')")
     quiet.press("Home")
     quiet.press("ArrowRight")
     lines = [json.loads(line) for line in (made / "metrics.jsonl").read_text().splitlines()]
@@ -129,6 +130,24 @@ def test_the_legend_gives_the_values_at_the_cursor(quiet, report, made):
         "document.querySelector('[data-chart=\"gradient norm\"]').parentNode.querySelector('b').textContent"
     )
     assert float(shown) == pytest.approx(want, rel=1e-3)
+
+
+def test_no_two_curves_of_a_chart_have_one_label(quiet, report):
+    """``policy/mfu`` and ``generate/mfu`` are both short for ``mfu``."""
+    quiet.open(report)
+    labels = {}
+    for view in ("overview", "time"):
+        choose(quiet, view)
+        for plot in set(PLOTS[view]) - {"phases", "lanes"}:
+            place = f"document.querySelector({json.dumps(f'[data-chart="{plot}"]')})"
+            quiet.run(f"{place}.scrollIntoView()")
+            buttons = f"[...{place}.parentNode.querySelectorAll('.legend button')]"
+            text = "[...each.childNodes].filter(node => node.nodeType === 3).map(node => node.data).join('').trim()"
+            quiet.wait(f"{buttons}.length > 0")
+            labels[plot] = quiet.run(f"{buttons}.map(each => {text})")
+    assert {"policy/mfu", "generate/mfu", "score_mfu"} <= set(labels["use of the device"]), labels
+    assert "max_num_tokens" in labels["response length"]
+    assert not {plot: found for plot, found in labels.items() if len(set(found)) < len(found)}
 
 
 def test_keys_move_between_views_and_samples(quiet, report):

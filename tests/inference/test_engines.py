@@ -234,7 +234,7 @@ def test_the_openai_package_talks_to_the_endpoint(endpoint):
     assert chat.usage.completion_tokens == 6
     assert "".join(pieces) == chat.choices[0].message.content and len(pieces) > 2
     assert [entry.id for entry in talk.models.list()] == ["policy"]
-    with pytest.raises(openai.NotFoundError, match="does not exist"):
+    with pytest.raises(openai.NotFoundError, match="no model 'another': there are policy"):
         talk.completions.create(model="another", prompt="x", max_tokens=1)
 
 

@@ -29,7 +29,10 @@ NEEDED = [
     "--logprobs-mode=processed_logprobs",
     "--worker-extension-cls=skyrl_megatron.inference.vllm.compat.WorkerExtension",
     '--weight-transfer-config={"backend":"skyrl_megatron"}',
+    "--generation-config=vllm",
 ]
+DEFAULTS = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.95}
+"""As in the ``generation_config.json`` of released folders."""
 
 
 @contextlib.contextmanager
@@ -61,6 +64,12 @@ def server(model: Path, log: Path, flags: list[str], **environment: str):
             os.killpg(process.pid, signal.SIGKILL)
 
 
+def set_defaults(model: Path) -> None:
+    """Give the folder sampling defaults, which a server without ``--generation-config vllm`` takes on."""
+    file = model / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | DEFAULTS))
+
+
 def server_processes(url: str):
     import psutil
 
@@ -83,6 +92,7 @@ def test_a_server_is_sampled_from_and_updated(loop, tmp_path):
     from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
     models = [write_tiny_model("qwen3_moe", tmp_path / str(seed), seed) for seed in (0, 1)]
+    set_defaults(models[0])
     trainer = TrainerProcess()
     sampling = {"max_tokens": 20, "temperature": 0.8, "seed": 3, "ignore_eos": True}
 
@@ -137,8 +147,9 @@ async def lose_a_worker(pool, client, url):
         (NEEDED, {}, "VLLM_SERVER_DEV_MODE=1"),
         (NEEDED[1:], {"VLLM_SERVER_DEV_MODE": "1"}, "--enable-scale-out"),
         ([NEEDED[0], *NEEDED[2:]], {"VLLM_SERVER_DEV_MODE": "1"}, "--logprobs-mode processed_logprobs"),
+        (NEEDED[:-1], {"VLLM_SERVER_DEV_MODE": "1"}, "--generation-config vllm"),
     ],
-    ids=["dev mode", "scale out", "log-probs"],
+    ids=["dev mode", "scale out", "log-probs", "sampling defaults"],
 )
 def test_a_server_without_a_flag_is_refused(loop, tmp_path, flags, environment, missing):
     from skyrl_megatron.errors import EngineError
@@ -148,10 +159,13 @@ def test_a_server_without_a_flag_is_refused(loop, tmp_path, flags, environment, 
         await RemoteEngine(url).start()
 
     model = write_tiny_model("qwen3_moe", tmp_path / "model")
+    set_defaults(model)
     with server(model, tmp_path / "server.log", flags, **environment) as url:
         with pytest.raises(EngineError) as caught:
             loop(start(url))
         assert missing in str(caught.value) and url in str(caught.value)
+        if "generation-config" in missing:
+            assert "set nothing with temperature=0.7, top_p=0.95, top_k=20: start it" in str(caught.value)
 
 
 def test_no_server_is_one_clear_error(loop):

@@ -186,6 +186,10 @@ def test_the_openai_package_gets_json_tools_and_its_model(pool, loop, urls):
     assert talk.models.retrieve("policy").id == "policy"
     with pytest.raises(openai.NotFoundError, match="no model 'other': there are policy"):
         talk.models.retrieve("other")
+    for ask_for in (talk.completions.create, talk.chat.completions.create):
+        asked = {"prompt": PROMPT} if ask_for == talk.completions.create else {"messages": []}
+        with pytest.raises(openai.NotFoundError, match="no model 'other': there are policy"):
+            ask_for(model="other", max_tokens=1, **asked)
     messages = [{"role": "user", "content": "a"}]
     schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}

@@ -124,6 +124,35 @@ def test_a_rank_that_is_called_alone_is_told_of_like_all(ray_slots):
             made.call("sum_unless", (0,), "die", phase="start", ranks=[0])
 
 
+def test_warnings_of_ranks_are_given_where_the_user_sees_them(ray_slots):
+    """One that all ranks give once, and each only once."""
+    import warnings
+
+    import ray
+
+    from skyrl_megatron.errors import SkyRLMegatronWarning
+    from skyrl_megatron.workers.actor_group import ActorGroup
+    from skyrl_megatron.workers.megatron_worker import RankProcess
+
+    class Warns(RankProcess):
+        def warn(self):
+            warnings.warn("of all ranks", SkyRLMegatronWarning, stacklevel=1)
+            warnings.warn(f"of rank {self.rank}", SkyRLMegatronWarning, stacklevel=1)
+            warnings.warn("of a library", UserWarning, stacklevel=1)
+
+    made = ActorGroup("policy", [ray.remote(num_cpus=1)(Warns).remote(rank, 2) for rank in range(2)], 300.0)
+    try:
+        made.call("warn")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            made.repeat_warnings()
+            made.repeat_warnings()
+        assert [str(each.message) for each in caught] == ["of all ranks", "of rank 0", "of rank 1"]
+        assert {each.category for each in caught} == {SkyRLMegatronWarning}
+    finally:
+        made.kill()
+
+
 def batch_of(lengths, width=12, response=6):
     import torch
 

@@ -251,6 +251,10 @@ def test_mistyped_options_get_a_close_match(folder, capsys, args, words):
             ["generator.chat_template_kwargs.a=1", "generator.chat_template_kwargs.a=2"],
             "chat_template_kwargs.a=1, then",
         ),
+        (
+            ["trainer.epochs=3", "trainer.seed=1", "trainer.epochs=4", "trainer.seed=2"],  # as a script's "$@"
+            "counts: trainer.epochs=3, then trainer.epochs=4; trainer.seed=1, then trainer.seed=2\n",
+        ),
         (["trainer.epochs=3", "trainer.epochs=3"], None),
         (["--config=mine.yaml", "trainer.seed=6"], None),
         (["generator.chat_template_kwargs.a=1", "generator.chat_template_kwargs.b=2"], None),

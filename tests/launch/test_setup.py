@@ -109,6 +109,21 @@ esac
     return environment, calls
 
 
+def test_the_last_line_says_what_is_where_and_what_comes_next(checkout, installed):
+    """Also where nothing is to be done; scripts that make sure of an environment say nothing then."""
+    environment, calls = installed
+    result = setup(checkout, "cpu", **environment)
+    assert result.returncode == 0, result.stderr
+    where = f"{checkout}/.venv has the cpu packages of launch/requirements/cpu.txt; next: launch/doctor.sh"
+    assert result.stdout.splitlines()[-1].startswith(f"setup: done: {where}")
+    asked = calls.read_text()
+    again = setup(checkout, "cpu", **environment)
+    assert again.returncode == 0 and again.stdout.startswith(f"setup: nothing to do: {where}"), again
+    assert again.stdout.count("\n") == 1 and calls.read_text() == asked
+    quiet = setup(checkout, "--quiet", "cpu", **environment)
+    assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
+
+
 def test_transformer_engine_is_built_last_with_the_torch_that_is_there(checkout, installed):
     """And an environment that lacks it is none: nothing falls back to slower layers in silence."""
     import torch

@@ -52,8 +52,8 @@ def parse[C: Section](cls: type[C], args: Sequence[str] | Mapping[str, Any]) -> 
     cfg, found = builder.build(assignments, interpolate=not resolved)
     legacy.warn_deprecated({old: new for old, new in builder.renamed.items() if old not in legacy.ALIASES})
     if builder.repeated:
-        told = "\n".join(f"  {line}" for line in builder.repeated)
-        warnings.warn(f"given twice; the later one counts:\n{told}", SkyRLMegatronWarning, stacklevel=3)
+        told = "; ".join(builder.repeated)
+        warnings.warn(f"given twice, the later one counts: {told}", SkyRLMegatronWarning, stacklevel=3)
     return cfg, [*problems, *found]
 
 

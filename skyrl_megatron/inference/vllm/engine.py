@@ -24,7 +24,7 @@ from skyrl_megatron.inference.protocol import (
     SampleRequest,
     WeightMetadata,
 )
-from skyrl_megatron.inference.request_types import WrongType, refused, typed_tokens
+from skyrl_megatron.inference.request_types import WrongType, model_of, refused, typed_tokens
 from skyrl_megatron.inference.vllm import processes
 from skyrl_megatron.inference.vllm.adapters import Held, HeldAdapters
 from skyrl_megatron.inference.vllm.asgi import call_app
@@ -34,7 +34,6 @@ from skyrl_megatron.inference.vllm.platform import platform_arguments, worker_en
 from skyrl_megatron.inference.vllm.requests import (
     generation_of,
     in_our_terms,
-    model_of,
     refusals,
     sampling_parameters,
 )

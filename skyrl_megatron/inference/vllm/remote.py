@@ -33,8 +33,20 @@ NEEDED = {
     "--logprobs-mode processed_logprobs": "log-probs at the sampling temperature",
     _EXTENSION: "checksums of received weights",
     '--weight-transfer-config \'{"backend":"skyrl_megatron"}\'': "weight updates from this trainer",
+    "--generation-config vllm": "neutral sampling defaults",
 }
 """Flags that a server has to be started with, and their purpose."""
+NEUTRAL = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+"""What requests over OpenAI's API that leave these out have to be sampled with: else the trainer's softmax is not the
+distribution of their tokens."""
 
 
 class RemoteEngine(InferenceEngine):
@@ -76,6 +88,7 @@ class RemoteEngine(InferenceEngine):
         [unscaled] = await self.score([1, entry["token_id"]])
         if abs(unscaled - entry["logprob"]) < 1e-6 and unscaled < -1e-3:
             raise EngineError(self._missing("--logprobs-mode processed_logprobs"))
+        await self._require_neutral_defaults()
         await self.set_version(INITIAL_VERSION)
 
     async def shutdown(self) -> None:
@@ -242,6 +255,20 @@ class RemoteEngine(InferenceEngine):
         if response.status_code >= 300:
             raise EngineError(f"{self._missing(flag)}: {response.status_code} {_message(response)}")
         return _content(response)
+
+    async def _require_neutral_defaults(self) -> None:
+        """Ask for the sampling parameters of a request that sets none. The model folder's ``generation_config.json``
+        or ``--override-generation-config`` may change them. Raises EngineError naming the flag and the values."""
+        path = "/v1/completions/render"
+        bare = {"prompt": [1], "max_tokens": 1}
+        [rendered] = await self._require("--enable-scale-out", "POST", self.url + path, bare)
+        own = {name: rendered["sampling_params"].get(name, value) for name, value in NEUTRAL.items()}
+        changed = [f"{name}={value}" for name, value in own.items() if value != NEUTRAL[name]]
+        if changed:
+            raise EngineError(
+                f"the server at {self.url} samples requests that set nothing with {', '.join(changed)}: start it with "
+                "--generation-config vllm, and without --override-generation-config"
+            )
 
     def _missing(self, flag: str) -> str:
         return f"the server at {self.url} offers no {NEEDED[flag]}: start it with {flag}"

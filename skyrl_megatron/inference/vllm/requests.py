@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -64,14 +63,6 @@ def generation_of(final: Any, version: str | None = None) -> Generation:
         routed_experts=sample.routed_experts,
         support=None if sample.sampling_mask is None else TokenSupport.of(sample.sampling_mask.token_ids),
     )
-
-
-def model_of(body: bytes) -> str:
-    """Return the model that an OpenAI request names; empty where it names none, which means the served one."""
-    try:
-        return str(json.loads(body).get("model") or "")
-    except (ValueError, AttributeError) as error:
-        raise RequestError(f"the body is no JSON object: {error}") from error
 
 
 def in_our_terms(refusal: bytes) -> bytes:

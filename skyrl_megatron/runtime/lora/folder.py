@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,10 +13,18 @@ from torch import Tensor
 
 from bridges.errors import BridgeError
 from bridges.hf_write import HfWriter
-from bridges.peft_folder import CONFIG, WEIGHTS, AdapterConfig, PeftFolder, adapter_config, tensor_on_disk
+from bridges.peft_folder import (
+    CONFIG,
+    WEIGHTS,
+    AdapterConfig,
+    PeftFolder,
+    adapter_config,
+    dropped_by_peft,
+    tensor_on_disk,
+)
 from bridges.rows import Shape
 from bridges.staging import staged, write_file
-from skyrl_megatron.errors import CheckpointError, ModelLoadError
+from skyrl_megatron.errors import CheckpointError, ModelLoadError, SkyRLMegatronWarning
 from skyrl_megatron.hub import origin
 from skyrl_megatron.runtime.agreement import from_rank_0, raise_on_all_ranks
 from skyrl_megatron.runtime.hf.export import HfPiece, write_pieces
@@ -32,7 +41,8 @@ def save_adapter(adapters: Adapters, groups: ProcessGroups, out: str | Path, bas
     All projections have the rank of the settings: where experts have a smaller one, their factors end in zeros, and
     ``lora_B`` takes up what their scale differs by. ``base``: fingerprint of the weights, for whoever loads the
     folder. ``out`` must be on a file system that all ranks share; it appears whole or not at all. Raises
-    CheckpointError on every rank, with nothing left behind, when it cannot be written.
+    CheckpointError on every rank, with nothing left behind, when it cannot be written. Warns on rank 0 of modules that
+    PEFT leaves out when it opens the folder.
     """
     out = Path(out)
     writer, problem = None, None
@@ -60,6 +70,22 @@ def save_adapter(adapters: Adapters, groups: ProcessGroups, out: str | Path, bas
             except (BridgeError, OSError) as error:
                 problem = str(error)
         raise_on_all_ranks(CheckpointError(problem) if problem else None)
+    if writer is not None:
+        _warn_of_peft(adapters)
+
+
+def _warn_of_peft(adapters: Adapters) -> None:
+    """Name the modules that PEFT drops; the text has no folder in it, so that a run prints it once for all exports."""
+    hf = adapters.model.hf
+    dropped = dropped_by_peft(str(hf.config["model_type"]), selected_modules(adapters.selection, hf.plan))
+    if dropped:
+        warnings.warn(
+            f"PEFT does not apply these modules of an exported {hf.config['model_type']} adapter: "
+            f"{', '.join(dropped)}. Use the merged model, which has all of them: the export's policy folder, or "
+            "python -m bridges merge --hf BASE --adapter ADAPTER --out MERGED (docs/guides/after-a-run.md)",
+            SkyRLMegatronWarning,
+            stacklevel=3,
+        )
 
 
 def _pieces(adapters: Adapters, groups: ProcessGroups) -> Iterator[HfPiece]:

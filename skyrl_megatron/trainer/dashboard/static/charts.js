@@ -106,7 +106,7 @@ function lineCard(spec) {
   const writeLegend = () => {
     chart.values = chart.series.map(() => el("b", {}));
     legend.replaceChildren(...chart.series.map((s, number) => el("button", { class: s.hidden ? "off" : "", title: s.name, click: () => { const key = `${id}|${s.name}|${s.run.number}`; if (!state.hidden.delete(key)) state.hidden.add(key); chart.draw(); } },
-      el("i", { style: `background:${s.colour}` }), several ? `${s.run.name} ` : "", names.length > 1 || !several ? `${shortName(s.name)} ` : "", chart.values[number])));
+      el("i", { style: `background:${s.colour}` }), several ? `${s.run.name} ` : "", names.length > 1 || !several ? `${labelOf(s.name, names)} ` : "", chart.values[number])));
   };
   chart.move = () => {
     const at = state.cursor, there = at !== null && at >= chart.x0 && at <= chart.x1;
@@ -120,6 +120,8 @@ function lineCard(spec) {
 }
 
 const shortName = (name) => name.replace(/^(policy|reward|generate|timing|trainer|async|memory|loss)\//, "").replace("loss_metrics/", "").replace("rollout_train_logprobs_abs_diff", "gap");
+/** The name of a curve among those of a chart: the whole name where two short ones are the same. */
+const labelOf = (name, names) => names.filter((each) => shortName(each) === shortName(name)).length > 1 ? name : shortName(name);
 
 /** Pointer and keys of a chart: a cursor for all charts, a zoom by dragging. */
 function listen(chart, zooms) {
