@@ -150,10 +150,10 @@ class HfFolder:
         for file in sorted(set(weight_map.values())):
             pure = PurePosixPath(file)
             if pure.is_absolute() or ".." in pure.parts or "\\" in file:
-                raise BridgeError(f"{index} names {file!r}, which is outside the folder; fetch the file again")
-            if not (self.path / file).exists():
+                raise BridgeError(f"{index} names {file!r:.200}, which is outside the folder; fetch the file again")
+            if not os.path.exists(self.path / file):  # False too for what no file system takes as a name
                 tensor = next(name for name, value in weight_map.items() if value == file)
-                raise BridgeError(f"{index} names {file} (for {tensor}), which is missing; fetch that file")
+                raise BridgeError(f"{index} names {file:.200} (for {tensor:.200}), which is missing; fetch that file")
             refuse_outside(self.path / file, self.path)
             headers[file] = read_header(self.path, file)
         for file, infos in headers.items():

@@ -303,7 +303,7 @@ def _has_no_rows(path: Path) -> bool:
 
     try:
         return bool(parquet.read_metadata(path).num_rows == 0)
-    except (ArrowException, OSError):
+    except (ArrowException, OSError, ValueError):  # a name of a column that is not UTF-8 is none of Arrow's
         return False
 
 

@@ -12,6 +12,7 @@ from skyrl_megatron.errors import ModelLoadError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_TRIAL = "What is 1 + 1?\n\té 汉"
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 
@@ -42,13 +43,14 @@ def load_tokenizer(
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(path) if path.is_dir() else str(folder), trust_remote_code=trust_remote_code
         )
+        tokenizer.padding_side = padding_side
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        tokenizer.decode(tokenizer.encode(_TRIAL, add_special_tokens=False))  # much is first looked at when it is used
     except Exception as error:  # whatever tokenizers, sentencepiece and JSON raise for files that are damaged
         raise ModelLoadError(
             f"{folder}: the tokenizer cannot be loaded: {_first_line(error)}; fetch it again"
         ) from error
-    tokenizer.padding_side = padding_side
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 

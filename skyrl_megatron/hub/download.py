@@ -7,12 +7,14 @@ wait for it. What was fetched before an interruption stays, and a later call fet
 from __future__ import annotations
 
 import contextlib
-import json
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
+from bridges.errors import BridgeError
+from bridges.json_file import read_json
 from skyrl_megatron.errors import HubError
 from skyrl_megatron.hub import child
 from skyrl_megatron.hub.explain import cache, explain, offline
@@ -124,11 +126,10 @@ def lacking(folder: Path, repo: Repo, files: Sequence[str]) -> str | None:
         return None
     if not any(folder.glob("*.safetensors")):
         return "has no safetensors files: convert its weights first"
-    if (folder / _INDEX).is_file():
-        with contextlib.suppress(ValueError, AttributeError):
-            named = set(json.loads((folder / _INDEX).read_text()).get("weight_map", {}).values())
-            missing = sorted(name for name in named if not (folder / name).is_file())
-            return f"lacks {missing[0]}, which its index names" if missing else None
+    with contextlib.suppress(BridgeError, AttributeError):  # a damaged index is reported by who reads weights by it
+        named = read_json(folder / _INDEX).get("weight_map", {}).values() if (folder / _INDEX).is_file() else ()
+        missing = sorted({name for name in named if isinstance(name, str) and not os.path.isfile(folder / name)})
+        return f"lacks {missing[0]:.200}, which its index names" if missing else None
     return None
 
 

@@ -21,21 +21,29 @@ few = settings(
 """The same examples in every run; with ``FUZZ_EXAMPLES=2000`` as many others."""
 
 
-def mutated(test):
-    """Run a test with 50 mutations, which it draws from ``data``, and in the full matrix with 2,000 others."""
+def times(plain, matrix, *, same=False):
+    """Run a test with ``plain`` mutations, which it draws from ``data``, and in the full matrix ``matrix`` others.
 
-    @pytest.mark.parametrize("mutations", [50, pytest.param(2000, marks=pytest.mark.full_matrix)])
-    def run(mutations, **fixtures):
-        wanted = EXAMPLES or mutations
-        chosen = settings(few, max_examples=wanted, derandomize=wanted == 50, database=None)
-        chosen(given(data=st.data())(lambda data: test(data=data, **fixtures)))()
+    ``same``: those of the matrix, too, are the same in every run.
+    """
 
-    own = inspect.signature(test).parameters.values()
-    named = [each for each in own if each.name != "data"]
-    run.__name__, run.__doc__, run.__module__ = test.__name__, test.__doc__, test.__module__
-    run.__signature__ = inspect.Signature([*named, inspect.Parameter("mutations", inspect.Parameter.KEYWORD_ONLY)])
-    return run
+    def decorate(test):
+        @pytest.mark.parametrize("mutations", [plain, pytest.param(matrix, marks=pytest.mark.full_matrix)])
+        def run(mutations, **fixtures):
+            wanted, fixed = EXAMPLES or mutations, not EXAMPLES and (same or mutations == plain)
+            chosen = settings(few, max_examples=wanted, derandomize=fixed, database=None)
+            chosen(given(data=st.data())(lambda data: test(data=data, **fixtures)))()
 
+        own = inspect.signature(test).parameters.values()
+        named = [each for each in own if each.name != "data"]
+        run.__name__, run.__doc__, run.__module__ = test.__name__, test.__doc__, test.__module__
+        run.__signature__ = inspect.Signature([*named, inspect.Parameter("mutations", inspect.Parameter.KEYWORD_ONLY)])
+        return run
+
+    return decorate
+
+
+mutated = times(50, 2000)
 
 DEEP = b"[" * 100_000
 """JSON that is deeper than parsers' stacks."""

@@ -329,20 +329,6 @@ def test_weights_of_a_model_folder(model, tmp_path, data):
             assert type(info.start) is type(info.end) is int and 8 <= info.start <= info.end <= len(content)
 
 
-@mutated
-def test_config_of_a_model_folder(model, data):
-    from bridges.errors import BridgeError
-    from bridges.json_file import parse_json
-    from bridges.plan import Plan
-
-    right = json.loads((model / "config.json").read_text())
-    content = data.draw(st.one_of(fuzz.bodies(right), fuzz.changed(right).map(fuzz.as_json)))
-    try:
-        Plan.of(parse_json(content, "config.json"))
-    except BridgeError as error:
-        assert str(error)
-
-
 @pytest.mark.parametrize("key, count", [("num_hidden_layers", 10**9), ("num_experts", 10**40)])
 def test_a_model_of_a_billion_layers(model, key, count):
     """Names of its weights would fill the memory."""
@@ -391,37 +377,7 @@ def test_an_adapter_folder(model, adapter, tmp_path, data):
         assert str(tmp_path) in str(error), error
 
 
-# ------------------------------------------------------------------ data and settings
-ROWS = [
-    {"prompt": [{"role": "user", "content": "1+1"}], "env_class": "gsm8k", "reward_spec": {"ground_truth": "2"}}
-] * 3
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model):
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(model)
-
-
-@pytest.mark.full_matrix
-@mutated
-def test_a_data_set(tokenizer, tmp_path, data):
-    """Of JSON lines. Parquet with damaged pages is beyond Python: its reader in C++ can end the process."""
-    from skyrl_megatron.data.prompts import PromptDataset
-    from skyrl_megatron.errors import DataError
-
-    path = tmp_path / f"{data.draw(st.integers(0, 10**9))}.jsonl"
-    rows = data.draw(fuzz.changed(ROWS))
-    lines = b"\n".join(map(fuzz.as_json, rows if isinstance(rows, list) else [rows]))
-    path.write_bytes(data.draw(st.one_of(st.just(lines), fuzz.flipped(lines))))
-    try:
-        prompts = PromptDataset(str(path), tokenizer, 64)
-        assert len([prompts[number] for number in range(len(prompts))]) == len(prompts)
-    except DataError as error:
-        assert path.name in str(error)
-
-
+# ------------------------------------------------------------------ settings
 @mutated
 def test_settings(data):
     """Of a command line and of a mapping: every mistake is a ConfigError, and a value stays a value."""

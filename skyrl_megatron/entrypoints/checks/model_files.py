@@ -60,7 +60,7 @@ def model_files(run: PlannedRun) -> Iterator[Problem | NotChecked]:
         if model is not None and role == "policy":
             yield from _adapters(run, model, whole)
         if model is not None and role == "policy" and _runs_on_cpu(run):
-            yield from _cpu_engine(key, path, model.config)
+            yield from _cpu_engine(key, path, model.plan.family.config(model.config).to_dict())
 
 
 def _read(run: PlannedRun, role: str, folder: Path) -> tuple[HfModel | None, str | None]:

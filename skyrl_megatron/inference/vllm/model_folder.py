@@ -28,9 +28,25 @@ def cpu_kv_cache_bytes(folder: Path, dtype: str, max_model_len: int, max_num_seq
     """
     import psutil
 
-    a_sequence = kv_bytes_per_token(hf_config(folder), dtype) * (-(-max_model_len // 128) + 1) * 128
+    a_sequence = _kv_bytes_per_token(folder, dtype) * (-(-max_model_len // 128) + 1) * 128
     wanted: int = min(a_sequence * max_num_seqs, psutil.virtual_memory().available // 4)
     return -(-max(wanted, 2 * a_sequence) // (1 << 20)) << 20
+
+
+def _kv_bytes_per_token(folder: Path, dtype: str) -> int:
+    """Return the bytes of a token; a file that leaves out a size has transformers' default of its family."""
+    hf = hf_config(folder)
+    try:
+        return kv_bytes_per_token(hf, dtype)
+    except KeyError:
+        from bridges.hf_config import read_config  # loads transformers, which a file with all sizes need not wait for
+
+    try:
+        return kv_bytes_per_token(read_config(hf, str(hf.get("model_type"))).to_dict(), dtype)
+    except (BridgeError, KeyError, TypeError) as error:
+        raise EngineError(
+            f"{folder}: config.json does not say how large its attention is ({error}); fetch the file again"
+        ) from error
 
 
 def cpu_weight_bytes(folder: Path, dtype: str) -> int:
