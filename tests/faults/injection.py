@@ -146,20 +146,19 @@ def _starting(trainer, who: str) -> list[psutil.Process]:
         return _there(trainer, who)
     end = time.monotonic() + FOUND_S
     while time.monotonic() < end:
-        for actor in psutil.Process().children(recursive=True):
-            if actor.name().startswith("ray::EngineActor"):
-                found = _forked_for(actor)  # the core, then its workers
-                if found := found[:1] if who == "engine core" else found[1:]:
-                    return found[-1:]
+        for process in psutil.Process().children(recursive=True):
+            found = _forked_for(process)  # the core, then its workers
+            if found := found[:1] if who == "engine core" else found[1:]:
+                return found[-1:]
         time.sleep(0.05)
     raise AssertionError(f"nobody here is {who}")
 
 
-def _forked_for(actor: psutil.Process) -> list[psutil.Process]:
-    """List what the actor's fork server has forked, in order: processes with the server's command line, which those
-    that anybody starts for a moment have not."""
+def _forked_for(process: psutil.Process) -> list[psutil.Process]:
+    """List what the fork server of an engine's actor has forked, in order: processes with the server's command line,
+    which those that anybody starts for a moment have not; nothing for other processes, and for one that is gone."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        servers = actor.children()
+        servers = process.children() if process.name().startswith("ray::EngineActor") else []
         return [each for server in servers for each in server.children() if each.cmdline() == server.cmdline()]
     return []
 

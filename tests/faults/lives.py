@@ -46,9 +46,9 @@ class Life:
 
     @property
     def message(self) -> str:
-        """What it said on stderr, but for warnings."""
+        """What it said on stderr, but for warnings, and what a busy machine lets it say of what it waits for."""
         lines = self.run.err.splitlines()
-        return "\n".join(line for line in lines if not line.startswith("warning: "))
+        return "\n".join(line for line in lines if not line.startswith(("warning: ", "… ")))
 
 
 class Lives:
