@@ -2,12 +2,12 @@
 
     python benchmarks/weight_sync.py [--rounds 5] [--bucket-mib 16]
 
-A Megatron rank sends, one vLLM engine receives, on this machine. In one run, medians of the rounds: a sync
-(pause, transfer with checksums, finish, resume), with buckets for every worker and by routes; vLLM loading the same
-tensors from its own memory (start, load, finish: nothing travels), experts one by one as on disk and as one tensor a
-layer; packing for vLLM's kernels alone; a raw broadcast of the same bytes; the checksums of a side; what sender and
-receiver hold beyond their models; the fixed cost, from a model of 2 MB; and what a tensor costs the sender, from many
-small ones.
+A Megatron rank sends, one vLLM engine receives, on this machine. In one run, medians of the rounds: a sync (pause,
+transfer with checksums, finish, resume), with buckets for every worker, by routes over TCP, and by routes through
+shared memory, as where trainer and engines share devices; vLLM loading the same tensors from its own memory (start,
+load, finish: nothing travels), experts one by one as on disk and as one tensor a layer; packing for vLLM's kernels
+alone; a raw broadcast of the same bytes; the checksums of a side; what sender and receiver hold beyond their models;
+the fixed cost, from a model of 2 MB; and what a tensor costs the sender, from many small ones.
 """
 
 from __future__ import annotations
@@ -39,6 +39,19 @@ LARGE = dict(
     num_attention_heads=16,
     num_key_value_heads=4,
     head_dim=64,
+)
+
+
+TIMED = (
+    ("sync", "sync, checksums included"),
+    ("transfer", "  of which transfer and finish"),
+    ("routes", "sync by routes"),
+    ("routes transfer", "  of which transfer and finish"),
+    ("shared", "sync by shared memory"),
+    ("shared transfer", "  of which transfer and finish"),
+    ("packing", "packing alone"),
+    ("load only", "load only, nothing travels"),
+    ("load only, one by one", "  expert by expert, as on disk"),
 )
 
 
@@ -78,6 +91,8 @@ def trainer(pipe: Any, bucket_bytes: int) -> None:
             answer = address = sender.listen("127.0.0.1")
         elif method == "connect":
             sender.connect(*address, *arguments)
+        elif method == "transport":
+            sender.transport_name = arguments[0]
         elif method == "holdings":
             answer = sender.holdings()
         elif method == "route":
@@ -226,6 +241,13 @@ async def measure(folder: Path, rank: Rank, rounds: int, bucket_bytes: int) -> d
         found["packing"].append((await engine.collective_rpc("bench_pack"))[0])
     found["routes bytes"], found["routes memory"] = [sent.nbytes], [rank.ask("memory") - before]
     found["routes connect"] = [first_sync.seconds["connect"]]
+    rank.ask("transport", "ipc")
+    by_memory = WeightSynchronizer(pool, ranks, routes=True, transport="ipc", **options)
+    await by_memory.sync("shared")
+    for number in range(rounds):
+        sent = await by_memory.sync(f"shared {number}")
+        found["shared"].append(sent.total_seconds)
+        found["shared transfer"].append(sent.seconds["transfer"] + sent.seconds["finish"])
     await pool.shutdown()
     return {name: statistics.median(values) for name, values in found.items()} | {
         "bytes": report.nbytes,
@@ -269,19 +291,10 @@ def main() -> None:
         fixed = asyncio.run(measure(small, rank, args.rounds, bucket_bytes))
     pipe.send(None)
     process.join(10)
-    measured = ("sync", "transfer", "load only", "load only, one by one", "routes", "routes transfer", "packing")
-    seconds = {name: found[name] for name in measured}
+    seconds = {name: found[name] for name, _ in TIMED}
     rate = {name: nbytes / value / 1e6 for name, value in seconds.items()}
     print(f"{nbytes / 1e6:.0f} MB in buckets of {bucket_bytes >> 20} MiB")
-    for name, text in (
-        ("sync", "sync, checksums included"),
-        ("transfer", "  of which transfer and finish"),
-        ("routes", "sync by routes"),
-        ("routes transfer", "  of which transfer and finish"),
-        ("packing", "packing alone"),
-        ("load only", "load only, nothing travels"),
-        ("load only, one by one", "  expert by expert, as on disk"),
-    ):
+    for name, text in TIMED:
         print(f"{text:33s} {seconds[name] * 1e3:7.0f} ms   {rate[name]:6.0f} MB/s")
     print(f"raw broadcast                     {raw * 1e3:7.0f} ms   {nbytes / raw / 1e6:6.0f} MB/s")
     for name, text in (("load only", "load only"), ("load only, one by one", "expert by expert")):
@@ -290,6 +303,7 @@ def main() -> None:
     print(f"by routes against raw or packing  {found['routes'] / floor:7.2f} × (wanted: at most 1.3)")
     print(f"by routes against load only       {found['routes'] / found['load only']:7.2f} × (wanted: below 1)")
     paper = on_paper(nbytes, nbytes, nbytes / raw, found["packing"], fixed["routes"] - fixed["packing"], bucket_bytes)
+    print(f"by shared memory against load only{found['shared'] / found['load only']:6.2f} × (wanted: at most 1)")
     print(f"by routes against the paper model {found['routes'] / paper:7.2f} × ({paper * 1e3:.0f} ms)")
     print(f"  bytes received                  {found['routes bytes'] / nbytes:7.4f} × (wanted: at most 1.05)")
     print(f"  first connect, routes recorded  {found['routes connect'] * 1e3:7.0f} ms")
@@ -307,6 +321,8 @@ def main() -> None:
     print(f"sender's cost per tensor          {per_tensor * 1e6:7.2f} µs (wanted: 2); planned in {plan * 1e6:.0f} µs")
     cost = fixed["routes"] - fixed["packing"]
     print(f"fixed cost by routes beyond packing {cost * 1e3:5.0f} ms (wanted: at most 20)")
+    cost = fixed["shared"] - fixed["packing"]
+    print(f"fixed cost by shared memory beyond packing {cost * 1e3:5.0f} ms (wanted: at most 20)")
     cost = fixed["sync"] - fixed["load only"]
     print(f"fixed cost beyond start/finish    {cost * 1e3:7.0f} ms (wanted: < 50 ms)")
     phases = {name.removeprefix("phase "): value for name, value in fixed.items() if name.startswith("phase ")}

@@ -75,6 +75,25 @@ RUNS = {  # trainer GPUs, engines, tensor parallelism, expert parallelism of an 
 }
 
 
+COLOCATED = {  # GPUs, nodes, tensor parallelism, pipeline stages of an engine, replicas of a rank's experts, wanted
+    "30B  (Qwen3-30B-A3B)": (16, 2, 2, 1, 2, 0.5),
+    "235B (Qwen3-235B-A22B)": (64, 8, 16, 1, 1, 2.7),
+    "671B (DeepSeek-V3)": (128, 16, 16, 4, 1, 7.7),
+    "1T   (Kimi K2)": (256, 32, 16, 8, 1, 6.0),
+}
+"""As the recipes have it: trainer and engines on the same GPUs, ranks exchange what is for the engines on theirs."""
+COPIES = 4
+"""Of each byte within a GPU's memory: into a bucket, into the neighbour's, read by the worker, to its place."""
+
+
+def exchange(received: float, nodes: int, replicas: int, rate: float, bucket_bytes: int) -> tuple[float, float, float]:
+    """Return the seconds of the network, of copies, and of what depends on no size, of a sync in which ranks exchange
+    weights. A rank sends as much as it receives, both at once; what replicas within the node hold crosses NVLink."""
+    away = received * max(1 - replicas / nodes, 0) if replicas > 1 else received * (1 - 1 / nodes)
+    rounds = away / (bucket_bytes / 2)
+    return away / rate, COPIES * received / 1e12, 0.02 + rounds * 0.2e-3 + 2 * bucket_bytes / rate
+
+
 def main() -> None:
     from smoke import parse
 
@@ -100,6 +119,13 @@ def main() -> None:
             f"{name:24s}{shape.of_worker(1, 1) / 1e9:9.0f} B {ranks:8d} {workers:8d} {received / 1e9:6.1f} GB "
             f"{sent / 1e9:5.1f} GB {routed:8.2f} s {for_all:8.2f} s"
         )
+    print("\ncolocated, as the recipes have it: ranks exchange, then shared memory")
+    print(f"{'':24s}  GPUs   nodes   received   network   copies    fixed      all   wanted")
+    for name, (gpus, nodes, tensor, stages, replicas, wanted) in COLOCATED.items():
+        received = MODELS[name].of_worker(tensor, tensor) * BF16 / stages
+        parts = exchange(received, nodes, replicas, rate, bucket_bytes)
+        terms = "".join(f"{part:7.2f} s" for part in parts)
+        print(f"{name:24s}{gpus:6d} {nodes:7d} {received / 1e9:7.1f} GB {terms} {sum(parts):6.2f} s  {wanted:g} s")
 
 
 if __name__ == "__main__":

@@ -14,22 +14,21 @@ from skyrl_megatron.errors import Problem, SkyRLMegatronWarning
 __all__ = ["derive", "fit_to_hardware"]
 
 _ON_CPU: dict[str, tuple[object, str | None]] = {
-    # key → (value on CPU, why its default is impossible there; None: possible when asked for)
+    # What a CPU cannot do, or does at no cost; all other defaults are the same on every device.
+    # key → (value on CPU, why the usual default is impossible there; None: possible when asked for)
     "generator.inference_engine.weight_sync_backend": (device.GLOO, "needs GPUs"),
     "generator.inference_engine.model_dtype": ("float32", None),
     "trainer.bf16": (False, None),
     "trainer.flash_attn": (False, "needs GPUs"),
-    "trainer.placement.colocate_all": (False, "there is no GPU memory to take turns with"),
-    "trainer.placement.colocate_policy_ref": (False, "there is no GPU memory to take turns with"),
+    "trainer.deterministic": (True, None),
 }
 
 
 def fit_to_hardware(cfg: SkyRLTrainConfig, hardware: Hardware) -> list[Problem]:
     """Give fields that depend on the machine their value, and name settings that are impossible on it.
 
-    Touches no value that somebody set, and may run again after a change. Without GPUs: gloo instead of nccl, separate
-    placement, fp32. ``trainer.strategy=fsdp2`` becomes ``megatron`` with data parallelism alone, with one
-    SkyRLMegatronWarning.
+    Touches no value that somebody set, and may run again after a change. Without GPUs: gloo instead of nccl, and fp32.
+    ``trainer.strategy=fsdp2`` becomes ``megatron`` with data parallelism alone, with one SkyRLMegatronWarning.
     """
     problems = _replace_fsdp(cfg)
     if hardware.is_cpu and cfg.trainer.bf16 and cfg.trainer.is_set("bf16"):
@@ -40,9 +39,6 @@ def fit_to_hardware(cfg: SkyRLTrainConfig, hardware: Hardware) -> list[Problem]:
             SkyRLMegatronWarning,
             stacklevel=3,
         )
-    fill(cfg, "trainer.deterministic", hardware.is_cpu)
-    fill(cfg, "generator.inference_engine.weight_sync_probe_interval", 1 if hardware.is_cpu else 20)
-    fill(cfg, "generator.inference_engine.weight_sync_routes", hardware.is_cpu)
     for key, (on_cpu, impossible) in _ON_CPU.items():
         section, name = owner_of(cfg, key)
         value = on_cpu if hardware.is_cpu else default_of(type(section), name)

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from skyrl_megatron import device
 from skyrl_megatron.config.derive import derive
 from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron.config.hf_model import read_hf_config
@@ -15,7 +14,7 @@ from skyrl_megatron.config.rules.adapters import adapter_problems
 from skyrl_megatron.config.rules.fully_async import fully_async_problems
 from skyrl_megatron.config.rules.idle import idle_settings
 from skyrl_megatron.config.rules.placement import placement_problems
-from skyrl_megatron.config.rules.role_layout import active_roles, weight_transport
+from skyrl_megatron.config.rules.role_layout import active_roles
 from skyrl_megatron.config.rules.rollout import rollout_problems
 from skyrl_megatron.config.rules.training import training_problems
 from skyrl_megatron.config.run_folder import trackers
@@ -88,15 +87,6 @@ def _doubts(cfg: SkyRLTrainConfig) -> Iterator[str]:
     asked = [cfg.trainer.logger] if isinstance(cfg.trainer.logger, str) else cfg.trainer.logger
     if "wandb" in asked and "wandb" not in trackers(cfg):
         yield "trainer.logger=wandb: WANDB_API_KEY is not set; the run logs to files, TensorBoard and console only"
-    placement = cfg.trainer.placement
-    if placement.colocate_all and weight_transport(cfg) == device.GLOO:
-        why = f"policy_num_nodes={placement.policy_num_nodes}"
-        if placement.policy_num_nodes == 1:
-            why = f"data_parallel_size={generator.inference_engine.data_parallel_size}"
-        yield (
-            f"trainer.placement.colocate_all=true with {why}: weights travel to the engines through host memory and "
-            "TCP (gloo), which takes minutes a step for a large model; colocate_all=false sends them over NCCL"
-        )
     many_turns = generator.max_turns > 1 and generator.use_conversation_multi_turn
     if sampling.stop and many_turns and not generator.append_eos_token_after_stop_str_in_multi_turn:
         yield (

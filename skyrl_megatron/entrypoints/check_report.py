@@ -15,7 +15,14 @@ from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron.config.hf_model import kv_bytes_per_token
 from skyrl_megatron.config.rules.layout import ParallelConfig, stage_layers
 from skyrl_megatron.config.rules.placement import gpus_asked
-from skyrl_megatron.config.rules.role_layout import active_roles, engine_ranks, is_frozen, rank_position, role_layout
+from skyrl_megatron.config.rules.role_layout import (
+    active_roles,
+    engine_ranks,
+    is_frozen,
+    rank_position,
+    role_layout,
+    weight_path,
+)
 from skyrl_megatron.config.rules.training import longest_sequence
 from skyrl_megatron.entrypoints.memory.budget import Budget, parameter_tables
 from skyrl_megatron.entrypoints.memory.parameters import ParameterTable
@@ -129,6 +136,9 @@ def _engines(cfg: SkyRLTrainConfig, plan: Plan | None) -> Iterator[str]:
             f"KV cache: {gigabytes(token)} per token and rank; {gigabytes(token * longest)} for a sequence of "
             f"{longest} tokens, {gigabytes(full)} for max_num_seqs={engine.max_num_seqs} of them"
         )
+    # a plugin's engine records no routes; whether vLLM's can be recorded for the model shows at the first sync
+    routed = engine.weight_sync_routes and engine.backend == "vllm"
+    yield f"weights travel: {weight_path(cfg, routed=routed)}"
     yield ""
 
 

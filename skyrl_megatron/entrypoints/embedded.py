@@ -1,9 +1,9 @@
 """The embedded default: ``python -m skyrl_megatron.entrypoints.embedded [--check] [key=value …]``
 
 A small seeded Qwen3-MoE learns two-digit sums with GRPO on two CPU cores, with everything that a large run has: two
-Megatron ranks, a vLLM engine, weight sync, checkpoints, evaluation on held-out operand pairs, an export. On a machine
-with GPUs, or a cluster (``RAY_ADDRESS``), ranks and engines share one or two of them, or as many as
-``trainer.placement.policy_num_gpus_per_node`` says. Keys are
+Megatron ranks, two vLLM engines that take turns with them, weight sync, checkpoints, evaluation on held-out operand
+pairs, an export. On a machine with GPUs, or a cluster (``RAY_ADDRESS``), ranks and engines share one or two of them,
+or as many as ``trainer.placement.policy_num_gpus_per_node`` says; on CPU a rank and an engine share a core. Keys are
 those of every run, on top of ``launch/recipes/embedded.yaml``; files are kept in ``$SKYRL_MEGATRON_HOME`` (default
 ``~/.cache/skyrl_megatron``), so that the same command again continues where the last one ended. With a model of your
 own (``trainer.policy.model.path=…``) it is the same run of that model, in other folders and without the warm-up.
@@ -86,7 +86,7 @@ def arguments(args: Sequence[str], hardware: Hardware) -> list[str]:
         "trainer.log_path": f"{runs}/logs",
     }
     if not hardware.is_cpu:
-        defaults |= _on_gpus(given, hardware)
+        defaults |= _devices(given, hardware, apart=variant == ASYNC)
     path = model
     if not model:
         warm = folder / WARM_MODEL
@@ -95,16 +95,8 @@ def arguments(args: Sequence[str], hardware: Hardware) -> list[str]:
         defaults["trainer.policy.model.path"] = path
     if variant == CRITIC:
         defaults["trainer.critic.model.path"] = path
-        if hardware.is_cpu:
-            defaults |= {"trainer.placement.critic_num_gpus_per_node": 1} | {
-                "trainer.critic.megatron_config.expert_model_parallel_size": 1
-            }
     if variant == TEACHER and not names_key(given, "trainer.teacher.models"):
         defaults["trainer.teacher.model.path"] = taught
-    if variant == TEACHER and hardware.is_cpu:
-        defaults |= {"trainer.placement.teacher_num_gpus_per_node": 1} | {
-            "trainer.teacher.megatron_config.expert_model_parallel_size": 1
-        }
     added = [f"{key}={value}" for key, value in defaults.items() if not names_key(given, key)]
     files = ["embedded", *{ADAPTERS: ["embedded-lora"], ASYNC: ["embedded-async"]}.get(variant, [])]
     return [*(f"--config={config_dir}/{name}.yaml" for name in files), *added, *args]
@@ -118,14 +110,16 @@ def _seed_folder(given: Sequence[Assignment]) -> tuple[int, Path]:
     return number, home / "embedded" / f"seed_{number}"
 
 
-def _on_gpus(given: Sequence[Assignment], hardware: Hardware) -> dict[str, object]:
-    """Return how many GPUs the run takes, and who uses them."""
+def _devices(given: Sequence[Assignment], hardware: Hardware, *, apart: bool) -> dict[str, object]:
+    """Return how many GPUs the run takes, and who uses them. ``apart``: the engine samples beside the ranks, on a GPU
+    of its own."""
     asked = next((item.text or "" for item in reversed(given) if item.key == GPUS), "")
-    gpus = int(asked) if asked.isdigit() and int(asked) else min(2, hardware.gpus_per_node)
+    ranks = int(asked) if asked.isdigit() and int(asked) else max(min(2, hardware.gpus_per_node - apart), 1)
     return {
-        GPUS: gpus,
-        "trainer.policy.megatron_config.expert_model_parallel_size": 1 if gpus % 2 else 2,
-        "generator.inference_engine.num_engines": gpus,
+        GPUS: ranks,
+        "trainer.policy.megatron_config.expert_model_parallel_size": 1 if ranks % 2 else 2,
+        "trainer.placement.colocate_all": not apart,
+        "generator.inference_engine.num_engines": 1 if apart else ranks,
     }
 
 

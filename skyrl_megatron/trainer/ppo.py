@@ -32,6 +32,7 @@ from skyrl_megatron.config.rules.role_layout import (
     needs_reference,
     policy_is_reference,
     shares_policy_gpus,
+    weight_path,
 )
 from skyrl_megatron.config.run_folder import run_folder
 from skyrl_megatron.config.teachers import role_configs
@@ -371,7 +372,9 @@ class RayPPOTrainer:
     def give_first_weights(self) -> None:
         """Bring the weights that the run begins with into the engines, and say so."""
         self.sync_weights()
-        self.start_up.done(f"weights: version {self.global_step} in every engine")
+        assert self.weights is not None
+        path = weight_path(self.cfg, routed=self.weights.plan is not None)
+        self.start_up.done(f"weights: version {self.global_step} in every engine, {path}")
 
     def before_training(self) -> None:
         """Evaluate the policy as it is, when ``eval_before_train`` and nothing was trained yet."""

@@ -55,8 +55,8 @@ class AdapterSource:
         ranks = [0 if shard.group is None else self._groups(factor)[0].rank() for factor, shard in found]
         return [shard for _, shard in found], ranks
 
-    def travels(self, meta: TensorMeta) -> bool:
-        return meta.adapter in self.chosen
+    def travels(self, adapter: str) -> bool:
+        return adapter in self.chosen
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -99,7 +99,7 @@ class MegatronWeightSource:
         name = "gate_up_proj" if len(pieces) == 2 else "down_proj"
         yield f"{layer}.{name}", shape, (entry.expert, entry.expert + 1), tuple(joined)
 
-    def travels(self, meta: TensorMeta) -> bool:
+    def travels(self, adapter: str) -> bool:
         return True
 
     def refresh(self) -> None:

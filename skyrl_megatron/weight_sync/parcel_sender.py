@@ -57,13 +57,17 @@ class ParcelSender:
                 packing.add(run.piece(buffer, shards[run.copy[4]].local.dtype), part)
             self._contents.append((buffer, packing))
 
-    def send(self, transport: Transport, travels: Callable[[TensorMeta], bool]) -> list[list[int]]:
-        """Send the buckets of tensors that ``travels`` says; return (worker, checksum) of each, in order. Raises
-        RuntimeError (torch) when a worker is gone."""
+    def send(self, transport: Transport | None, travels: Callable[[str], bool]) -> list[list[int]]:
+        """Send the buckets of adapters that ``travels`` says; return (worker, checksum) of each, in order. Raises
+        RuntimeError (torch) when a worker is gone, WeightSyncError without a ``transport`` where there is a bucket."""
+        if not self._contents:
+            return []
+        if transport is None:
+            raise WeightSyncError("send: no engine is connected: connect() comes first")
         travelling: list[tuple[Tensor, Callable[[], None]]] = []
         sums: list[Tensor] = []
         workers = [worker for worker, *_ in self.parcels.buckets.tolist()]
-        chosen = [number for number, meta in enumerate(self._firsts) if travels(meta)]
+        chosen = [number for number, meta in enumerate(self._firsts) if travels(meta.adapter)]
         for number in chosen:
             content, copies = self._contents[number]
             while len(travelling) >= AHEAD or (

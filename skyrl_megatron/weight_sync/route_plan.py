@@ -47,10 +47,36 @@ class RoutePlan:
     workers: Sequence[Parcels]
 
 
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Which rank is on the device of each worker, and how many ranks a node has."""
+
+    ranks: Sequence[int]
+    per_node: int
+
+    def nearest(self, tiles: Tiles, worker: int) -> tuple[Table, Table, Table]:
+        """Return for each kind of tile how many of its holders are nearest to a worker, where their places among the
+        holders begin in the last table, and that: the rank on its device, else those of its node, else all."""
+        own = self.ranks[worker]
+        _, examples = np.unique(tiles.kind, return_index=True)
+        found = []
+        for first, copies in zip(tiles.first[examples].tolist(), tiles.copies[examples].tolist(), strict=True):
+            rank = tiles.held[first : first + copies, 8]
+            far = np.where(rank == own, 0, np.where(rank // self.per_node == own // self.per_node, 1, 2))
+            found.append(np.flatnonzero(far == far.min()))
+        count = np.array([len(each) for each in found], np.int64)
+        return count, np.cumsum(count) - count, np.concatenate(found) if found else count
+
+
 def join(
-    tensors: Sequence[TensorMeta], holdings: Sequence[Holdings], routes: Sequence[Route], bucket_bytes: int
+    tensors: Sequence[TensorMeta],
+    holdings: Sequence[Holdings],
+    routes: Sequence[Route],
+    bucket_bytes: int,
+    beside: Beside | None = None,
 ) -> RoutePlan:
-    """Join what ranks hold with what workers need of ``tensors``, which routes number them by.
+    """Join what ranks hold with what workers need of ``tensors``, which routes number them by. ``beside``: a worker
+    gets what several ranks hold from the nearest.
 
     Raises Unroutable where ranks do not hold all of a tensor, or hold parts that overlap.
     """
@@ -78,7 +104,7 @@ def join(
         distinct = list(itertools.chain.from_iterable(alike.values()))
         pieces = pool.map(pieces_of, [route for route, _ in distinct])
         of = {worker: each for each, (_, own) in zip(pieces, distinct, strict=True) for worker in own}
-        found = list(pool.map(lambda worker: of.pop(worker).of_worker(worker), range(len(routes))))
+        found = list(pool.map(lambda worker: of.pop(worker).of_worker(worker, beside), range(len(routes))))
         begins = range(len(holdings) + 1)
         outgoing = [(own.buckets, copies, np.searchsorted(ranks, begins)) for own, copies, ranks in found]
         of_ranks = pool.map(lambda rank: _of_rank(rank, outgoing), range(len(holdings)))
@@ -149,10 +175,14 @@ class _Pieces:
         cut[2] = np.minimum(most, cut[2] - nth * most)
         return cut
 
-    def of_worker(self, worker: int) -> tuple[Parcels, Table, Table]:
+    def of_worker(self, worker: int, beside: Beside | None) -> tuple[Parcels, Table, Table]:
         """Return what a worker receives, the copies of its buckets as their senders make them, rank after rank, and
         the rank of each."""
-        holder = self.first + (self.shares + worker) % self.holders
+        if beside is None:
+            holder = self.first + (self.shares + worker) % self.holders
+        else:
+            (count, begins, places), kind = beside.nearest(self.tiles, worker), self.tiles.kind[self.tile]
+            holder = self.first + places[begins[kind] + (self.shares + worker) % count[kind]]
         rank = self.tiles.held[holder, 8]
         order = np.argsort((2 * rank + self.direct).astype(np.uint16), kind="stable")  # sorted by radix
         copies, held = self.copies.take(order, axis=0), self.tiles.held.take(holder[order], axis=0)

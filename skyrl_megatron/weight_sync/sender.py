@@ -17,6 +17,7 @@ from skyrl_megatron import device
 from skyrl_megatron.errors import DistributedError, EngineGoneError, SkyRLMegatronError, WeightSyncError
 from skyrl_megatron.weight_sync import DEFAULT_BUCKET_BYTES
 from skyrl_megatron.weight_sync.bucket import TensorMeta, checksum
+from skyrl_megatron.weight_sync.exchange import Exchange, ExchangingSender
 from skyrl_megatron.weight_sync.parcel_sender import ParcelSender
 from skyrl_megatron.weight_sync.parcels import Parcels
 from skyrl_megatron.weight_sync.plan import ExportPlan
@@ -54,7 +55,7 @@ class WeightSender:
         self._transport: Transport | None = None
         self._plan: ExportPlan | None = None
         self._parcels: ParcelSender | None = None
-        self._route: tuple[Parcels, dict[int, int]] | None = None
+        self._route: tuple[Parcels, dict[int, int], Exchange | None] | None = None
         self._addresses: list[int] = []
 
     def metadata(self) -> Sequence[TensorMeta]:
@@ -68,24 +69,36 @@ class WeightSender:
         except Unroutable as error:
             return str(error)
 
-    def take_route(self, buckets: bytes, copies: bytes, ranks_of: dict[int, int]) -> None:
-        """Send these parcels (``Parcels.plain``) from now on. ``ranks_of``: worker → its rank in this rank's group."""
-        self._route, self._parcels = (Parcels.of_plain(buckets, copies), ranks_of), None
+    def take_route(
+        self, buckets: bytes, copies: bytes, ranks_of: dict[int, int], exchange: Exchange | None = None
+    ) -> None:
+        """Send these parcels (``Parcels.plain``) from now on. ``ranks_of``: worker → its rank in this rank's group.
+        ``exchange``: this rank's part, where ranks give one another what is for the workers on their GPUs."""
+        self._route, self._parcels = (Parcels.of_plain(buckets, copies), ranks_of, exchange), None
 
     def listen(self, host: str) -> tuple[str, int]:
         """Take a free port of ``host``; return the address for the receivers."""
         self._listener = listen(host)
         return host, int(self._listener.getsockname()[1])
 
-    def connect(self, host: str, port: int, receivers: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def connect(
+        self,
+        host: str,
+        port: int,
+        receivers: int,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        transport: str | None = None,
+    ) -> None:
         """Open this rank's group and wait for its receivers (worker ranks of all engines). Replaces an earlier one.
+        ``transport``: another than the sender's own.
 
         No later wait of this group lasts longer than ``timeout_s`` either. Raises EngineGoneError.
         """
         self.close()
         listener, self._listener = self._listener, None
         try:
-            self._transport = open_transport(self.transport_name, host, port, 0, receivers + 1, timeout_s, listener)
+            name = transport or self.transport_name
+            self._transport = open_transport(name, host, port, 0, receivers + 1, timeout_s, listener)
         except (RuntimeError, OSError) as error:
             raise EngineGoneError(
                 f"connect: not all of {receivers} engine workers reached {host}:{port} within {timeout_s:.0f} s: "
@@ -151,21 +164,20 @@ class WeightSender:
 
     def _send_parcels(self, transport: Transport | None) -> list[list[int]]:
         assert self._route is not None
-        parcels, ranks_of = self._route
+        parcels, ranks_of, exchange = self._route
         self.source.refresh()
-        if not len(parcels.buckets):
-            return []
-        if transport is None:
-            raise WeightSyncError("send: no engine is connected: connect() comes first")
         addresses = self.source.addresses()
         if self._parcels is None or self._addresses != addresses:
             self._parcels = None  # its buckets are freed before there are new ones
-            shards, in_place = self.source.held()[0], transport.sends_any_memory
-            self._parcels = ParcelSender(parcels, shards, ranks_of, device.device(), in_place=in_place)
+            shards, in_place = self.source.held()[0], transport is not None and transport.sends_any_memory
+            self._parcels = (
+                ParcelSender(parcels, shards, ranks_of, device.device(), in_place=in_place)
+                if exchange is None
+                else ExchangingSender(exchange, parcels, shards, ranks_of, device.device())
+            )
             self._addresses = addresses
-        with _raising(
-            EngineGoneError, "an engine worker is gone or silent", lambda: f"of {parcels.nbytes / 1e6:.1f} MB"
-        ):
+        gone = "an engine worker" if exchange is None else "a trainer rank, or the engine worker on its GPU,"
+        with _raising(EngineGoneError, f"{gone} is gone or silent", lambda: f"of {parcels.nbytes / 1e6:.1f} MB"):
             return self._parcels.send(transport, self.source.travels)
 
     def _current_plan(self) -> ExportPlan:

@@ -67,8 +67,8 @@ class WeightSource(Protocol):
         Raises Unroutable for tensors that are not sent as they are held.
         """
 
-    def travels(self, meta: TensorMeta) -> bool:
-        """Return whether a tensor of :meth:`held` is sent in the next pass."""
+    def travels(self, adapter: str) -> bool:
+        """Return whether the tensors of :meth:`held` that belong to an adapter are sent in the next pass."""
 
     def refresh(self) -> None:
         """Prepare for the next pass: what ``make`` reads may have changed. Every rank calls it before each pass."""

@@ -34,7 +34,13 @@ from skyrl_megatron.weight_sync.parcel_receiver import ParcelReceiver
 from skyrl_megatron.weight_sync.parcels import Parcels, check_parcels
 from skyrl_megatron.weight_sync.receiver import WeightReceiver
 from skyrl_megatron.weight_sync.routes import FilledTensor, Route, Unroutable
-from skyrl_megatron.weight_sync.transport import DEFAULT_TIMEOUT_S, default_transport, first_line, open_transport
+from skyrl_megatron.weight_sync.transport import (
+    DEFAULT_TIMEOUT_S,
+    Transport,
+    default_transport,
+    first_line,
+    open_transport,
+)
 from skyrl_megatron.weight_sync.turned import as_on_disk
 from skyrl_megatron.weight_sync.vllm_drafts import DraftedModel, drafted_model
 from skyrl_megatron.weight_sync.vllm_routes import record_route
@@ -116,10 +122,11 @@ class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         parcels, device = Parcels.of_plain(buckets, copies), torch.device(self.device)
         check_parcels(parcels, self.route)
         name = info.transport or default_transport()
-        transports = {
-            rank: open_transport(name, *info.senders[sender], own, size, info.timeout_s)
-            for rank, sender, own, size in groups
-        }
+        opened: dict[int, Transport] = {}  # one to each sender: that on the worker's GPU may send for others
+        for _, sender, own, size in groups:
+            if sender not in opened:
+                opened[sender] = open_transport(name, *info.senders[sender], own, size, info.timeout_s)
+        transports = {rank: opened[sender] for rank, sender, _, _ in groups}
         self.receiver = ParcelReceiver(parcels, transports, self.dtypes, info.bucket_bytes, device)
 
     def record(self, tensors: list[list[Any]]) -> tuple[list[FilledTensor], bytes] | str:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from skyrl_megatron.runtime.offload import Part
     from skyrl_megatron.spans import Span
     from skyrl_megatron.weight_sync.bucket import TensorMeta
+    from skyrl_megatron.weight_sync.exchange import Exchange
     from skyrl_megatron.weight_sync.routes import Holdings
     from skyrl_megatron.workers.dispatch import RankInfo
 
@@ -306,6 +307,7 @@ class RankProcess:
 
         alone = self.cfg.trainer.policy.model.lora.sync_mode == "memory"
         engine = self.engine
+        engine.onload("weights")  # they have left for an engine that starts on this GPU, and are looked into here
         quantised = engines_quantise(self.cfg, engine.model.hf.config)
         adapters = engine.every_adapter()
         self.source = weight_source(engine.model, adapters, engine.groups, adapters_alone=alone, quantised=quantised)
@@ -317,17 +319,20 @@ class RankProcess:
         self._address = self.sender.listen(ray.util.get_node_ip_address())
         return self._address
 
-    def connect_engines(self, receivers: int, timeout_s: float) -> None:
+    def connect_engines(self, receivers: int, timeout_s: float, transport: str | None = None) -> None:
         """Open the group at that address and wait for the engines' workers."""
-        self.sender.connect(*self._address, receivers, timeout_s)
+        self.sender.connect(*self._address, receivers, timeout_s, transport)
 
     def weight_holdings(self) -> Holdings | str:
         """List what this rank holds for the engines, or why it cannot travel by routes."""
+        self.engine.onload("weights")
         return self.sender.holdings()
 
-    def take_route(self, buckets: bytes, copies: bytes, ranks_of: dict[int, int]) -> None:
+    def take_route(
+        self, buckets: bytes, copies: bytes, ranks_of: dict[int, int], exchange: Exchange | None = None
+    ) -> None:
         """Send by this plan from now on."""
-        self.sender.take_route(buckets, copies, ranks_of)
+        self.sender.take_route(buckets, copies, ranks_of, exchange)
 
     @timed
     def send_weights(self, adapters: Sequence[str] | None = None) -> list[Any]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from skyrl_megatron.config.hf_model import engines_quantise, read_hf_config
-from skyrl_megatron.config.rules.role_layout import trains_draft, weight_transport
+from skyrl_megatron.config.rules.role_layout import ranks_exchange_weights, trains_draft, weight_transport
 from skyrl_megatron.errors import RankLostError
 from skyrl_megatron.weight_sync.adapter_tensors import configured_pairs
 from skyrl_megatron.weight_sync.probe import QUANTISED
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from skyrl_megatron.inference.pool import EnginePool
     from skyrl_megatron.runtime.offload import Part
     from skyrl_megatron.weight_sync.bucket import TensorMeta
+    from skyrl_megatron.weight_sync.exchange import Exchange
     from skyrl_megatron.weight_sync.routes import Holdings
     from skyrl_megatron.workers.worker_group import WorkerGroup
 
@@ -39,12 +40,13 @@ def weight_synchronizer(
         policy_ranks(policy),
         hf_config=hf,
         dtype=QUANTISED if engines_quantise(cfg, hf) else dtype,
-        probe_interval=cfg.generator.inference_engine.weight_sync_probe_interval or 0,
+        probe_interval=cfg.generator.inference_engine.weight_sync_probe_interval,
         deadline_s=2 * cfg.trainer.phase_timeout_s,
         phase_s=cfg.trainer.phase_timeout_s,
         shared_gpus=cfg.trainer.placement.colocate_all,
         transport=weight_transport(cfg),
-        routes=bool(cfg.generator.inference_engine.weight_sync_routes),
+        exchange=cfg.trainer.placement.policy_num_gpus_per_node if ranks_exchange_weights(cfg) else 0,
+        routes=cfg.generator.inference_engine.weight_sync_routes,
         adapters=configured_pairs(cfg),
         draft=trains_draft(cfg, "policy"),
         look=lambda: policy.group.look(),
@@ -71,15 +73,17 @@ class PolicyRank:
         host, port = await self._call("listen_for_engines")
         return host, port
 
-    async def connect_engines(self, receivers: int, timeout_s: float) -> None:
-        await self._call("connect_engines", receivers, timeout_s)
+    async def connect_engines(self, receivers: int, timeout_s: float, transport: str | None = None) -> None:
+        await self._call("connect_engines", receivers, timeout_s, transport)
 
     async def weight_holdings(self) -> Holdings | str:
         holdings: Holdings | str = await self._call("weight_holdings")
         return holdings
 
-    async def take_route(self, buckets: bytes, copies: bytes, ranks_of: dict[int, int]) -> None:
-        await self._call("take_route", buckets, copies, ranks_of)
+    async def take_route(
+        self, buckets: bytes, copies: bytes, ranks_of: dict[int, int], exchange: Exchange | None = None
+    ) -> None:
+        await self._call("take_route", buckets, copies, ranks_of, exchange)
 
     async def send_weights(self, adapters: Sequence[str] | None = None) -> list[Any]:
         sums: list[Any] = await self._call("send_weights", adapters)

@@ -18,6 +18,7 @@ from skyrl_megatron.workers.actor_group import GRACE_S
 
 if TYPE_CHECKING:
     from skyrl_megatron.runtime.offload import Part
+    from skyrl_megatron.weight_sync.exchange import Exchange
 
 log = logging.getLogger(__name__)
 type _Failed = dict[int, tuple[float, Exception]]
@@ -37,14 +38,17 @@ class TrainerRank(Protocol):
     async def listen_for_engines(self) -> tuple[str, int]:
         """Take an address for this rank's group (``WeightSender.listen``)."""
 
-    async def connect_engines(self, receivers: int, timeout_s: float) -> None:
-        """Open the group at that address (``WeightSender.connect``)."""
+    async def connect_engines(self, receivers: int, timeout_s: float, transport: str | None = None) -> None:
+        """Open the group at that address (``WeightSender.connect``). ``transport``: where it is not the usual one."""
 
     async def weight_holdings(self) -> Holdings | str:
         """List what the rank holds, for a plan of routes, or why there can be none (``WeightSender.holdings``)."""
 
-    async def take_route(self, buckets: bytes, copies: bytes, ranks_of: dict[int, int]) -> None:
-        """Send by a plan of routes from now on (``WeightSender.take_route``)."""
+    async def take_route(
+        self, buckets: bytes, copies: bytes, ranks_of: dict[int, int], exchange: Exchange | None = None
+    ) -> None:
+        """Send by a plan of routes from now on (``WeightSender.take_route``). ``exchange``: where ranks share GPUs
+        with engines of several nodes."""
 
     async def send_weights(self, adapters: Sequence[str] | None = None) -> list[Any]:
         """Send the weights, or these adapters; return the checksum of each bucket (``WeightSender.send``)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,8 +13,9 @@ import numpy as np
 from skyrl_megatron.inference.pool import EngineSlot
 from skyrl_megatron.inference.protocol import InferenceEngine
 from skyrl_megatron.weight_sync.bucket import TensorMeta
+from skyrl_megatron.weight_sync.exchange import NONE, plan_exchange
 from skyrl_megatron.weight_sync.parcels import Parcels
-from skyrl_megatron.weight_sync.route_plan import RoutePlan, join
+from skyrl_megatron.weight_sync.route_plan import Beside, RoutePlan, join
 from skyrl_megatron.weight_sync.routes import Route, Unroutable, tensors_of
 from skyrl_megatron.workers.sync_calls import AttemptFailed, SyncCalls, TrainerRank
 
@@ -30,6 +31,8 @@ class WorkerRoutes:
     plan: RoutePlan
     workers: Sequence[tuple[EngineSlot, int]]
     """Engine and number in it of each worker of the plan."""
+    beside: Beside | None = None
+    """The rank on each worker's device, through which it gets everything; None: it gets each bucket from its rank."""
 
     @property
     def nbytes(self) -> int:
@@ -44,7 +47,7 @@ class WorkerRoutes:
             return Parcels(parcels.buckets[chosen[parcels.buckets[:, 5]]], parcels.copies)
 
         ranks, workers = (list(map(part, side)) for side in (self.plan.ranks, self.plan.workers))
-        return WorkerRoutes(self.tensors, RoutePlan(ranks, workers), self.workers)
+        return WorkerRoutes(self.tensors, RoutePlan(ranks, workers), self.workers, self.beside)
 
     def peers(self, rank: int) -> list[int]:
         """List the workers that a rank sends to: ranks 1, 2, … of its group."""
@@ -60,8 +63,11 @@ class RoutePlanner:
         self._recorded: WeakKeyDictionary[InferenceEngine, Sequence[Route]] = WeakKeyDictionary()
         """What each worker of an engine needs of these tensors."""
 
-    async def plan(self, slots: Sequence[EngineSlot]) -> WorkerRoutes | str:
-        """Return the plan of a sync of these engines, or why weights cannot travel by routes."""
+    async def plan(
+        self, slots: Sequence[EngineSlot], rank_of: Callable[[EngineSlot, int], int] | None = None, per_node: int = 1
+    ) -> WorkerRoutes | str:
+        """Return the plan of a sync of these engines, or why weights cannot travel by routes. ``rank_of``: the rank on
+        the device of an engine's worker, where ranks, ``per_node`` of them on each node, exchange weights."""
         holdings = await self.calls.on_ranks("metadata", lambda rank: rank.weight_holdings())
         if why := next((each for each in holdings if isinstance(each, str)), None):
             return why
@@ -70,10 +76,11 @@ class RoutePlanner:
             await self._record(slots, tensors)
             workers = [(slot, number) for slot in slots for number in range(len(self._recorded[slot.engine]))]
             routes = [route for slot in slots for route in self._recorded[slot.engine]]
-            plan = await asyncio.to_thread(join, tensors, holdings, routes, self.bucket_bytes)
+            beside = None if rank_of is None else Beside([rank_of(*worker) for worker in workers], per_node)
+            plan = await asyncio.to_thread(join, tensors, holdings, routes, self.bucket_bytes, beside)
         except Unroutable as error:
             return str(error)
-        return WorkerRoutes(tensors, plan, workers)
+        return WorkerRoutes(tensors, plan, workers, beside)
 
     async def _record(self, slots: Sequence[EngineSlot], tensors: Sequence[TensorMeta]) -> None:
         if tensors != self._tensors:
@@ -94,26 +101,36 @@ async def _routes_of(engine: InferenceEngine, tensors: Sequence[TensorMeta]) -> 
 
 
 async def connect_routes(
-    calls: SyncCalls, slots: Sequence[EngineSlot], routes: WorkerRoutes, options: dict[str, Any]
+    calls: SyncCalls,
+    slots: Sequence[EngineSlot],
+    routes: WorkerRoutes,
+    options: dict[str, Any],
 ) -> None:
     """Give ranks and workers their parcels, and open a group of each rank that sends and its workers."""
+    local = None if routes.beside is None else routes.beside.ranks
     addresses = await calls.on_ranks("connect", lambda rank: rank.listen_for_engines())
+    parts = None if local is None else plan_exchange(routes.plan, routes.tensors, local)
+    members = [routes.peers(rank) for rank in range(len(addresses))]
+    if parts is not None:
+        members = [[part.worker] if part.worker != NONE else [] for part in parts]
     groups: list[list[tuple[int, int, int, int]]] = [[] for _ in routes.workers]
     for rank in range(len(addresses)):
-        peers = routes.peers(rank)
-        for own, worker in enumerate(peers, start=1):
-            groups[worker].append((rank, rank, own, len(peers) + 1))
+        for worker in routes.peers(rank):
+            sender = rank if local is None else local[worker]
+            own = 1 + members[sender].index(worker)
+            groups[worker].append((rank, sender, own, len(members[sender]) + 1))
     parcels: dict[EngineSlot, list[list[Any]]] = {slot: [] for slot in slots}
     for (slot, _), incoming, of_worker in zip(routes.workers, routes.plan.workers, groups, strict=True):
         parcels[slot].append([*incoming.plain, of_worker])
     by_engine = {id(slot.engine): of_engine for slot, of_engine in parcels.items()}
 
     async def open_group(number: int, rank: TrainerRank) -> None:
-        peers = routes.peers(number)
+        peers = members[number]
         if peers:
             await rank.connect_engines(len(peers), options["timeout_s"])
         ranks_of = {worker: own for own, worker in enumerate(peers, start=1)}
-        await rank.take_route(*routes.plan.ranks[number].plain, ranks_of)
+        part = () if parts is None else (parts[number],)
+        await rank.take_route(*routes.plan.ranks[number].plain, ranks_of, *part)
 
     await calls.together(
         slots,

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
+from skyrl_megatron import device
 from skyrl_megatron.errors import EngineError, WeightSyncError
 from skyrl_megatron.inference.health import SILENT_S
 from skyrl_megatron.inference.pool import EnginePool, EngineSlot, same_failure
@@ -92,10 +93,12 @@ class WeightSynchronizer:
     ``hf_config``: of the model, for the check of completeness. ``dtype``: of the engines' weights. ``deadline_s``: for
     one sync, restarts included; ``phase_s``: for any phase of it, and the longest wait of any rank or worker.
     ``probe_interval``: syncs from one probe to the next (``weight_sync_probe_interval``). ``shared_gpus``: trainer and
-    engines take turns on the same GPUs, and engines sleep while the trainer works. ``adapters``: projections of those
-    that travel alone, by their names, to engines that hold the base; None: all weights travel. ``routes``: each worker
-    gets its own bytes alone, where that can be planned (``weight_routes.py``). ``draft``: the ranks train the layer of
-    multi-token prediction, which goes to engines with the rest. ``look``, ``end_waiting``: as for :class:`SyncCalls`.
+    engines take turns on the same GPUs, and engines sleep while the trainer works. ``exchange``: ranks of a node,
+    where ranks give one another what is for the workers on their GPUs (``weight_sync/exchange.py``); else 0.
+    ``adapters``: projections of those that travel alone, by their names, to engines that hold the base; None: all
+    weights travel. ``routes``: each worker gets its own bytes alone, where that can be planned (``weight_routes.py``).
+    ``draft``: the ranks train the layer of multi-token prediction, which goes to engines with the rest. ``look``,
+    ``end_waiting``: as for :class:`SyncCalls`.
     """
 
     def __init__(
@@ -111,6 +114,7 @@ class WeightSynchronizer:
         deadline_s: float = 1800.0,
         phase_s: float = 600.0,
         shared_gpus: bool = False,
+        exchange: int = 0,
         adapters: Pairs | None = None,
         routes: bool = False,
         draft: bool = False,
@@ -125,7 +129,7 @@ class WeightSynchronizer:
             "timeout_s": ENGINE_FRACTION * phase_s,
         }
         self.deadline_s, self.phase_s, self.shared_gpus = deadline_s, phase_s, shared_gpus
-        self.adapters, self.draft = adapters, draft
+        self.adapters, self.draft, self.exchange = adapters, draft, exchange
         own = (*TRANSPORTS.built_in, *TRANSPORTS.reserved)
         self.routed = routes and self.options["transport"] in own
         self.planner = RoutePlanner(self.calls, bucket_bytes)
@@ -319,14 +323,24 @@ class WeightSynchronizer:
 
     async def _planned(self, slots: list[EngineSlot]) -> WorkerRoutes | None:
         """Return a plan of routes; None, and a line in the log, where there is none."""
-        planned = await self.planner.plan(slots)
+        planned = await (
+            self.planner.plan(slots, self._rank_beside, self.exchange) if self.exchange else self.planner.plan(slots)
+        )
         if isinstance(planned, str):
             log.info("every engine worker gets all weights, not its own alone: %s", planned)
             return None
         return planned
 
+    def _rank_beside(self, slot: EngineSlot, number: int) -> int:
+        """Return the rank on the GPU of an engine's worker: engine after engine has as many of the policy's GPUs as it
+        has workers (``workers/placement.py``)."""
+        return self.pool.slots.index(slot) * (len(self.calls.ranks) // len(self.pool.slots)) + number
+
     async def _connect_all(self, slots: list[EngineSlot]) -> None:
         """Let every worker join the group of every rank that sends."""
+        # no worker can open the memory of all ranks where they exchange weights
+        options = self.options | ({"transport": device.GLOO} if self.exchange else {})
+        other = (device.GLOO,) if self.exchange else ()
         sends = [bool(sender) for sender in self._metadata]
         workers = await self.calls.on_engines(slots, "connect", lambda engine: engine.worker_count())
         addresses = await self.calls.on_ranks("connect", lambda rank: rank.listen_for_engines())
@@ -336,12 +350,12 @@ class WeightSynchronizer:
 
         async def open_group(number: int, rank: TrainerRank) -> None:
             if sends[number]:
-                await rank.connect_engines(world - 1, self.options["timeout_s"])
+                await rank.connect_engines(world - 1, self.options["timeout_s"], *other)
 
         await self.calls.together(
             slots,
             "connect",
-            lambda engine: engine.connect_weights(senders, offsets[id(engine)], world, **self.options),
+            lambda engine: engine.connect_weights(senders, offsets[id(engine)], world, **options),
             open_group,
         )
 

@@ -113,7 +113,7 @@ def test_cpu_replaces_defaults_only():
     assert cfg.trainer.bf16 is False
     engine, placement = cfg.generator.inference_engine, cfg.trainer.placement
     assert (engine.weight_sync_backend, engine.model_dtype) == (device.GLOO, "float32")
-    assert not placement.colocate_all and not placement.colocate_policy_ref and cfg.trainer.deterministic
+    assert placement.colocate_all and placement.colocate_policy_ref and cfg.trainer.deterministic
     assert resolve.fit_to_hardware(cfg, CPU) == [] and engine.weight_sync_backend == device.GLOO
 
 
@@ -129,8 +129,6 @@ def test_a_machine_that_turns_out_to_have_gpus_gets_the_defaults_back():
     "key",
     [
         f"generator.inference_engine.weight_sync_backend={device.NCCL}",
-        "trainer.placement.colocate_all=true",
-        "trainer.placement.colocate_policy_ref=true",
         "trainer.flash_attn=true",
     ],
 )

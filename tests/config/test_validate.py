@@ -517,6 +517,7 @@ def test_options_of_gpus_are_refused_on_cpu():
 @pytest.mark.parametrize("degree", ["data", "expert"])
 def test_layouts_that_engines_on_cpu_die_of_are_refused_there(degree):
     args = [f"{E}{degree}_parallel_size=2"] + [f"{E}tensor_parallel_size=2"] * (degree == "expert")
+    args += ["trainer.placement.colocate_all=false"]
     (problem,) = problems(*args, hardware=Hardware(0))
     assert problem.key == f"{E}{degree}_parallel_size" and "first request" in problem.fix
 

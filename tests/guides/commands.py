@@ -100,6 +100,7 @@ COMMANDS = (
     Row(r"launch/docs\.sh", "tests/launch/test_ci.py::test_documentation_part"),
     Row(r"launch/requirements/(lint|trackers|lock)\.sh", needs="a package index"),
     Row(r"\.venv/bin/python launch/requirements/check\.py", HERE + "test_a_quick_command_runs"),
+    Row(r"python -m bridges merge", "tests/lora/test_folders.py::test_merged"),
     Row(r"python -m bridges\.catalog", "tests/bridges/test_cli.py::test_bridges_md_is_fresh"),
     Row(r"python -m bridges$", HERE + "test_a_quick_command_runs"),
     Row(

@@ -45,16 +45,26 @@ def loop(engine_loop):
 
 
 @pytest.fixture(scope="module")
-def urls(pool, loop):
-    """Address of a run's endpoint, and of vLLM's own server over the same engine as ``serve_engine`` guards it."""
+def served(loop):
+    """Servers by name, and the engine that they are of."""
+    found = {}
+    yield found
+    for server in found.get("servers", {}).values():
+        loop(server.stop())
+
+
+@pytest.fixture
+def urls(pool, loop, served):
+    """Address of a run's endpoint, and of vLLM's own server over the same engine as ``serve_engine`` guards it; new
+    ones for an engine that took the place of another."""
     from skyrl_megatron.inference.client import InferenceClient
     from skyrl_megatron.inference.http import build_app
     from skyrl_megatron.inference.http_guard import EngineGuard
     from skyrl_megatron.inference.http_server import HttpServer
 
-    async def serve():
+    async def serve(engine):
         os.environ["VLLM_API_KEY"] = KEY
-        own = EngineGuard(await server_app(pool.slots[0].engine))
+        own = EngineGuard(await server_app(engine))
         del os.environ["VLLM_API_KEY"]
         apps = {"run": build_app(InferenceClient(pool), "policy", KEY), "server": own}
         servers = {name: HttpServer(app, "127.0.0.1", 0) for name, app in apps.items()}
@@ -62,10 +72,12 @@ def urls(pool, loop):
             await server.start()
         return servers
 
-    servers = loop(serve())
-    yield {name: server.url for name, server in servers.items()}
-    for server in servers.values():
-        loop(server.stop())
+    engine = pool.slots[0].engine
+    if served.get("engine") is not engine:
+        for server in served.get("servers", {}).values():
+            loop(server.stop())
+        served |= {"engine": engine, "servers": loop(serve(engine))}
+    return {name: server.url for name, server in served["servers"].items()}
 
 
 async def server_app(engine):

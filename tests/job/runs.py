@@ -21,6 +21,7 @@ SMALL = {
     "trainer.logger": "tensorboard",
     "trainer.run_name": "run",
     "trainer.placement.policy_num_gpus_per_node": 2,
+    "trainer.placement.colocate_all": "false",
     "trainer.policy.megatron_config.expert_model_parallel_size": 2,
     "trainer.policy.optimizer_config.lr": 1e-2,
     "trainer.policy.optimizer_config.weight_decay": 0.0,
@@ -38,12 +39,13 @@ SMALL = {
     "trainer.phase_timeout_s": 300,
     "generator.n_samples_per_prompt": 4,
     "generator.sampling_params.max_generate_length": 6,
+    "generator.inference_engine.weight_sync_probe_interval": 1,
     "generator.inference_engine.max_num_seqs": 64,
     "generator.inference_engine.max_num_batched_tokens": 2048,
     "generator.inference_engine.engine_init_kwargs": "{max_model_len: 128, kv_cache_memory_bytes: 33554432}",
     "environment.env_class": "digits",
 }
-"""Two steps of sixteen short samples on the embedded model, experts over two ranks."""
+"""Two steps of sixteen short samples on the embedded model, experts over two ranks, beside an engine."""
 
 DIGITS = '''\
 from skyrl_megatron.envs import BaseTextEnv

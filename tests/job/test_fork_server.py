@@ -314,6 +314,7 @@ def test_the_server_of_a_run_has_imported_everything_and_never_initialised_cuda(
 def test_no_server_where_there_are_gpus_or_a_cluster_was_joined(tmp_path, monkeypatch):
     from skyrl_megatron.workers import forked
 
+    monkeypatch.setattr(forked, "_server", None)  # another test of this process may have started one
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: one'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     with monkeypatch.context() as changed:

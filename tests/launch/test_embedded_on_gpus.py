@@ -55,7 +55,7 @@ def test_more_ranks_than_gpus_are_refused(capsys, monkeypatch, home):
     assert code == 2 and f"{PLACE}=4" in err and "a node has 2 GPUs" in err
 
 
-def test_on_cpu_nothing_changes(capsys, monkeypatch, home):
+def test_on_cpu_as_on_two_gpus(capsys, monkeypatch, home):
     code, config, err = check(capsys, monkeypatch, home, "--check=1x0")
     assert code == 0, err
-    assert layout(config) == (2, 2, 1, False)
+    assert layout(config) == (2, 2, 2, True)

@@ -50,6 +50,7 @@ HEAVY = {
             "skyrl_megatron/inference/vllm/cpu_experts.py",
             "skyrl_megatron/inference/vllm/cpu_routes.py",
             "skyrl_megatron/inference/vllm/cpu_seeds.py",
+            "skyrl_megatron/inference/vllm/cpu_sleep.py",
             "skyrl_megatron/weight_sync/vllm_backend.py",
             "skyrl_megatron/weight_sync/vllm_adapter_modules.py",
             "skyrl_megatron/weight_sync/vllm_adapters.py",

@@ -51,7 +51,16 @@ def test_no_module_of_a_higher_layer_is_named_by_string():
 VLLM_FILES = {
     *(
         f"skyrl_megatron.inference.vllm.{name}"
-        for name in ("admission", "compat", "cpu_delta_net", "cpu_drafts", "cpu_experts", "cpu_routes", "cpu_seeds")
+        for name in (
+            "admission",
+            "compat",
+            "cpu_delta_net",
+            "cpu_drafts",
+            "cpu_experts",
+            "cpu_routes",
+            "cpu_seeds",
+            "cpu_sleep",
+        )
     ),
     *(
         f"skyrl_megatron.weight_sync.{name}"

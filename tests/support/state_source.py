@@ -27,7 +27,7 @@ class StateSource:
         shards = self.shards()
         return shards, [0] * len(shards)
 
-    def travels(self, meta: TensorMeta) -> bool:
+    def travels(self, adapter: str) -> bool:
         return True
 
     def refresh(self) -> None:

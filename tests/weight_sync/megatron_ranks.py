@@ -37,6 +37,8 @@ class Rank:
 
     overrides: ClassVar[dict[str, Any]] = {}
     """Of its configuration, where a layout brings none."""
+    transport: ClassVar[str | None] = None
+    """What carries its weights, where that is not the usual."""
 
     def __init__(self, folder: Path, world: int, layout: dict[str, Any], bucket_bytes: int) -> None:
         from skyrl_megatron.runtime.engine import MegatronEngine
@@ -61,7 +63,7 @@ class Rank:
         return MegatronWeightSource(self.engine.model, self.engine.groups)
 
     def weight_metadata(self):
-        self.sender = FaultySender(self.source(), self.bucket_bytes)
+        self.sender = FaultySender(self.source(), self.bucket_bytes, transport=self.transport)
         return list(self.sender.metadata())
 
     def plant(self, fault: str) -> None:
@@ -87,6 +89,12 @@ class Rank:
         from skyrl_megatron.runtime.scoring import score_tokens
 
         return score_tokens(self.engine, token_ids, perturbation=perturbation)
+
+
+class SharingRank(Rank):
+    """A rank that shares its device with a worker of an engine."""
+
+    transport = "ipc"
 
 
 class MegatronRanks:

@@ -1,9 +1,12 @@
-"""Weights over CUDA IPC to one worker each, with the real group that says what lies where. What is not real is the
-memory that processes share: here it is that of threads, as there is no GPU (``tests/gpu/test_50_transports.py``)."""
+"""Weights through memory that processes share, to one worker each and to all: by descriptors on CPU, as by handles of
+CUDA IPC on GPUs (``tests/gpu/test_50_transports.py``)."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -11,26 +14,10 @@ BYTES, WORKERS, BUCKETS = 1 << 12, 2, 12
 
 
 @pytest.fixture
-def kind(monkeypatch):
-    """The transport, with memory of this process."""
-    import torch
-
+def kind():
     from skyrl_megatron.weight_sync.transport_ipc import IpcTransport
 
-    buffers = {}
-
-    class Ipc(IpcTransport):
-        def _export(self, buffer):
-            place = buffer.untyped_storage().data_ptr(), buffer.untyped_storage().nbytes()
-            number = self._exported.setdefault(place, len(self._exported))
-            buffers[number] = torch.empty(0, dtype=torch.uint8).set_(buffer.untyped_storage())
-            return number
-
-        def _open(self, number):
-            return buffers[number]
-
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    return Ipc
+    return IpcTransport
 
 
 def groups(kind, work):
@@ -85,6 +72,58 @@ def test_all_workers_read_the_same(kind):
         return found
 
     assert groups(kind, work) == [list(range(BUCKETS))] * (WORKERS + 1)
+
+
+def test_buffers_of_one_address_are_told_apart(kind):
+    """A buffer that was freed gives its address to the next one, which is other memory."""
+    import torch
+
+    def work(transport):
+        found = []
+        for number in range(BUCKETS):
+            buffer = torch.full((1 << 22,), 0 if transport.rank else number, dtype=torch.uint8)
+            transport.broadcast(buffer)()
+            found.append(int(buffer[-1]))
+            del buffer
+        return found
+
+    assert groups(kind, work) == [list(range(BUCKETS))] * (WORKERS + 1)
+
+
+def receive_in_a_process(port, got):
+    """A member that ends without closing anything once it has what was sent."""
+    import torch
+
+    from skyrl_megatron.weight_sync.transport_ipc import IpcTransport
+
+    transport = IpcTransport("127.0.0.1", port, 1, 2, 60.0)
+    buffer = torch.empty(BYTES, dtype=torch.uint8)
+    transport.broadcast(buffer)()
+    got.send(int(buffer[0]))
+    got.recv()  # the sender knows that it was read
+    os._exit(1)
+
+
+@pytest.mark.process
+def test_another_process_reads_the_memory_and_leaves_nothing(kind):
+    import torch
+
+    from skyrl_megatron.weight_sync.transport import listen
+
+    before = {path.name for path in Path("/dev/shm").iterdir()}
+    listener = listen("127.0.0.1")
+    ours, theirs = multiprocessing.Pipe()
+    arguments = (listener.getsockname()[1], theirs)
+    process = multiprocessing.get_context("spawn").Process(target=receive_in_a_process, args=arguments)
+    process.start()
+    transport = kind("127.0.0.1", 0, 0, 2, 60.0, listener)
+    buffer = torch.full((BYTES,), 7, dtype=torch.uint8)  # stays until it was read
+    transport.broadcast(buffer)()
+    assert ours.poll(60) and ours.recv() == 7
+    ours.send(None)
+    process.join(60)
+    transport.close()
+    assert not {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith("torch_")} - before
 
 
 def test_nothing_is_sent_from_where_it_lies():

@@ -13,7 +13,7 @@ import pytest
 from tests.support.engines import PROBE as TOKENS
 from tests.support.engines import VOCABULARY, largest_gap, reference_logprobs, tiny_settings
 from tests.support.tiny_models import write_tiny_model
-from tests.weight_sync.megatron_ranks import MegatronRanks
+from tests.weight_sync.megatron_ranks import MegatronRanks, Rank, SharingRank
 
 pytestmark = [pytest.mark.vllm, pytest.mark.engines("tiny_moe")]
 BUCKET_BYTES = 1 << 17  # smaller than the largest tensor
@@ -39,6 +39,7 @@ MORE = {
     "pp4": (4, dict(pp=4)),
     "dp4·ep4": (4, dict(ep=4)),
 }
+EXCHANGED = ("tp2·ep2", "pp2", "dp2·ep2", "tp2·etp2", "cp2·ep2", "tp2·dp2·ep2", "tp2·pp2·ep2", "dp4·ep4")
 FAMILIES = {
     "qwen3": (2, dict(pp=2), dict(tie_word_embeddings=True, vocab_size=VOCABULARY)),
     "mixtral": (2, dict(tp=2, ep=2), {}),
@@ -80,7 +81,7 @@ class Model:
                 self.fresh[content] = self.answers(pool)
         return self.fresh[content]
 
-    def synchronizer(self, trainer, phase_s=60.0, deadline_s=200.0, routes=False):
+    def synchronizer(self, trainer, phase_s=60.0, deadline_s=200.0, routes=False, exchange=False):
         from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
         times = {"phase_s": phase_s, "deadline_s": deadline_s}
@@ -91,13 +92,16 @@ class Model:
             dtype="float32",
             bucket_bytes=BUCKET_BYTES,
             routes=routes,
+            exchange=2 * exchange,
+            transport="ipc" if exchange else None,
             **times,
         )
 
-    def check(self, ranks, world, layout, exports, routes=False) -> None:
+    def check(self, ranks, world, layout, exports, routes=False, exchange=False) -> None:
         """A → B → A from ranks in ``layout``, each compared with a fresh engine on what they export."""
-        with MegatronRanks(ranks, self.folders["A"], world, layout, BUCKET_BYTES) as trainer:
-            synchronizer = self.synchronizer(trainer, routes=routes)
+        kind = SharingRank if exchange else Rank
+        with MegatronRanks(ranks, self.folders["A"], world, layout, BUCKET_BYTES, kind=kind) as trainer:
+            synchronizer = self.synchronizer(trainer, routes=routes, exchange=exchange)
             for number, name in enumerate("ABA"):
                 trainer.together("load", self.folders[name])
                 report = self.loop(synchronizer.sync(f"{name}{number}"), 250)
@@ -134,6 +138,13 @@ def qwen3_moe(engines, tiny_moe):
     model.close()
 
 
+@pytest.fixture(scope="module")
+def qwen3_moe_tp2(engines, tiny_moe):
+    model = Model(tiny_moe, engines, tensor_parallel_size=2)
+    yield model
+    model.close()
+
+
 @pytest.mark.parametrize("name", [*PLAIN, *(pytest.param(name, marks=pytest.mark.full_matrix) for name in MORE)])
 def test_qwen3_moe(ranks, qwen3_moe, tmp_path, name):
     qwen3_moe.check(ranks, *(PLAIN | MORE)[name], tmp_path)
@@ -141,6 +152,29 @@ def test_qwen3_moe(ranks, qwen3_moe, tmp_path, name):
 
 def test_qwen3_moe_by_routes(ranks, qwen3_moe, tmp_path):
     qwen3_moe.check(ranks, 2, dict(tp=2, ep=2), tmp_path, routes=True)
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("name", EXCHANGED)
+def test_ranks_exchange_what_is_for_the_workers_on_their_devices(ranks, qwen3_moe_tp2, tmp_path, name):
+    """A worker gets everything from one rank, through shared memory; ranks beyond its engine's have no worker."""
+    qwen3_moe_tp2.check(ranks, *(PLAIN | MORE)[name], tmp_path, routes=True, exchange=True)
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_dies_in_the_exchange_ends_the_sync(ranks, qwen3_moe_tp2, rank):
+    from skyrl_megatron.errors import SkyRLMegatronError
+
+    model, layout = qwen3_moe_tp2, dict(tp=2, ep=2)
+    with MegatronRanks(ranks, model.folders["B"], 2, layout, BUCKET_BYTES, kind=SharingRank) as trainer:
+        synchronizer = model.synchronizer(trainer, phase_s=20.0, routes=True, exchange=True)
+        model.loop(synchronizer.sync("before"), 250)
+        trainer.may_die = True
+        model.loop(trainer.handles[rank]("plant", "the trainer dies"))
+        with pytest.raises(SkyRLMegatronError, match="gone"):
+            model.loop(synchronizer.sync("after"), 250)
+    assert model.pool.published == "before" and model.pool.slots[0].state.value == "paused"
 
 
 @pytest.mark.full_matrix

@@ -86,6 +86,8 @@ def FaultySender(source, bucket_bytes, transport=None):
             return self._faulty(super()._send, transport, "broadcast", len(self._current_plan().buckets))
 
         def _send_parcels(self, transport):
+            if transport is None:
+                return super()._send_parcels(transport)
             return self._faulty(super()._send_parcels, transport, "send", len(self._route[0].buckets))
 
         def _faulty(self, sending, transport, method, last):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from skyrl_megatron import device
 from skyrl_megatron.config.derive import derive
 from skyrl_megatron.config.fields import Section, default_of, get_path, leaves, owner_of
 from skyrl_megatron.config.names import AdvantageEstimator, PolicyLossType
@@ -351,6 +352,7 @@ IDLE: tuple[Idle, ...] = (
         lambda cfg, hardware: (
             cfg.trainer.placement.colocate_all
             and cfg.generator.inference_engine.weight_sync_backend in TRANSPORTS.built_in
+            and not (hardware.is_cpu and cfg.generator.inference_engine.weight_sync_backend == device.GLOO)
         ),
     ),
     # ------------------------------------------------------------ machines without GPUs
@@ -362,7 +364,11 @@ IDLE: tuple[Idle, ...] = (
     Idle(
         "there is no GPU",
         f"{_M}empty_cuda_cache",
-        lambda cfg, hardware: hardware.is_cpu and bool(cfg.trainer.policy.megatron_config.empty_cuda_cache),
+        lambda cfg, hardware: (
+            hardware.is_cpu
+            and bool(cfg.trainer.policy.megatron_config.empty_cuda_cache)
+            and not cfg.trainer.placement.colocate_all  # whose default it is
+        ),
     ),
 )
 

@@ -96,14 +96,27 @@ def engine_ranks(cfg: SkyRLTrainConfig) -> int:
 def weight_transport(cfg: SkyRLTrainConfig) -> str:
     """Return the name of the transport that carries weights from the policy to the engines, for both ends.
 
-    Two processes on one GPU cannot be in one NCCL group. Where they share GPUs, the bytes stay on them, by CUDA IPC;
-    workers on another node than a sender, or in a vLLM that shows each of its data-parallel ranks only its own GPUs,
-    cannot open its memory: gloo.
+    Two processes on one GPU cannot be in one NCCL group. Where they share GPUs, the bytes stay on them, by CUDA IPC.
     """
     engine, placement = cfg.generator.inference_engine, cfg.trainer.placement
-    if not placement.colocate_all or engine.weight_sync_backend not in TRANSPORTS.built_in:
-        return engine.weight_sync_backend
-    return "ipc" if placement.policy_num_nodes == engine.data_parallel_size == 1 else device.GLOO
+    own = engine.weight_sync_backend in TRANSPORTS.built_in
+    return "ipc" if placement.colocate_all and own else engine.weight_sync_backend
+
+
+def ranks_exchange_weights(cfg: SkyRLTrainConfig) -> bool:
+    """Return whether the policy's ranks give one another what the engine workers on their GPUs need: workers cannot
+    open the memory of a rank on another node, nor, in a vLLM that shows each of its data-parallel ranks only its own
+    GPUs, on another GPU."""
+    engine, placement = cfg.generator.inference_engine, cfg.trainer.placement
+    return weight_transport(cfg) == "ipc" and not placement.policy_num_nodes == engine.data_parallel_size == 1
+
+
+def weight_path(cfg: SkyRLTrainConfig, *, routed: bool) -> str:
+    """Describe how weights get to the engines. ``routed``: each worker gets its own part alone."""
+    what, carrier = "own part" if routed else "all weights", weight_transport(cfg)
+    if ranks_exchange_weights(cfg):
+        return f"{what} by exchange and shared memory" if routed else f"{what} over {device.GLOO}"
+    return f"{what} by shared memory" if carrier == "ipc" else f"{what} over {carrier}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,8 @@ class InferenceEngineConfig(BaseConfig):
     """The inference library: `vllm`, or an engine that a plugin registered."""
     weight_sync_backend: str = device.NCCL
     """What carries new weights: `nccl`, `gloo`, or a transport that a plugin registered. On CPU: gloo. With
-    `colocate_all`, instead of nccl and gloo: none, weights stay on the GPU (CUDA IPC); gloo if the policy is on
-    several nodes or `data_parallel_size` is not 1."""
+    `colocate_all`, instead of nccl and gloo: memory that a rank and the engine on its GPU share (CUDA IPC); over
+    several nodes, or with `data_parallel_size` above 1, ranks give one another what is for these engines first."""
     weight_transfer_threshold_cuda_ipc_GB: Positive = 1.0
     """No effect: weights travel in buckets of 16 MiB."""
     tensor_parallel_size: Count = 1
@@ -103,13 +103,12 @@ class InferenceEngineConfig(BaseConfig):
     """How long the requests of an engine that leaves may take; what is left starts over elsewhere."""
     restarts_per_hour: Count = 3
     """Restarts of an engine within an hour, above which it is left out; the run ends when none is left."""
-    weight_sync_routes: bool | None = None
+    weight_sync_routes: bool = True
     """Send each engine worker its own part of the weights alone, where vLLM's loaders can be recorded; else every
-    worker gets all weights and takes its part; the log says why. None: true on CPU; false on CUDA, where no run has
-    shown it yet."""
-    weight_sync_probe_interval: NonNegativeInt | None = None
+    worker gets all weights and takes its part; the log says why."""
+    weight_sync_probe_interval: NonNegativeInt = 20
     """Every so many weight syncs trainer and engines score the same tokens and must agree; 0: after the first sync
-    only. None: 1 on CPU, 20 on CUDA."""
+    only."""
     tool_call_parser: str | None = None
     """vLLM's parser of tool calls in answers of the endpoint (`hermes`, `qwen3_coder`, ...), which requests with
     `tools` need. None: such requests are refused."""

@@ -96,7 +96,7 @@ class Tensors:
         shards = self.shards()
         return shards, [0] * len(shards)
 
-    def travels(self, meta: TensorMeta) -> bool:
+    def travels(self, adapter: str) -> bool:
         return True
 
     def refresh(self) -> None:

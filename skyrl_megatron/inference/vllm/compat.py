@@ -1,7 +1,7 @@
 """Everything of vLLM that moves between releases, for vLLM 0.32, but the transfer of weights (``vllm_backend.py``,
 ``vllm_adapters.py``), what checks its requests (``admission.py``) and what its CPU runner lacks
 (``cpu_delta_net.py``, ``cpu_drafts.py``,
-``cpu_experts.py``, ``cpu_routes.py``, ``cpu_seeds.py``): no other file imports vLLM.
+``cpu_experts.py``, ``cpu_routes.py``, ``cpu_seeds.py``, ``cpu_sleep.py``): no other file imports vLLM.
 
 Loaded in every worker process as the module of ``worker_extension_cls``: importing it installs CPU work-arounds and
 registers our weight-transfer backend, before the model is built.
@@ -47,6 +47,7 @@ from skyrl_megatron.inference.vllm.cpu_drafts import widen_temperatures_on_cpu
 from skyrl_megatron.inference.vllm.cpu_experts import choose_experts_with_adapters, choose_experts_with_bias
 from skyrl_megatron.inference.vllm.cpu_routes import allow_routes_on_cpu, return_routes
 from skyrl_megatron.inference.vllm.cpu_seeds import rewind_seeds_on_cpu
+from skyrl_megatron.inference.vllm.cpu_sleep import sleep_on_cpu
 from skyrl_megatron.inference.vllm.layers import LayerExtension
 from skyrl_megatron.weight_sync.vllm_adapters import AdapterExtension
 from skyrl_megatron.weight_sync.vllm_backend import WeightExtension
@@ -357,3 +358,4 @@ if current_platform.is_cpu():
     allow_support_on_cpu()
     allow_routes_on_cpu()
     rewind_seeds_on_cpu()
+    sleep_on_cpu()

@@ -294,7 +294,7 @@ class VLLMEngine(InferenceEngine):
             await self._llm.reset_prefix_cache()
 
     async def sleep(self, level: int = 1) -> None:
-        """Free memory; without GPUs there is none to free. Weights that no update brings again are kept (level 1)."""
+        """Free memory. Weights that no update brings again are kept (level 1)."""
         if self.settings.sleep_mode:
             with self._alive():
                 await self._llm.sleep(1 if self._adapters else level, mode="keep")

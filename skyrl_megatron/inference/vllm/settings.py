@@ -67,7 +67,7 @@ class EngineSettings:
     """vLLM's parser of tool calls in OpenAI answers. None: requests with tools are refused."""
     fully_sharded_loras: bool = False
     sleep_mode: bool = False
-    """Keep weights and KV cache in memory that :meth:`sleep` can free (CUDA)."""
+    """Keep weights and KV cache in memory that :meth:`sleep` can free."""
     ray_prometheus_stats: bool = False
     trust_remote_code: bool = False
     rope: Mapping[str, Any] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class EngineSettings:
         kv_cache_bytes = self.kv_cache_bytes
         if kv_cache_bytes is None and self.max_model_len is not None:
             kv_cache_bytes = cpu_kv_cache_bytes(self.folder, self.dtype, self.max_model_len, self.max_num_seqs)
-        return replace(self, kv_cache_bytes=kv_cache_bytes, sleep_mode=False)
+        return replace(self, kv_cache_bytes=kv_cache_bytes)
 
     def arguments(self) -> dict[str, Any]:
         """Return vLLM's engine arguments, but for those that depend on the platform."""

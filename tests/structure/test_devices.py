@@ -1,0 +1,101 @@
+"""Who asks which device it is, and why: what a device can do differs, the order of things and defaults do not. A new
+question needs a reason here."""
+
+import ast
+from collections import Counter
+
+from skyrl_megatron.config import SkyRLTrainConfig, resolve
+from skyrl_megatron.config.fields import get_path, leaves
+from skyrl_megatron.config.hardware import Hardware
+from tests.structure import source
+
+KERNELS = "a kernel that one device has"
+MEMORY = "pinned memory, streams and device caches"
+VLLM = "what vLLM lacks on CPU"
+CARRIES = "NCCL and CUDA IPC, or gloo and descriptors of shared memory"
+REFUSES = "a setting that a device cannot run is refused, or said to have no effect"
+MEASURES = "a figure that a device has"
+STARTS = "processes are forked on CPU, which CUDA does not survive; Ray's logical resources"
+TABLE = {
+    "skyrl_megatron.weight_sync.parcel_receiver": (1, MEMORY),
+    "skyrl_megatron.weight_sync.receiver": (1, MEMORY),
+    "skyrl_megatron.weight_sync.vllm_backend": (1, VLLM),
+    "skyrl_megatron.weight_sync.transport": (1, CARRIES),
+    "skyrl_megatron.weight_sync.transport_ipc": (3, CARRIES),
+    "skyrl_megatron.runtime.model.layer_choice": (1, KERNELS),
+    "skyrl_megatron.runtime.model.attention": (1, KERNELS),
+    "skyrl_megatron.runtime.model.build": (1, MEMORY),
+    "skyrl_megatron.runtime.lora.product": (2, KERNELS),
+    "skyrl_megatron.runtime.softmax": (1, KERNELS),
+    "skyrl_megatron.runtime.host_memory": (1, MEMORY),
+    "skyrl_megatron.runtime.flops": (1, MEASURES),
+    "skyrl_megatron.runtime.engine_settings": (2, KERNELS),
+    "skyrl_megatron.runtime.optimizer": (3, MEMORY),
+    "skyrl_megatron.runtime.profiling": (2, MEASURES),
+    "skyrl_megatron.runtime.offload": (2, MEMORY),
+    "skyrl_megatron.runtime.cpu.gemm": (3, KERNELS),
+    "skyrl_megatron.runtime.cpu.megatron_patches": (1, KERNELS),
+    "skyrl_megatron.runtime.checkpoint.rng": (1, MEMORY),
+    "skyrl_megatron.config.rules.megatron": (4, REFUSES),
+    "skyrl_megatron.config.rules.idle": (3, REFUSES),
+    "skyrl_megatron.config.rules.optimizer": (1, REFUSES),
+    "skyrl_megatron.config.rules.placement": (1, REFUSES),
+    "skyrl_megatron.config.resolve": (3, "the table of what a CPU cannot do, or does at no cost"),
+    "skyrl_megatron.config.hardware": (1, MEASURES),
+    "skyrl_megatron.inference.vllm.settings": (1, VLLM),
+    "skyrl_megatron.inference.vllm.engine": (4, VLLM),
+    "skyrl_megatron.inference.vllm.platform": (2, VLLM),
+    "skyrl_megatron.inference.vllm.compat": (2, VLLM),
+    "skyrl_megatron.inference.vllm.server": (1, VLLM),
+    "skyrl_megatron.entrypoints.doctor.rungs": (4, MEASURES),
+    "skyrl_megatron.entrypoints.checks.engine_weights": (2, REFUSES),
+    "skyrl_megatron.entrypoints.checks.model_files": (1, REFUSES),
+    "skyrl_megatron.entrypoints.checks.machine": (1, MEASURES),
+    "skyrl_megatron.entrypoints.checks.memory": (1, MEASURES),
+    "skyrl_megatron.entrypoints.check_report": (3, MEASURES),
+    "skyrl_megatron.entrypoints.embedded": (1, "how many devices the run takes: those that are there"),
+    "skyrl_megatron.workers.ray_setup": (2, STARTS),
+    "skyrl_megatron.workers.megatron_worker": (3, MEASURES),
+    "skyrl_megatron.cluster.ray_node": (1, STARTS),
+}
+ASKED = {"is_cpu", "is_cuda", "has_cuda", "is_available"}
+
+
+def questions(tree: ast.Module) -> int:
+    """How often a file asks: by an attribute of that name, or by ``device.type``."""
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    of_type = [
+        node
+        for node in names
+        if node.attr == "type" and ast.unparse(node.value).rpartition(".")[2] in ("device", "on", "map_location")
+    ]
+    return sum(node.attr in ASKED for node in names) + len(of_type)
+
+
+def test_every_question_has_a_reason():
+    found = Counter({module: questions(tree) for module, tree in source.modules().items()})
+    del found["skyrl_megatron.device"]
+    assert dict(+found) == {module: count for module, (count, _) in TABLE.items()}
+
+
+def test_the_loop_asks_nobody():
+    loop = ("trainer", "rollout", "algorithms", "envs", "data")
+    assert not [module for module in TABLE if module.split(".")[1] in loop]
+
+
+def test_defaults_are_the_same_but_for_one_table():
+    one, other = SkyRLTrainConfig.from_cli_overrides([]), SkyRLTrainConfig.from_cli_overrides([])
+    resolve.fit_to_hardware(one, Hardware(0, 1))
+    resolve.fit_to_hardware(other, Hardware(8, 1))
+    keys = [key for key, _, _ in leaves(SkyRLTrainConfig) if is_there(one, key)]
+    differ = {key for key in keys if get_path(one, key) != get_path(other, key)}
+    assert len(keys) > 240 and differ == set(resolve._ON_CPU)
+
+
+def is_there(cfg, key):
+    """Whether the section that a key is of is there: some are None until they are asked for."""
+    try:
+        get_path(cfg, key)
+    except AttributeError:
+        return False
+    return True

@@ -1,0 +1,103 @@
+"""The rounds in which ranks give one another what is for the engine workers on their devices: they come to an end, and
+bring each worker its buckets in the order of the plan. With real ranks and engines: ``test_layouts.py``."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import assume, given, settings
+
+from tests.weight_sync.routes_of_layouts import engine_routes, trainer_holdings, whole_tensors
+from tests.weight_sync.test_route_plan import BUCKET_BYTES, layouts
+
+
+def carried_through(parts):
+    """[(sender, its bucket, receiver, place)] of all that travels, as ranks would do it: each begins a round when its
+    last one is over, and ends it when what it sends and what it receives have met their other sides."""
+    from skyrl_megatron.weight_sync.exchange import NONE
+
+    at, met, order = [0] * len(parts), [set() for _ in parts], []
+
+    def now(rank):
+        return parts[rank].rounds[at[rank]] if at[rank] < len(parts[rank].rounds) else (NONE, NONE, NONE)
+
+    while True:
+        pairs = [
+            (rank, now(rank)[0], now(rank)[1], now(now(rank)[1])[2])
+            for rank in range(len(parts))
+            if now(rank)[0] != NONE and "sent" not in met[rank]
+        ]
+        pairs = [p for p in pairs if p[3] != NONE and parts[p[2]].incoming[p[3]][0] == p[0]]
+        for sender, number, receiver, place in pairs:
+            met[sender].add("sent")
+            met[receiver].add("received")
+            order.append((sender, number, receiver, place))
+        ended = [
+            rank
+            for rank in range(len(parts))
+            if at[rank] < len(parts[rank].rounds)
+            and (now(rank)[0] == NONE or "sent" in met[rank])
+            and (now(rank)[2] == NONE or "received" in met[rank])
+        ]
+        for rank in ended:
+            at[rank] += 1
+            met[rank] = set()
+        if not pairs and not ended:
+            break
+    assert at == [len(part.rounds) for part in parts], "ranks wait for one another"
+    return order
+
+
+def check_nearest(plan, tensors, holdings, local):
+    """A worker gets nothing from another rank that the rank on its device has, nor from another node what is in its
+    own. ``holdings``: of each rank, tiles of whole rows and columns that equal ranks share."""
+    has = [
+        {(each.tensors[n].name, *place) for n, *place in each.tiles[:, :5].tolist()} for each in holdings
+    ]  # (tensor, row, rows, column, columns)
+    for worker, parcels in enumerate(plan.workers):
+        own = local[worker]
+        node = [rank for rank in range(len(holdings)) if rank // 2 == own // 2]
+        for rank, _, _, first, stop, _ in parcels.buckets.tolist():
+            names = {tensors[number].name for number in parcels.copies[first:stop, 0].tolist()}
+            theirs = {tile for tile in has[rank] if tile[0] in names}
+            assert rank == own or not theirs <= has[own]
+            assert rank in node or not theirs <= set().union(*(has[each] for each in node))
+
+
+@settings(max_examples=60, deadline=None)
+@given(layouts())
+def test_every_bucket_comes_to_its_worker_in_order(layout):
+    from skyrl_megatron.weight_sync.exchange import plan_exchange
+    from skyrl_megatron.weight_sync.route_plan import Beside, join
+    from skyrl_megatron.weight_sync.routes import tensors_of
+
+    seed, model, trainer, engine = layout
+    wholes = whole_tensors(seed, **model)
+    holdings, _ = trainer_holdings(wholes, model, **trainer)
+    tensors = tensors_of(holdings)
+    routes, _ = engine_routes(wholes, tensors, model, **engine)
+    assume(len(routes) <= len(holdings))
+    local = random.Random(seed).sample(range(len(holdings)), len(routes))
+    plan = join(tensors, holdings, routes, BUCKET_BYTES, Beside(local, 2))
+    check_nearest(plan, tensors, holdings, local)
+    parts = plan_exchange(plan, tensors, local)
+    order = carried_through(parts)
+    for worker, parcels in enumerate(plan.workers):
+        rank, buckets = local[worker], parcels.buckets.tolist()
+        assert parts[rank].worker == worker
+        assert [each[:2] for each in parts[rank].incoming] == [(source, nbytes) for source, nbytes, *_ in buckets]
+        arrived = [(sender, number, place) for sender, number, to, place in order if to == rank]
+        assert [place for *_, place in arrived] == [n for n, (source, *_) in enumerate(buckets) if source != rank]
+        for sender, number, place in arrived:
+            to, nbytes, _, _, _, tensor = plan.ranks[sender].buckets[number].tolist()
+            assert (to, nbytes, tensor) == (worker, buckets[place][1], buckets[place][5])
+    sent = [(sender, number) for sender, number, *_ in order]
+    assert (
+        len(set(sent))
+        == len(sent)
+        == sum(len(p.buckets) for p in plan.workers)
+        - sum(source == local[worker] for worker, p in enumerate(plan.workers) for source in p.buckets[:, 0].tolist())
+    )
+    busiest = max((sum(n >= 0 for n, *_ in part.rounds) for part in parts), default=0)
+    busiest = max(busiest, *(sum(place >= 0 for *_, place in part.rounds) for part in parts))
+    assert max(len(part.rounds) for part in parts) <= 2 * busiest
