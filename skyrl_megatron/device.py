@@ -6,12 +6,13 @@ functions that need it, so that the configuration can ask for names and count GP
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -147,6 +148,36 @@ def empty_cache() -> None:
         import torch
 
         torch.cuda.empty_cache()
+
+
+def shareable_bytes(nbytes: int, on: torch.device) -> torch.Tensor:
+    """Allocate memory that other processes can open, [nbytes] uint8, zeros."""
+    import torch
+
+    with fixed_segments():
+        return torch.zeros(nbytes, dtype=torch.uint8, device=on)
+
+
+@contextlib.contextmanager
+def fixed_segments() -> Iterator[None]:
+    """Take no device memory of torch's expandable segments within the block.
+
+    Another process opens those by ``pidfd_getfd``, which containers without SYS_PTRACE refuse. While the option is off
+    torch finds only blocks of other segments (``get_free_block`` in its c10/cuda/CUDACachingAllocator.cpp, made for
+    this). The whole text is written, as an option that it leaves out is reset (vllm/device_allocator/alloc_conf.py).
+    """
+    import torch
+
+    options = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    fixed = re.sub(r"(?i)(expandable_segments\s*:\s*)(true|1)\b", r"\1False", options)
+    if fixed == options:
+        yield
+        return
+    torch._C._accelerator_setAllocatorSettings(fixed)
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(options)
 
 
 def peak_memory_bytes() -> int:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from skyrl_megatron.device import shareable_bytes
 from skyrl_megatron.weight_sync.bucket import TensorMeta, checksum
 from skyrl_megatron.weight_sync.parcel_sender import STAGED, ParcelSender
 from skyrl_megatron.weight_sync.parcels import Parcels
@@ -92,7 +93,7 @@ class ExchangingSender(ParcelSender):
         super().__init__(parcels, shards, ranks_of, device, in_place=False)
         self.part = part
         largest = max((part.incoming[arrives][1] for *_, arrives in part.rounds if arrives != NONE), default=0)
-        self._received = [torch.zeros(largest, dtype=torch.uint8, device=device) for _ in range(STAGED)]
+        self._received = [shareable_bytes(largest, device) for _ in range(STAGED)]
 
     def send(self, transport: Transport | None, travels: Callable[[str], bool]) -> list[list[int]]:
         """Exchange and send the buckets of adapters that ``travels`` says; return (worker, checksum) of each own one,

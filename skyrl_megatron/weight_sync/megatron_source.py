@@ -84,7 +84,10 @@ class MegatronWeightSource:
     ) -> Iterator[tuple[str, tuple[int, ...], tuple[int, int] | None, RowRanges]]:
         """Yield (name, shape, rows, ranges) of what engines get of an entry; ``pieces``: ranges of its HF tensors."""
         fused = self.experts_fused and self.model.hf.config["model_type"] in FUSED_EXPERTS
-        if entry.expert is None or not fused:
+        # vLLM's loaders of layers of multi-token prediction take experts one by one (models/glm4_moe_mtp.py)
+        draft = self.model.hf.plan.draft_layer
+        of_draft = draft is not None and entry.hf[0].name.startswith(f"model.layers.{draft}.")
+        if entry.expert is None or not fused or of_draft:
             for (name, shape), ranges in zip(travelling(entry), pieces, strict=True):
                 yield name, shape, None, ranges
             return

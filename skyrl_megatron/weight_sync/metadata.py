@@ -22,7 +22,7 @@ from skyrl_megatron.weight_sync.turned import travelling
 NAMED_IN_MESSAGES = 5
 VALUES = "float8_e4m3fn"
 """The dtype of values that travel in 8 bits."""
-FUSED_EXPERTS = frozenset({"qwen3_moe"})
+FUSED_EXPERTS = frozenset({"glm4_moe", "qwen3_moe"})
 """Families whose experts travel as one tensor a layer: vLLM loads them three times as fast as one by one
 (``benchmarks/weight_sync.py``). Those of which a test with a real engine says so."""
 _FUSED = re.compile(r"^(?P<layer>.*\.experts)\.(?P<projection>gate_up_proj|down_proj)$")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from skyrl_megatron.device import shareable_bytes
 from skyrl_megatron.errors import WeightSyncError
 from skyrl_megatron.weight_sync.bucket import TensorMeta, checksum
 from skyrl_megatron.weight_sync.parcels import Parcels, Run
@@ -45,7 +46,7 @@ class ParcelSender:
         direct = [_in_place(each[0]) if is_alone else None for is_alone, each in zip(alone, parts, strict=True)]
         sizes = zip(buckets, direct, strict=True)
         largest = max((nbytes for (_, nbytes, *_), content in sizes if content is None), default=0)
-        self._buffers = [torch.zeros(largest, dtype=torch.uint8, device=device) for _ in range(STAGED)]
+        self._buffers = [shareable_bytes(largest, device) for _ in range(STAGED)]
         free = itertools.cycle(self._buffers)
         for (_, nbytes, *_), of_bucket, each, content in zip(buckets, runs, parts, direct, strict=True):
             self._firsts.append(shards[of_bucket[0].copy[4]].meta)

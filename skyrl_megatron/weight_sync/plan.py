@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from skyrl_megatron.device import shareable_bytes
 from skyrl_megatron.weight_sync.bucket import ALIGNMENT, Bucket, cuts, plan_buckets
 from skyrl_megatron.weight_sync.source import RowRange, TensorShard, WeightSource
 
@@ -181,7 +182,7 @@ class ExportPlan:
         return taken
 
     def _empty(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return shareable_bytes(nbytes, self._device)
 
 
 def _view(memory: Tensor, rows: int, like: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ FORWARDED_PREFIXES = (
     *("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "NVTE_"),
 )
 """Variables of the user that reach the actors of a cluster that was joined."""
+DEFAULT_THREADS = "SKYRL_DEFAULT_THREADS"
+"""Set where the value of ``OMP_NUM_THREADS`` is a default of this project and not the user's."""
 
 
 def worker_environment() -> dict[str, str]:
@@ -23,11 +25,17 @@ def worker_environment() -> dict[str, str]:
     it, and what must be known before the first import."""
     return {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        **({} if user_sets_threads() else {DEFAULT_THREADS: "1"}),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0"),
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
         "PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", ""),
     }
+
+
+def user_sets_threads() -> bool:
+    """Return whether ``OMP_NUM_THREADS`` is what the user set."""
+    return "OMP_NUM_THREADS" in os.environ and DEFAULT_THREADS not in os.environ
 
 
 def forwarded() -> dict[str, str]:

@@ -193,6 +193,13 @@ def node_gpus() -> list[int]:
     return [count for count in found if count]
 
 
+def cores_per_gpu() -> int:
+    """Return how many CPU cores a node has for each of its GPUs: the fewest of all nodes, and at least 1."""
+    resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    shares = [int(each.get("CPU", 0) // each["GPU"]) for each in resources if each.get("GPU")]
+    return max(min(shares, default=1), 1)
+
+
 def reserve(who: str, bundles: list[dict[str, float]], timeout_s: float = READY_TIMEOUT_S) -> PlacementGroup:
     """Return a placement group that is ready. Raises LaunchError after ``timeout_s`` naming what the cluster lacks."""
     group = placement_group(bundles, strategy="PACK")

@@ -26,7 +26,7 @@ from skyrl_megatron.config.dict_config import AnyConfig, typed_config
 from skyrl_megatron.config.rules.role_layout import active_roles, engine_ranks, role_world_size
 from skyrl_megatron.errors import LaunchError
 from skyrl_megatron.interrupts import hangups_blocked
-from skyrl_megatron.workers.environment import joined_environment, worker_environment
+from skyrl_megatron.workers.environment import joined_environment, user_sets_threads, worker_environment
 from skyrl_megatron.workers.node_check import check_nodes
 from skyrl_megatron.workers.ports import LOOPBACK
 from skyrl_megatron.workers.ray_guard import guard_agents
@@ -45,15 +45,19 @@ END_TIMEOUT_S = 30.0
 CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 
 
-def rank_environment(cfg: SkyRLTrainConfig, role: str) -> dict[str, str]:
-    """Return the variables of a role's ranks on GPUs beside those of every actor.
+def rank_environment(cfg: SkyRLTrainConfig, role: str, threads: int = 1) -> dict[str, str]:
+    """Return the variables of a role's ranks on GPUs beside those of every actor. ``threads``: a rank's share of its
+    node's cores, for Adam on the host; what the user set wins.
 
     Megatron overlaps communication with computation only when the device runs kernels in the order of their launch
     (CUDA_DEVICE_MAX_CONNECTIONS=1, megatron/training/arguments.py). Engines do without: it takes their streams away.
     """
-    if not _orders_kernels(getattr(cfg.trainer, role).megatron_config):
-        return {}
-    return {"CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")}
+    variables = {}
+    if not user_sets_threads():
+        variables["OMP_NUM_THREADS"] = str(threads)
+    if _orders_kernels(getattr(cfg.trainer, role).megatron_config):
+        variables["CUDA_DEVICE_MAX_CONNECTIONS"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    return variables
 
 
 def _orders_kernels(megatron: MegatronConfig) -> bool:

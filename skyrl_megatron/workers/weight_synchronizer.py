@@ -92,13 +92,13 @@ class WeightSynchronizer:
 
     ``hf_config``: of the model, for the check of completeness. ``dtype``: of the engines' weights. ``deadline_s``: for
     one sync, restarts included; ``phase_s``: for any phase of it, and the longest wait of any rank or worker.
-    ``probe_interval``: syncs from one probe to the next (``weight_sync_probe_interval``). ``shared_gpus``: trainer and
-    engines take turns on the same GPUs, and engines sleep while the trainer works. ``exchange``: ranks of a node,
-    where ranks give one another what is for the workers on their GPUs (``weight_sync/exchange.py``); else 0.
-    ``adapters``: projections of those that travel alone, by their names, to engines that hold the base; None: all
-    weights travel. ``routes``: each worker gets its own bytes alone, where that can be planned (``weight_routes.py``).
-    ``draft``: the ranks train the layer of multi-token prediction, which goes to engines with the rest. ``look``,
-    ``end_waiting``: as for :class:`SyncCalls`.
+    ``probe_interval``: syncs from one probe to the next (``weight_sync_probe_interval``). ``probe_limit``: nats; None:
+    what rounding explains. ``shared_gpus``: trainer and engines take turns on the same GPUs, and engines sleep while
+    the trainer works. ``exchange``: ranks of a node, where ranks give one another what is for the workers on their
+    GPUs (``weight_sync/exchange.py``); else 0. ``adapters``: projections of those that travel alone, by their names,
+    to engines that hold the base; None: all weights travel. ``routes``: each worker gets its own bytes alone, where
+    that can be planned (``weight_routes.py``). ``draft``: the ranks train the layer of multi-token prediction, which
+    goes to engines with the rest. ``look``, ``end_waiting``: as for :class:`SyncCalls`.
     """
 
     def __init__(
@@ -109,6 +109,7 @@ class WeightSynchronizer:
         hf_config: Mapping[str, Any],
         dtype: str,
         probe_interval: int = 1,
+        probe_limit: float | None = None,
         transport: str | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         deadline_s: float = 1800.0,
@@ -122,7 +123,8 @@ class WeightSynchronizer:
         end_waiting: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         self.pool, self.calls = pool, SyncCalls(ranks, phase_s, look, end_waiting)
-        self.hf_config, self.dtype, self.probe_interval = hf_config, dtype, probe_interval
+        self.hf_config, self.dtype = hf_config, dtype
+        self.probe_interval, self.probe_limit = probe_interval, probe_limit
         self.options: dict[str, Any] = {
             "transport": transport or default_transport(),
             "bucket_bytes": bucket_bytes,
@@ -387,7 +389,7 @@ class WeightSynchronizer:
                     wrong[slot] = (
                         f"log-probs of {len(tokens)} tokens{f' with adapter {name}' if name else ''} differ from the "
                         f"trainer's by up to {found.largest:.2e}, on average {found.mean:.2e}; the limit on average "
-                        f"is {limit:.2g} in {self.dtype}"
+                        f"is {limit:.2g} in {self.dtype} (weight_sync_probe_limit sets another)"
                     )
         for slot in slots:
             slot.verified = slot.verified or slot not in wrong
@@ -406,7 +408,7 @@ class WeightSynchronizer:
 
         trainer = await score(perturbation=0.0)
         perturbed = await score(perturbation=EPSILON[self.dtype])
-        return trainer, limit_of(self.dtype, logprob_diff(trainer, perturbed))
+        return trainer, self.probe_limit or limit_of(self.dtype, logprob_diff(trainer, perturbed))
 
     async def _offload(self, *parts: Part) -> None:
         """Let parts of the trainer leave GPUs that it shares."""

@@ -17,6 +17,7 @@ from skyrl_megatron.workers.dispatch import RankInfo, ShardedBatch, dispatch
 from skyrl_megatron.workers.forked import runtime_environment
 from skyrl_megatron.workers.megatron_worker import OWN_SECONDS, MegatronWorker, ReplaceableWorker
 from skyrl_megatron.workers.neighbours import distance_to_neighbour, holders
+from skyrl_megatron.workers.placement import cores_per_gpu
 from skyrl_megatron.workers.ray_setup import rank_environment
 from skyrl_megatron.workers.speed import Speed
 
@@ -53,7 +54,7 @@ class WorkerGroup:
 
     def _actor(self, rank: int, world: int) -> Any:
         actor: Any = ReplaceableWorker if self.cfg.trainer.healing.enabled else MegatronWorker
-        variables = rank_environment(self.cfg, self.name) if self._allocation.on_gpus else {}
+        variables = rank_environment(self.cfg, self.name, cores_per_gpu()) if self._allocation.on_gpus else {}
         options = self._allocation.options(rank) | {"runtime_env": runtime_environment(variables)}
         return actor.options(**options).remote(rank, world)
 

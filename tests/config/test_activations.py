@@ -242,3 +242,12 @@ def test_passes_take_what_the_budget_says(ranks, tmp_path, settings):
     for found in ranks(world, peaks, folder, {"trainer.bf16": False} | settings):
         assert_close({"training": found["training"]}, 0.9, 1.15)
         assert_close({"scoring": found["scoring"]}, 0.9, 1.6)  # kernels on CPU reuse more
+
+
+def test_scores_that_all_exist_are_counted(ranks, tmp_path):
+    """gpt-oss's sinks take part in a softmax over whole rows of scores: the largest part of a pass."""
+    wide = WIDE | {"num_hidden_layers": 2, "max_position_embeddings": 1024}
+    folder = save_tiny("gpt_oss", tmp_path, **wide, **GROUPED)
+    (found,) = ranks(1, peaks, folder, {"trainer.bf16": False, "trainer.logprobs_chunk_size": 128})
+    assert_close({"training": found["training"]}, 0.9, 1.3)
+    assert_close({"scoring": found["scoring"]}, 0.9, 1.6)

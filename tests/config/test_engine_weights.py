@@ -8,10 +8,8 @@ import pytest
 
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.hardware import Hardware
-from skyrl_megatron.config.validate import find_problems
 from skyrl_megatron.entrypoints.checks.engine_weights import engine_weights
 from skyrl_megatron.entrypoints.checks.planned_run import NotChecked, PlannedRun
-from skyrl_megatron.errors import SkyRLMegatronWarning
 from tests.bridges.tiny_models import tiny_config
 
 E = "generator.inference_engine."
@@ -129,20 +127,3 @@ def test_where_no_weights_are_sent_it_is_fine(fp8_folder, elsewhere):
     args = [f"trainer.policy.model.path={fp8_folder}", f"{E}engine_init_kwargs.quantization=fp8"]
     args += [f"{E}run_engines_locally={str(not elsewhere).lower()}"]
     assert found(*args, training=elsewhere) == []
-
-
-@pytest.mark.parametrize(
-    ("args", "why"),
-    [
-        (["trainer.placement.policy_num_nodes=2"], "policy_num_nodes=2"),
-        (
-            ["trainer.placement.policy_num_gpus_per_node=4", f"{E}num_engines=2", f"{E}data_parallel_size=2"],
-            "data_parallel_size=2",
-        ),
-    ],
-)
-def test_shared_gpus_that_gloo_has_to_serve_are_told(args, why):
-    engines = [] if any("num_engines" in arg for arg in args) else [f"{E}num_engines=2"]
-    cfg = SkyRLTrainConfig.from_cli_overrides(["trainer.logger=console", *args, *engines])
-    with pytest.warns(SkyRLMegatronWarning, match=f"{why}: weights travel .* host memory .* colocate_all=false"):
-        assert find_problems(cfg, Hardware(8, 2)) == []

@@ -346,3 +346,19 @@ def test_state_that_is_updated_on_the_host(ranks, tmp_path, fraction):
     assert abs(moved - fraction) < 0.2
     assert abs(host - on_host) <= 0.01 * on_host, f"predicted {on_host:,}, measured {host:,}"
     assert abs(device - on_device) <= 0.01 * on_device, f"predicted {on_device:,}, measured {device:,}"
+
+
+def test_counters_of_penalties_are_counted_with_an_engine():
+    """vLLM's sampler has one of 32 bits for each token of each request that may run, and bits of prompts."""
+    from bridges.plan import Plan
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.entrypoints.memory.engines import engine_bytes
+    from skyrl_megatron.entrypoints.memory.parameters import ParameterTable
+
+    table = ParameterTable(Plan.of(QWEN3_30B_A3B))
+    sizes = {
+        requests: engine_bytes(SkyRLTrainConfig.from_cli_overrides([f"{E}max_num_seqs={requests}"]), table)
+        for requests in (256, 1024)
+    }
+    assert sizes[1024].counters == 4 * sizes[256].counters == 1024 * (151936 * 4 + 151936 // 8)
+    assert sizes[1024].least - sizes[1024].at_work - (sizes[256].least - sizes[256].at_work) == 768 * 626736

@@ -333,7 +333,11 @@ MISTAKES: tuple[Mistake, ...] = (
     # rollouts that run ahead
     Mistake(
         "a loss that knows no lag",
-        _keys("trainer.fully_async.enabled=true", "trainer.policy_mini_batch_size=2"),
+        _keys(
+            "trainer.fully_async.enabled=true",
+            "trainer.policy_mini_batch_size=2",
+            "trainer.placement.colocate_all=false",
+        ),
         ("policy_loss_type=regular", "off_policy_correction.tis_ratio_type=token", "rollout_is or dppo"),
     ),
 )

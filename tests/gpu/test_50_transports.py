@@ -2,6 +2,8 @@
 
 import multiprocessing
 
+import pytest
+
 PROVES = "buckets of weights arrive as they were sent over NCCL and over CUDA IPC, to all and to one, again and again"
 REPORT = "the output with NCCL_DEBUG=INFO, and whether the container shares /dev/shm and the host's PIDs"
 TIMEOUT_S = 60.0
@@ -59,7 +61,22 @@ def receive(port, metadata, pipe):
     receiver.close()
 
 
-def test_ipc_between_two_processes():
+@pytest.mark.parametrize("segments", ["fixed", "expandable"])
+def test_ipc_between_two_processes(segments, monkeypatch):
+    """Whichever segments torch's allocator takes: buffers are in fixed ones, which no right of a container forbids."""
+    import torch
+
+    before = torch._C._accelerator_getAllocatorSettings()
+    options = f"expandable_segments:{segments == 'expandable'}"
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", options)
+    torch._C._accelerator_setAllocatorSettings(options)
+    try:
+        send_and_receive()
+    finally:
+        torch._C._accelerator_setAllocatorSettings(before)
+
+
+def send_and_receive():
     import torch
 
     from skyrl_megatron.weight_sync.sender import WeightSender

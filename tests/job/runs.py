@@ -22,6 +22,7 @@ SMALL = {
     "trainer.run_name": "run",
     "trainer.placement.policy_num_gpus_per_node": 2,
     "trainer.placement.colocate_all": "false",
+    "trainer.placement.colocate_policy_ref": "false",
     "trainer.policy.megatron_config.expert_model_parallel_size": 2,
     "trainer.policy.optimizer_config.lr": 1e-2,
     "trainer.policy.optimizer_config.weight_decay": 0.0,

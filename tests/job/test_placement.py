@@ -49,10 +49,58 @@ def test_kernels_run_in_order_on_ranks_that_overlap(monkeypatch, assignment, ord
     from skyrl_megatron.workers.ray_setup import rank_environment
 
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    assert rank_environment(config(assignment), "policy") == ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if ordered else {})
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
-    if ordered:
-        assert rank_environment(config(assignment), "policy") == {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    connections = "CUDA_DEVICE_MAX_CONNECTIONS"
+    assert rank_environment(config(assignment), "policy").get(connections) == ("1" if ordered else None)
+    monkeypatch.setenv(connections, "8")
+    assert rank_environment(config(assignment), "policy").get(connections) == ("8" if ordered else None)
+
+
+def test_memory_for_other_processes_is_not_in_segments_that_grow(monkeypatch):
+    """With what torch itself says of its allocator; the rest of the options stays."""
+    import torch
+
+    from skyrl_megatron import device
+
+    now, options = torch._C._accelerator_getAllocatorSettings, "max_split_size_mb:512,expandable_segments:True"
+    before = now()
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", options)
+    torch._C._accelerator_setAllocatorSettings(options)
+    try:
+        with pytest.raises(ZeroDivisionError), device.fixed_segments():
+            assert now() == "max_split_size_mb:512,expandable_segments:False"
+            1 / 0  # noqa: B018
+        assert now() == options
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
+        with device.fixed_segments():
+            assert now() == options, "nothing to change"
+    finally:
+        torch._C._accelerator_setAllocatorSettings(before)
+
+
+def test_ranks_on_gpus_have_their_share_of_the_cores(monkeypatch):
+    from skyrl_megatron.workers import placement
+    from skyrl_megatron.workers.environment import DEFAULT_THREADS, worker_environment
+    from skyrl_megatron.workers.ray_setup import rank_environment
+
+    for name in ("OMP_NUM_THREADS", DEFAULT_THREADS):
+        monkeypatch.delenv(name, raising=False)
+    actors = worker_environment()
+    assert actors["OMP_NUM_THREADS"] == "1", "where there are no GPUs"
+    assert rank_environment(config(), "policy", 12)["OMP_NUM_THREADS"] == "12"
+    for name in ("OMP_NUM_THREADS", DEFAULT_THREADS):  # a run that is an actor of a joined cluster finds these
+        monkeypatch.setenv(name, actors[name])
+    assert rank_environment(config(), "policy", 12)["OMP_NUM_THREADS"] == "12"
+    monkeypatch.delenv(DEFAULT_THREADS)
+    assert "OMP_NUM_THREADS" not in rank_environment(config(), "policy", 12), "the user's 1"
+    assert DEFAULT_THREADS not in worker_environment()
+
+    def cluster(*nodes):
+        resources = [{"CPU": float(cpus)} | ({"GPU": float(gpus)} if gpus else {}) for cpus, gpus in nodes]
+        monkeypatch.setattr(placement.ray, "nodes", lambda: [{"Alive": True, "Resources": each} for each in resources])
+        return placement.cores_per_gpu()
+
+    assert cluster((208, 8), (96, 8), (64, 0)) == 12
+    assert cluster((4, 8)) == 1 and cluster((64, 0)) == 1
 
 
 def test_a_port_is_free_on_the_address_that_it_is_used_on():

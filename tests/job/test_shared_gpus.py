@@ -95,19 +95,21 @@ def test_an_engine_on_two_nodes_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("changes", "transport"),
+    ("changes", "transport", "path"),
     [
-        ({}, "ipc"),
-        ({"generator__inference_engine__data_parallel_size": 2}, "gloo"),
-        ({"trainer__placement__policy_num_nodes": 2}, "gloo"),
-        ({"trainer__placement__colocate_all": False}, "nccl"),
+        ({}, "ipc", "by shared memory"),
+        ({"generator__inference_engine__data_parallel_size": 2}, "ipc", "by exchange and shared memory"),
+        ({"trainer__placement__policy_num_nodes": 2}, "ipc", "by exchange and shared memory"),
+        ({"trainer__placement__colocate_all": False}, "nccl", "over nccl"),
         (
             {"trainer__placement__colocate_all": False, "generator__inference_engine__weight_sync_backend": "gloo"},
             "gloo",
+            "over gloo",
         ),
     ],
 )
-def test_what_carries_the_weights(changes, transport):
-    from skyrl_megatron.config.rules.role_layout import weight_transport
+def test_what_carries_the_weights(changes, transport, path):
+    from skyrl_megatron.config.rules.role_layout import weight_path, weight_transport
 
     assert weight_transport(config(**changes)) == transport
+    assert weight_path(config(**changes), routed=True) == f"own part {path}"

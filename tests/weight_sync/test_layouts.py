@@ -44,6 +44,7 @@ FAMILIES = {
     "qwen3": (2, dict(pp=2), dict(tie_word_embeddings=True, vocab_size=VOCABULARY)),
     "mixtral": (2, dict(tp=2, ep=2), {}),
     "olmoe": (2, dict(tp=2, etp=2), {}),
+    "glm4_moe": (2, dict(tp=2, ep=2), {}),
     "deepseek_v3": (4, dict(pp=2, ep=2), {}),
     "gpt_oss": (2, dict(tp=2, ep=2), {}),
     "ernie4_5_moe": (2, dict(pp=2), dict(vocab_size=VOCABULARY)),

@@ -46,3 +46,19 @@ def test_a_perturbation_moves_scores_and_leaves_nothing_behind(ranks, tmp_path, 
     ]
     assert 1e-3 < distance[0] < 0.3 and 0 < distance[1] < 1e-4
     assert again == plain
+
+
+@pytest.mark.parametrize("given, limit", [(None, 0.3), (0.7, 0.7)])
+def test_a_run_may_set_the_limit_itself(given, limit):
+    """Otherwise three times what rounding does to the trainer's own scores."""
+    import asyncio
+
+    from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
+
+    class Rank:
+        async def score(self, tokens, perturbation=0.0):
+            return [-1.0 - (0.1 if perturbation else 0.0) for _ in tokens]
+
+    made = WeightSynchronizer(None, [Rank()], hf_config={}, dtype="bfloat16", probe_limit=given)
+    scores, found = asyncio.run(made._expected([1, 2], ""))
+    assert scores == [-1.0, -1.0] and found == pytest.approx(limit)

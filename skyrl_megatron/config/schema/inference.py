@@ -109,6 +109,9 @@ class InferenceEngineConfig(BaseConfig):
     weight_sync_probe_interval: NonNegativeInt = 20
     """Every so many weight syncs trainer and engines score the same tokens and must agree; 0: after the first sync
     only."""
+    weight_sync_probe_limit: Positive | None = None
+    """How far log-probs of trainer and engines may be apart on average, in nats. None: what rounding explains; set it
+    for a run whose model rounds more, once it is known that the weights are right."""
     tool_call_parser: str | None = None
     """vLLM's parser of tool calls in answers of the endpoint (`hermes`, `qwen3_coder`, ...), which requests with
     `tools` need. None: such requests are refused."""

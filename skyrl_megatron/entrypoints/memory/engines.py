@@ -34,17 +34,20 @@ class EngineBytes:
     graphs: int
     adapters: int = 0
     """Slots of adapters."""
+    counters: int = 0
+    """Counts of each token for penalties, of as many requests as run at once: always there, asleep with the weights
+    (vllm/v1/worker/gpu/sample/penalties.py)."""
     received: int = 0
     """Adapters that lie beside those in the slots during a sync."""
 
     @property
     def least(self) -> int:
         """What it needs to start: weights, adapters, a step, and the cache of one sequence of full length."""
-        return self.weights + self.adapters + self.at_work + self.token * self.longest
+        return self.weights + self.adapters + self.counters + self.at_work + self.token * self.longest
 
     def cache(self, budget: int) -> int:
         """Return the KV cache that fits into ``budget`` bytes; negative where not even the weights do."""
-        return budget - self.weights - self.adapters - self.at_work
+        return budget - self.weights - self.adapters - self.counters - self.at_work
 
 
 def engine_bytes(cfg: SkyRLTrainConfig, table: ParameterTable) -> EngineBytes:
@@ -65,5 +68,6 @@ def engine_bytes(cfg: SkyRLTrainConfig, table: ParameterTable) -> EngineBytes:
         longest_sequence(cfg),
         0 if engine.enforce_eager else GRAPH_BYTES,
         0 if pairs is None else slot_bytes(cfg, plan, pairs, width),
-        0 if pairs is None else received_bytes(pairs, width),
+        counters=engine.max_num_seqs * (dims["V"] * 4 + dims["V"] // 8),
+        received=0 if pairs is None else received_bytes(pairs, width),
     )

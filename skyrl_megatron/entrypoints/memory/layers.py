@@ -87,15 +87,23 @@ class LayerActivations:
         rotated = self.dims["P" if self.plan.shape.mla else "D"]
         angles = 0 if self.kernels.fused else 2 * rotated * 4  # fp32 sines and cosines (``model/rotary.py``)
         mixing = self._delta_net_at_work if mixer == DELTA_NET else self.attention_at_work
+        if self._has_sinks and self.kernels.width == 4:  # masked, joined with the sinks, and in fp32 their softmax
+            mixing += self._scores * 4
         at_work = max(self._mlp_at_work(moe), mixing) + self._adapters_at_work(kind)
         return 3 * self.hidden + at_work + angles
 
     @property
     def attention_at_work(self) -> float:
-        """Projected, normalised, rotated and attended heads, or their gradients."""
+        """Projected, normalised, rotated and attended heads, or their gradients; with sinks, scores of all keys."""
         dims, fused = self.dims, self.kernels.fused
         query, key = (dims["U"], dims["O"]) if self.plan.shape.mla else (dims["Q"], dims["K"])
-        return ((4 if fused else 7) * query + 4 * key) / self.parallel.tp * self.kernels.width
+        heads = ((4 if fused else 7) * query + 4 * key) / self.parallel.tp * self.kernels.width
+        return heads + (self._scores * 8 if self._has_sinks else 0.0)  # two gradients in fp32; forward: see below
+
+    @property
+    def _scores(self) -> float:
+        """Scores of a token: every head with every key of the longest sequence."""
+        return self.dims["A"] / self.parallel.tp * self.longest
 
     @property
     def _delta_net_at_work(self) -> float:
@@ -194,7 +202,7 @@ class LayerActivations:
         if self._gates_heads:  # the gate in fp32, and what it multiplies
             total += query * (4 + width)
         if self._has_sinks and not again:
-            total += dims["A"] / tp * self.longest * (6 if width == 2 else 4)  # all scores exist
+            total += self._scores * (6 if width == 2 else 4)  # all of them exist
         return total + 2 * dims["D"] * (8 / width)  # sines and cosines
 
     def _delta_net(self, modules: frozenset[str]) -> float:

@@ -175,6 +175,7 @@ class _Gpu:
         if self.engine is not None:
             parts.append(Part("engine weights", self.engine.weights))
             parts.append(Part("engine slots of adapters", self.engine.adapters))
+            parts.append(Part("engine counters of penalties", self.engine.counters))
             parts += _received(self.models["policy"], self.engine)
         return parts
 
@@ -194,6 +195,7 @@ def _start(cfg: SkyRLTrainConfig, engine: EngineBytes, gpu: int | None, where: s
     parts = (
         Part("engine weights", engine.weights),
         Part("engine slots of adapters", engine.adapters),
+        Part("engine counters of penalties", engine.counters),
         Part("a step of the engine", engine.at_work),
         Part(f"KV cache of one sequence of {engine.longest} tokens", engine.token * engine.longest),
     )

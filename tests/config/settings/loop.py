@@ -301,4 +301,5 @@ def synchronizer(cfg):
     from skyrl_megatron.workers.policy_rank import weight_synchronizer
 
     made = weight_synchronizer(cfg, SimpleNamespace(group=SimpleNamespace(actors=[])), None, dtype="float32")
-    return made.options, made.probe_interval, made.deadline_s, made.phase_s, made.shared_gpus, made.routed
+    probe = made.probe_interval, made.probe_limit
+    return made.options, probe, made.deadline_s, made.phase_s, made.shared_gpus, made.routed

@@ -161,6 +161,7 @@ LOOP = {
     f"{G}eval_n_samples_per_prompt": Row(2, loop.evaluation),
     f"{E}restarts_per_hour": Row(7, loop.restarts),
     f"{E}weight_sync_probe_interval": Row(7, loop.synchronizer),
+    f"{E}weight_sync_probe_limit": Row(0.7, loop.synchronizer),
     f"{E}weight_sync_routes": Row(False, loop.synchronizer),
     **{
         f"{G}eval_sampling_params.{name}": Row(value, loop.evaluation)
