@@ -17,12 +17,12 @@ TIMEOUT_S = 900
 GAP = "policy/rollout_train_logprobs_abs_diff_max"
 AGREE = 1e-4
 """Largest difference of trainer and engine on the same token and weights, nats, fp32."""
+COLOCATE = "trainer.placement.colocate_all"
 SMALL = {
     "trainer.logger": "tensorboard",
     "trainer.run_name": "run",
     "trainer.placement.policy_num_gpus_per_node": 2,
-    "trainer.placement.colocate_all": "false",
-    "trainer.placement.colocate_policy_ref": "false",
+    COLOCATE: "false",
     "trainer.policy.megatron_config.expert_model_parallel_size": 2,
     "trainer.policy.optimizer_config.lr": 1e-2,
     "trainer.policy.optimizer_config.weight_decay": 0.0,
@@ -137,7 +137,8 @@ def prepare(folder):
 
 
 def arguments(folder, **overrides):
-    """The command line of a small run; ``overrides`` spell dots as double underscores."""
+    """The command line of a small run; ``overrides`` spell dots as double underscores. A reference that is a model of
+    its own takes its own processes."""
     keys = SMALL | {
         "trainer.policy.model.path": folder / "model",
         "data.train_data": f"['{folder}/prompts.jsonl']",
@@ -147,6 +148,9 @@ def arguments(folder, **overrides):
         "trainer.log_path": folder / "logs",
     }
     keys |= {name.replace("__", "."): value for name, value in overrides.items()}
+    reference = "true" in (keys.get(f"trainer.algorithm.{name}") for name in ("use_kl_loss", "use_kl_in_reward"))
+    if reference and "trainer.policy.model.lora.rank" not in keys and keys[COLOCATE] != "true":
+        keys.setdefault("trainer.placement.colocate_policy_ref", "false")
     return [f"{key}={value}" for key, value in keys.items()]
 
 
