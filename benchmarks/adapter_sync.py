@@ -115,6 +115,8 @@ def trainer(pipe: Any, bucket_bytes: int) -> None:
             answer = address = sender.listen("127.0.0.1")
         elif method == "connect":
             sender.connect(*address, *arguments)
+        elif method == "join":
+            answer = sender.join(*arguments)
         elif method == "send":
             answer = sender.send()
         elif method == "broadcast":
@@ -172,7 +174,7 @@ async def _syncs(
     try:
         rank.ask("load", str(folder))
         ranks: list[Any] = [rank]
-        options: dict[str, Any] = dict(hf_config=hf, dtype="bfloat16", bucket_bytes=bucket_bytes, adapters=pairs)
+        options: dict[str, Any] = dict(hf_config=hf, dtype="bfloat16", bucket_sizes=(bucket_bytes,), adapters=pairs)
         ways = {}
         for routed in (False, True):
             synchronizer = WeightSynchronizer(pool, ranks, routes=routed, **options)

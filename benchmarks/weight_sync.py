@@ -91,6 +91,8 @@ def trainer(pipe: Any, bucket_bytes: int) -> None:
             answer = address = sender.listen("127.0.0.1")
         elif method == "connect":
             sender.connect(*address, *arguments)
+        elif method == "join":
+            answer = sender.join(*arguments)
         elif method == "transport":
             sender.transport_name = arguments[0]
         elif method == "holdings":
@@ -174,6 +176,9 @@ class Rank:
     async def connect_engines(self, receivers: int, timeout_s: float) -> None:
         await asyncio.to_thread(self.ask, "connect", receivers, timeout_s)
 
+    async def join_engines(self, *arguments: Any) -> Any:
+        return await asyncio.to_thread(self.ask, "join", *arguments)
+
     async def weight_holdings(self) -> Any:
         return await asyncio.to_thread(self.ask, "holdings")
 
@@ -209,7 +214,7 @@ async def measure(folder: Path, rank: Rank, rounds: int, bucket_bytes: int) -> d
     rank.ask("load", str(folder))
     config = json.loads((folder / "config.json").read_text())
     ranks: list[Any] = [rank]  # it never scores: the probe is off
-    options = dict(hf_config=config, dtype="bfloat16", bucket_bytes=bucket_bytes)
+    options = dict(hf_config=config, dtype="bfloat16", bucket_sizes=(bucket_bytes,))
     synchronizer = WeightSynchronizer(pool, ranks, routes=False, **options)
     first: Any = pool.slots[0].engine
     engine = first._llm

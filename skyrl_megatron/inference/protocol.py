@@ -104,7 +104,8 @@ class InferenceEngine(Protocol):
         self, senders: Sequence[tuple[str, int]], rank_offset: int, world_size: int, **options: Any
     ) -> None:
         """Join the group of every trainer rank that sends weights. ``options``: ``transport``, ``bucket_bytes``,
-        ``timeout_s``, and ``parcels`` where tensors travel by routes (``weight_sync/vllm_backend.py``)."""
+        ``timeout_s``, and, where every worker gets its own part, ``parcels`` and the ``sizes`` of buckets that are
+        measured (``weight_sync/vllm_backend.py``)."""
 
     async def weight_routes(self, metadata: Sequence[Any]) -> list[Any] | str:
         """Return the route of each worker for whole tensors (``weight_sync/routes.py``, ``Route.plain``), or why there

@@ -1,8 +1,8 @@
 """A worker's end of a sync by routes: buckets are received while those before them are copied to their places.
 
-What is checked lies where it was copied to: the copies of a bucket are read back into its buffer, whose checksum is
-then that of the targets' memory, before anything packs it for a kernel. A bucket that is one contiguous copy is
-received in place.
+What is checked is in its place already: the copies of a bucket are read back into its buffer, whose checksum is then
+that of the targets' memory, before anything packs it for a kernel. A bucket that is one contiguous copy is received in
+place. The device computes checksums as it goes; they are read once, at the end of an update.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from skyrl_megatron import device as devices
 from skyrl_megatron.errors import WeightSyncError
 from skyrl_megatron.weight_sync.bucket import checksum
 from skyrl_megatron.weight_sync.parcels import Parcels
@@ -77,7 +78,7 @@ class _Room:
 
 
 class ParcelReceiver:
-    """Receives ``parcels`` from trainer ranks (rank → its transport).
+    """Receives ``parcels`` from the trainer ranks of a group. ``numbers``: rank → the member that sends its buckets.
 
     ``dtypes``: of the tensors that ``parcels`` number. At most ``bucket_bytes`` · 2 are under way or in buffers.
     """
@@ -85,16 +86,19 @@ class ParcelReceiver:
     def __init__(
         self,
         parcels: Parcels,
-        transports: Mapping[int, Transport],
+        transport: Transport,
+        numbers: Mapping[int, int],
         dtypes: Sequence[torch.dtype],
         bucket_bytes: int,
         device: torch.device,
     ) -> None:
-        self.parcels, self.transports, self.dtypes = parcels, transports, dtypes
+        self.parcels, self.transport, self.numbers, self.dtypes = parcels, transport, numbers, dtypes
         self.limit, self.device = 2 * bucket_bytes, device
         self.checksums: list[list[int]] = []
         """(rank, checksum) of every bucket of the last update, in order."""
         self.received_bytes = 0
+        self._sums: list[tuple[int, Tensor]] = []
+        """(rank, checksum on the device) of each bucket of the update in progress."""
         self._free: list[Tensor] = []
         self._buckets = parcels.buckets.tolist()
         self._largest = max((nbytes for _, nbytes, direct, *_ in self._buckets if not direct), default=0)
@@ -108,27 +112,31 @@ class ParcelReceiver:
         A thread asks for buckets and takes them, as asking waits for a connection that is being read from; this one
         goes on with targets, which packs them.
         """
-        self.checksums, self.received_bytes = [], 0
+        self.checksums, self.received_bytes, self._sums = [], 0, []
         chosen = range(len(self._buckets)) if numbers is None else numbers
-        taken: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        taken: queue.SimpleQueue[BaseException | Callable[[], None]] = queue.SimpleQueue()
         room = _Room(self.limit)
         threading.Thread(target=self._receive_all, args=(targets, chosen, taken, room), daemon=True).start()
         try:
             for number in chosen:
-                error = taken.get()
-                if error is not None:
-                    raise error
-                for target in self._ends.get(number, ()):
+                copied = taken.get()
+                if isinstance(copied, BaseException):
+                    raise copied
+                if ends := self._ends.get(number, ()):
+                    copied()  # the thread that receives may have a stream of its own
+                for target in ends:
                     targets.complete(target)
                 room.leave(self._held(number))
         finally:
             room.close()
+        totals = torch.stack([total for _, total in self._sums]).tolist() if self._sums else []
+        self.checksums = [[rank, total] for (rank, _), total in zip(self._sums, totals, strict=True)]
 
     def _receive_all(
         self,
         targets: Targets,
         numbers: Sequence[int],
-        taken: queue.SimpleQueue[BaseException | None],
+        taken: queue.SimpleQueue[BaseException | Callable[[], None]],
         room: _Room,
     ) -> None:
         """Receive these buckets in order; tell ``taken`` of each, or of what went wrong."""
@@ -148,14 +156,13 @@ class ParcelReceiver:
                     bucket.wait()
                 self._take(bucket)
                 self.received_bytes += nbytes
-                taken.put(None)
+                taken.put(devices.mark())
         except BaseException as error:  # whatever it is, the other thread raises it
             taken.put(error)
 
     def close(self) -> None:
-        """Leave the groups and free the buffers."""
-        for transport in self.transports.values():
-            transport.close()
+        """Leave the group and free the buffers."""
+        self.transport.close()
         self._free = []
 
     def _held(self, number: int) -> int:
@@ -180,7 +187,7 @@ class ParcelReceiver:
             bucket = _Bucket(number, memory[:nbytes], places)
             bucket.pieces = [run.piece(memory, self.dtypes[run.copy[0]]) for run in runs]
         with self._raising(rank):
-            bucket.wait = self.transports[rank].receive(bucket.buffer)
+            bucket.wait = self.transport.receive(bucket.buffer, self.numbers[rank])
         return bucket
 
     def _take(self, bucket: _Bucket) -> None:
@@ -190,7 +197,7 @@ class ParcelReceiver:
             for target, piece in zip(bucket.targets, bucket.pieces, strict=True):
                 _read_back(piece, target)
         rank = self._buckets[bucket.number][0]
-        self.checksums.append([rank, int(checksum(bucket.buffer))])  # int() waits for the device
+        self._sums.append((rank, checksum(bucket.buffer)))
         if bucket.pieces:
             self._free.append(bucket.buffer.as_strided((self._largest,), (1,)))
 
@@ -218,8 +225,9 @@ def _read_back(piece: Tensor, target: Tensor) -> None:
     compared with what it should have become."""
     if torch.promote_types(piece.dtype, target.dtype) == target.dtype:
         piece.copy_(target)
-    elif not torch.equal(target, piece.to(target.dtype)):
-        piece.view(torch.uint8).bitwise_not_()
+    else:
+        wrong = (target != piece.to(target.dtype)).any()
+        piece.view(torch.uint8).bitwise_xor_(wrong.to(torch.uint8) * 255)
 
 
 def _last_uses(parcels: Parcels) -> dict[int, list[int]]:

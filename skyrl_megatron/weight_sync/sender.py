@@ -25,10 +25,12 @@ from skyrl_megatron.weight_sync.routes import Holdings, Unroutable
 from skyrl_megatron.weight_sync.source import WeightSource
 from skyrl_megatron.weight_sync.transport import (
     DEFAULT_TIMEOUT_S,
+    GroupMember,
     Transport,
     default_transport,
     first_line,
     listen,
+    measure,
     open_transport,
 )
 
@@ -72,7 +74,7 @@ class WeightSender:
     def take_route(
         self, buckets: bytes, copies: bytes, ranks_of: dict[int, int], exchange: Exchange | None = None
     ) -> None:
-        """Send these parcels (``Parcels.plain``) from now on. ``ranks_of``: worker → its rank in this rank's group.
+        """Send these parcels (``Parcels.plain``) from now on. ``ranks_of``: worker → its number in this rank's group.
         ``exchange``: this rank's part, where ranks give one another what is for the workers on their GPUs."""
         self._route, self._parcels = (Parcels.of_plain(buckets, copies), ranks_of, exchange), None
 
@@ -89,21 +91,48 @@ class WeightSender:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         transport: str | None = None,
     ) -> None:
-        """Open this rank's group and wait for its receivers (worker ranks of all engines). Replaces an earlier one.
+        """Open a group of this rank and wait for its receivers (worker ranks of all engines). Replaces an earlier one.
         ``transport``: another than the sender's own.
 
         No later wait of this group lasts longer than ``timeout_s`` either. Raises EngineGoneError.
         """
+        self._open(GroupMember((host, port), 0, 1, receivers + 1), timeout_s, transport or self.transport_name)
+
+    def join(self, member: GroupMember, timeout_s: float, sizes: Sequence[int] = ()) -> list[float]:
+        """Join a group of ranks and engine workers that send point to point, and wait for all its members. Replaces an
+        earlier one. Return the bytes per second in buckets of each of these ``sizes`` (``transport.measure``).
+
+        No later wait of this group lasts longer than ``timeout_s`` either. Raises EngineGoneError.
+        """
+        transport = self._open(member, timeout_s, self.transport_name)
+        if not sizes:
+            return []
+        try:
+            return measure(transport, member, sizes)
+        except RuntimeError as error:
+            self.close()
+            if device.is_out_of_memory(error):
+                raise
+            raise EngineGoneError(f"connect: a member is gone or silent: {first_line(error)}") from error
+
+    def _open(self, member: GroupMember, timeout_s: float, name: str) -> Transport:
         self.close()
         listener, self._listener = self._listener, None
+        if member.number and listener is not None:
+            listener.close()  # the group's first member listens
+            listener = None
         try:
-            name = transport or self.transport_name
-            self._transport = open_transport(name, host, port, 0, receivers + 1, timeout_s, listener)
+            transport = open_transport(name, *member.address, member.number, member.size, timeout_s, listener)
         except (RuntimeError, OSError) as error:
+            host, port = member.address
+            who = f"{member.size - member.senders} engine workers"
+            if member.senders > 1:
+                who = f"{member.senders} trainer ranks and {who}"
             raise EngineGoneError(
-                f"connect: not all of {receivers} engine workers reached {host}:{port} within {timeout_s:.0f} s: "
-                f"{first_line(error)}"
+                f"connect: not all of {who} reached {host}:{port} within {timeout_s:.0f} s: {first_line(error)}"
             ) from error
+        self._transport = transport
+        return transport
 
     def close(self) -> None:
         """Leave the group and free the buckets."""

@@ -1,8 +1,9 @@
-"""How bytes get from one trainer rank to the workers of all engines: a group of their own, joined once, used often.
+"""How bytes get from trainer ranks to the workers of engines: a group of their own, joined once, used often.
 
-Every sending rank has a group: it is rank 0, the workers of all engines are ranks 1 … n. The default process group of
-either side is left alone. The classes in ``transport_<name>`` (``GlooTransport``, …) differ in how the group is made
-and how a buffer gets across, and in nothing else.
+Where every worker gets its own part, all ranks that send and all workers are members of one group and send point to
+point (:class:`GroupMember`). Where every worker gets everything, each rank that sends has a group, in which it is rank
+0 and the workers of all engines are ranks 1 … n. The default process group of either side is left alone. The classes
+in ``transport_<name>`` (``GlooTransport``, …) differ in how the group is made and how a buffer gets across.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ from __future__ import annotations
 import datetime
 import importlib
 import socket
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -23,6 +27,19 @@ from skyrl_megatron.errors import WeightSyncError
 from skyrl_megatron.plugins import TRANSPORTS
 
 DEFAULT_TIMEOUT_S = 120.0
+MEASURED_BUCKETS = 4
+"""What is sent to measure a size of buckets, in buckets of the largest size."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMember:
+    """A place in a group of trainer ranks, which are its first members, and engine workers."""
+
+    address: tuple[str, int]
+    """Where member 0 listens."""
+    number: int
+    senders: int
+    size: int
 
 
 def default_transport() -> str:
@@ -54,7 +71,7 @@ def listen(host: str, port: int = 0) -> socket.socket:
 
 
 class Transport(ABC):
-    """One member of a sender's group. Raises RuntimeError (torch) when a member dies or ``timeout_s`` pass."""
+    """One member of a group. Raises RuntimeError (torch) when a member dies or ``timeout_s`` pass."""
 
     sends_any_memory: ClassVar[bool] = True
     """Whether any memory can be sent; else a few buffers that stay where they are."""
@@ -106,9 +123,9 @@ class Transport(ABC):
 
         return wait
 
-    def receive(self, buffer: Tensor) -> Callable[[], None]:
-        """Start receiving into ``buffer`` what rank 0 sends to this member next; call what is returned to wait."""
-        work = self.group.recv([buffer], 0, 0)
+    def receive(self, buffer: Tensor, rank: int = 0) -> Callable[[], None]:
+        """Start receiving into ``buffer`` what a member sends to this one next; call what is returned to wait."""
+        work = self.group.recv([buffer], rank, 0)
 
         def wait() -> None:
             work.wait(self.timeout)
@@ -118,6 +135,41 @@ class Transport(ABC):
     def close(self) -> None:
         """Leave the group. A member that waits for this one gets an error."""
         self.group = self._store = None
+
+
+def measure(transport: Transport, member: GroupMember, sizes: Sequence[int]) -> list[float]:
+    """Return the bytes per second that this rank sends in buckets of each of these sizes, while all ranks send, each
+    to one worker; nothing on a worker. All members of a group call it together."""
+    workers = member.size - member.senders
+    sends = member.number < member.senders
+    peers = [member.senders + member.number % workers]
+    if not sends:
+        peers = list(range(member.number - member.senders, member.senders, workers))
+    rates: list[float] = []
+    buffers = [torch.empty(max(sizes), dtype=torch.uint8, device=device.device()) for _ in range(2)]
+    for size in sizes:
+        count = MEASURED_BUCKETS * max(sizes) // size
+        for peer in peers:
+            began, travelling = 0.0, [_at_once, _at_once]
+            for number in range(count + 1):
+                if number == 1:  # the first one opens the connection
+                    travelling[0]()
+                    travelling[0] = _at_once
+                    device.synchronize()
+                    began = time.perf_counter()
+                travelling[number % 2]()
+                buffer = buffers[number % 2][:size]
+                travelling[number % 2] = transport.send(buffer, peer) if sends else transport.receive(buffer, peer)
+            for wait in travelling:
+                wait()
+            device.synchronize()
+            if sends:
+                rates.append(count * size / (time.perf_counter() - began))
+    return rates
+
+
+def _at_once() -> None:
+    """Wait for nothing."""
 
 
 def own_address(peer: str) -> str:

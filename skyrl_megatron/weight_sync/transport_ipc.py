@@ -33,17 +33,17 @@ class IpcTransport(Transport):
     def __init__(self, host: str, port: int, rank: int, world_size: int, *rest: Any) -> None:
         self.rank = rank
         self._exported: dict[tuple[int, int], int] = {}  # place and size of a buffer → its number
-        self._mapped: dict[int, Tensor] = {}  # number → the sender's buffer as seen from here
+        self._mapped: dict[tuple[int, int], Tensor] = {}  # (rank, number) → that rank's buffer as seen from here
         super().__init__(host, port, rank, world_size, *rest)
 
     new_group = GlooTransport.new_group
 
     def broadcast(self, buffer: Tensor) -> Callable[[], None]:
-        """Copy rank 0's bytes where they lie. The kernels that filled ``buffer`` are waited for first."""
+        """Copy rank 0's bytes from where they are. The kernels that filled ``buffer`` are waited for first."""
         header = self._told(buffer) if self.rank == 0 else _nothing_told()
         super().broadcast(header)()
         if self.rank != 0:
-            self._read(header, buffer)
+            self._read(header, buffer, 0)
         options = dist.BarrierOptions()
         options.timeout = self.timeout
         barrier = self.group.barrier(options)
@@ -61,15 +61,15 @@ class IpcTransport(Transport):
 
         return wait
 
-    def receive(self, buffer: Tensor) -> Callable[[], None]:
-        """Call what is returned to wait until rank 0 tells where bytes for this member lie, and copy them."""
+    def receive(self, buffer: Tensor, rank: int = 0) -> Callable[[], None]:
+        """Call what is returned to wait until a member says where bytes for this one are, and copy them."""
         header = _nothing_told()
-        told = super().receive(header)
+        told = super().receive(header, rank)
 
         def wait() -> None:
             told()
-            self._read(header, buffer)
-            super(IpcTransport, self).send(header, 0)()
+            self._read(header, buffer, rank)
+            super(IpcTransport, self).send(header, rank)()
 
         return wait
 
@@ -78,11 +78,11 @@ class IpcTransport(Transport):
         device.synchronize()
         return torch.tensor([self._export(buffer), buffer.numel()])
 
-    def _read(self, header: Tensor, buffer: Tensor) -> None:
+    def _read(self, header: Tensor, buffer: Tensor, rank: int) -> None:
         number, size = header.tolist()
-        if number not in self._mapped:
-            self._mapped[number] = self._open(number)
-        buffer.copy_(self._mapped[number][:size])
+        if (rank, number) not in self._mapped:
+            self._mapped[rank, number] = self._open(rank, number)
+        buffer.copy_(self._mapped[rank, number][:size])
         device.synchronize()
 
     def _export(self, buffer: Tensor) -> int:
@@ -91,11 +91,11 @@ class IpcTransport(Transport):
         if place not in self._exported:
             handle = _cuda_handle(storage) if device.has_cuda() else _cpu_handle(storage)
             number = self._exported[place] = len(self._exported)
-            self._store.set(f"buffer{number}", repr(handle))  # plain integers, booleans, text and bytes
+            self._store.set(f"buffer{self.rank}.{number}", repr(handle))  # plain integers, booleans, text and bytes
         return self._exported[place]
 
-    def _open(self, number: int) -> Tensor:
-        handle = ast.literal_eval(self._store.get(f"buffer{number}").decode())
+    def _open(self, rank: int, number: int) -> Tensor:
+        handle = ast.literal_eval(self._store.get(f"buffer{rank}.{number}").decode())
         storage = _open_cuda(*handle) if device.has_cuda() else _open_cpu(*handle)
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 

@@ -6,7 +6,7 @@ Importing it registers the backend.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -36,9 +36,10 @@ from skyrl_megatron.weight_sync.receiver import WeightReceiver
 from skyrl_megatron.weight_sync.routes import FilledTensor, Route, Unroutable
 from skyrl_megatron.weight_sync.transport import (
     DEFAULT_TIMEOUT_S,
-    Transport,
+    GroupMember,
     default_transport,
     first_line,
+    measure,
     open_transport,
 )
 from skyrl_megatron.weight_sync.turned import as_on_disk
@@ -61,8 +62,11 @@ class InitInfo(WeightTransferInitInfo):
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     timeout_s: float = DEFAULT_TIMEOUT_S
     parcels: list[list[Any]] | None = None
-    """Of each worker of this engine, where tensors travel by routes: its :class:`Parcels`, and the groups of the ranks
-    that send them: (rank, number of the sender, rank in its group, size of the group). None: buckets for all."""
+    """Of each worker of this engine, where each gets its own part: its :class:`Parcels`, its place in the group of
+    those that send them (fields of ``transport.GroupMember``), and rank → the member that sends its buckets. None:
+    buckets for all."""
+    sizes: tuple[int, ...] = ()
+    """Sizes of buckets that the group measures (``transport.measure``)."""
 
 
 @dataclass
@@ -105,7 +109,7 @@ class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         config = self.parallel_config
         worker = config.data_parallel_index * config.world_size + config.rank
         if init_info.parcels is not None:
-            self._connect_parcels(init_info, *init_info.parcels[worker])
+            self._join(init_info, *init_info.parcels[worker])
             return
         rank = init_info.rank_offset + worker
         transports = [
@@ -116,18 +120,22 @@ class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         ]
         self.receiver = WeightReceiver(transports, init_info.bucket_bytes, torch.device(self.device))
 
-    def _connect_parcels(
-        self, info: InitInfo, buckets: bytes, copies: bytes, groups: list[tuple[int, int, int, int]]
+    def _join(
+        self, info: InitInfo, buckets: bytes, copies: bytes, place: Sequence[Any], numbers: list[tuple[int, int]]
     ) -> None:
         parcels, device = Parcels.of_plain(buckets, copies), torch.device(self.device)
         check_parcels(parcels, self.route)
+        (host, port), number, senders, size = place
+        member = GroupMember((host, port), number, senders, size)
         name = info.transport or default_transport()
-        opened: dict[int, Transport] = {}  # one to each sender: that on the worker's GPU may send for others
-        for _, sender, own, size in groups:
-            if sender not in opened:
-                opened[sender] = open_transport(name, *info.senders[sender], own, size, info.timeout_s)
-        transports = {rank: opened[sender] for rank, sender, _, _ in groups}
-        self.receiver = ParcelReceiver(parcels, transports, self.dtypes, info.bucket_bytes, device)
+        transport = open_transport(name, host, port, number, size, info.timeout_s)
+        try:
+            if info.sizes:
+                measure(transport, member, info.sizes)
+        except BaseException:
+            transport.close()
+            raise
+        self.receiver = ParcelReceiver(parcels, transport, dict(numbers), self.dtypes, info.bucket_bytes, device)
 
     def record(self, tensors: list[list[Any]]) -> tuple[list[FilledTensor], bytes] | str:
         """Return the route of the worker's model for ``tensors``, fields of :class:`TensorMeta`, or why it has

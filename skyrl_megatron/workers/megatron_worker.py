@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from skyrl_megatron.weight_sync.bucket import TensorMeta
     from skyrl_megatron.weight_sync.exchange import Exchange
     from skyrl_megatron.weight_sync.routes import Holdings
+    from skyrl_megatron.weight_sync.transport import GroupMember
     from skyrl_megatron.workers.dispatch import RankInfo
 
 type Arrays = dict[str, Any]
@@ -301,7 +302,7 @@ class RankProcess:
     def weight_metadata(self) -> list[TensorMeta]:
         """List what this rank sends to the engines, in order."""
         from skyrl_megatron.config.hf_model import engines_quantise
-        from skyrl_megatron.config.rules.role_layout import weight_transport
+        from skyrl_megatron.config.rules.role_layout import weight_bucket_sizes, weight_transport
         from skyrl_megatron.weight_sync.adapter_source import weight_source
         from skyrl_megatron.weight_sync.sender import WeightSender
 
@@ -311,7 +312,8 @@ class RankProcess:
         quantised = engines_quantise(self.cfg, engine.model.hf.config)
         adapters = engine.every_adapter()
         self.source = weight_source(engine.model, adapters, engine.groups, adapters_alone=alone, quantised=quantised)
-        self.sender = WeightSender(self.source, transport=weight_transport(self.cfg))
+        bucket_bytes = weight_bucket_sizes(self.cfg)[-1]
+        self.sender = WeightSender(self.source, bucket_bytes=bucket_bytes, transport=weight_transport(self.cfg))
         return list(self.sender.metadata())
 
     def listen_for_engines(self) -> tuple[str, int]:
@@ -320,8 +322,12 @@ class RankProcess:
         return self._address
 
     def connect_engines(self, receivers: int, timeout_s: float, transport: str | None = None) -> None:
-        """Open the group at that address and wait for the engines' workers."""
+        """Open a group at that address and wait for the engines' workers."""
         self.sender.connect(*self._address, receivers, timeout_s, transport)
+
+    def join_engines(self, member: GroupMember, timeout_s: float, sizes: Sequence[int]) -> list[float]:
+        """Join a group of ranks and engine workers; return the bytes per second in buckets of these sizes."""
+        return self.sender.join(member, timeout_s, sizes)
 
     def weight_holdings(self) -> Holdings | str:
         """List what this rank holds for the engines, or why it cannot travel by routes."""

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from skyrl_megatron.config.hf_model import engines_quantise, read_hf_config
-from skyrl_megatron.config.rules.role_layout import ranks_exchange_weights, trains_draft, weight_transport
+from skyrl_megatron.config.rules.role_layout import (
+    ranks_exchange_weights,
+    trains_draft,
+    weight_bucket_sizes,
+    weight_transport,
+)
 from skyrl_megatron.errors import RankLostError
 from skyrl_megatron.weight_sync.adapter_tensors import configured_pairs
 from skyrl_megatron.weight_sync.probe import QUANTISED
@@ -22,6 +27,7 @@ if TYPE_CHECKING:
     from skyrl_megatron.weight_sync.bucket import TensorMeta
     from skyrl_megatron.weight_sync.exchange import Exchange
     from skyrl_megatron.weight_sync.routes import Holdings
+    from skyrl_megatron.weight_sync.transport import GroupMember
     from skyrl_megatron.workers.worker_group import WorkerGroup
 
 PHASE = "sync weights"
@@ -46,6 +52,7 @@ def weight_synchronizer(
         phase_s=cfg.trainer.phase_timeout_s,
         shared_gpus=cfg.trainer.placement.colocate_all,
         transport=weight_transport(cfg),
+        bucket_sizes=weight_bucket_sizes(cfg),
         exchange=cfg.trainer.placement.policy_num_gpus_per_node if ranks_exchange_weights(cfg) else 0,
         routes=cfg.generator.inference_engine.weight_sync_routes,
         adapters=configured_pairs(cfg),
@@ -76,6 +83,10 @@ class PolicyRank:
 
     async def connect_engines(self, receivers: int, timeout_s: float, transport: str | None = None) -> None:
         await self._call("connect_engines", receivers, timeout_s, transport)
+
+    async def join_engines(self, member: GroupMember, timeout_s: float, sizes: Sequence[int]) -> list[float]:
+        rates: list[float] = await self._call("join_engines", member, timeout_s, sizes)
+        return rates
 
     async def weight_holdings(self) -> Holdings | str:
         holdings: Holdings | str = await self._call("weight_holdings")

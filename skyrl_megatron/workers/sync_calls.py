@@ -19,6 +19,7 @@ from skyrl_megatron.workers.actor_group import GRACE_S
 if TYPE_CHECKING:
     from skyrl_megatron.runtime.offload import Part
     from skyrl_megatron.weight_sync.exchange import Exchange
+    from skyrl_megatron.weight_sync.transport import GroupMember
 
 log = logging.getLogger(__name__)
 type _Failed = dict[int, tuple[float, Exception]]
@@ -39,7 +40,11 @@ class TrainerRank(Protocol):
         """Take an address for this rank's group (``WeightSender.listen``)."""
 
     async def connect_engines(self, receivers: int, timeout_s: float, transport: str | None = None) -> None:
-        """Open the group at that address (``WeightSender.connect``). ``transport``: where it is not the usual one."""
+        """Open a group of its own at that address, where every worker gets all that the rank sends
+        (``WeightSender.connect``). ``transport``: where it is not the usual one."""
+
+    async def join_engines(self, member: GroupMember, timeout_s: float, sizes: Sequence[int]) -> list[float]:
+        """Join a group, where every worker gets its own part (``WeightSender.join``)."""
 
     async def weight_holdings(self) -> Holdings | str:
         """List what the rank holds, for a plan of routes, or why there can be none (``WeightSender.holdings``)."""

@@ -13,10 +13,11 @@ import numpy as np
 from skyrl_megatron.inference.pool import EngineSlot
 from skyrl_megatron.inference.protocol import InferenceEngine
 from skyrl_megatron.weight_sync.bucket import TensorMeta
-from skyrl_megatron.weight_sync.exchange import NONE, plan_exchange
+from skyrl_megatron.weight_sync.exchange import plan_exchange
 from skyrl_megatron.weight_sync.parcels import Parcels
 from skyrl_megatron.weight_sync.route_plan import Beside, RoutePlan, join
 from skyrl_megatron.weight_sync.routes import Route, Unroutable, tensors_of
+from skyrl_megatron.weight_sync.transport import GroupMember
 from skyrl_megatron.workers.sync_calls import AttemptFailed, SyncCalls, TrainerRank
 
 NAMED = 4
@@ -49,13 +50,17 @@ class WorkerRoutes:
         ranks, workers = (list(map(part, side)) for side in (self.plan.ranks, self.plan.workers))
         return WorkerRoutes(self.tensors, RoutePlan(ranks, workers), self.workers, self.beside)
 
-    def peers(self, rank: int) -> list[int]:
-        """List the workers that a rank sends to: ranks 1, 2, … of its group."""
-        return self.plan.ranks[rank].peers
+    def groups(self) -> list[tuple[list[int], list[int]]]:
+        """Return the ranks and the workers of each group: one of all that send or receive; or of each rank and the
+        worker on its device."""
+        if self.beside is not None:
+            return [([rank], [worker]) for worker, rank in enumerate(self.beside.ranks)]
+        sending = [rank for rank, parcels in enumerate(self.plan.ranks) if len(parcels.buckets)]
+        return [(sending, list(range(len(self.workers))))]
 
 
 class RoutePlanner:
-    """Makes plans. What an engine needs is recorded once, for as long as the engine lives."""
+    """Makes plans of buckets of ``bucket_bytes``. What an engine needs is recorded once, for as long as it lives."""
 
     def __init__(self, calls: SyncCalls, bucket_bytes: int) -> None:
         self.calls, self.bucket_bytes = calls, bucket_bytes
@@ -105,39 +110,50 @@ async def connect_routes(
     slots: Sequence[EngineSlot],
     routes: WorkerRoutes,
     options: dict[str, Any],
-) -> None:
-    """Give ranks and workers their parcels, and open a group of each rank that sends and its workers."""
-    local = None if routes.beside is None else routes.beside.ranks
+    sizes: Sequence[int] = (),
+) -> dict[int, float]:
+    """Give ranks and workers their parcels, and open the groups of those that send to one another. Return for each of
+    these ``sizes`` of buckets the bytes per second of the slowest rank."""
+    parts = None
+    if routes.beside is not None:
+        parts = plan_exchange(routes.plan, routes.tensors, routes.beside.ranks)
     addresses = await calls.on_ranks("connect", lambda rank: rank.listen_for_engines())
-    parts = None if local is None else plan_exchange(routes.plan, routes.tensors, local)
-    members = [routes.peers(rank) for rank in range(len(addresses))]
-    if parts is not None:
-        members = [[part.worker] if part.worker != NONE else [] for part in parts]
-    groups: list[list[tuple[int, int, int, int]]] = [[] for _ in routes.workers]
-    for rank in range(len(addresses)):
-        for worker in routes.peers(rank):
-            sender = rank if local is None else local[worker]
-            own = 1 + members[sender].index(worker)
-            groups[worker].append((rank, sender, own, len(members[sender]) + 1))
+    of_rank: dict[int, GroupMember] = {}
+    numbers: dict[int, dict[int, int]] = {}  # of a rank: worker → its number in the group
+    of_worker: dict[int, tuple[list[Any], list[tuple[int, int]]]] = {}
+    for ranks, workers in routes.groups():
+        address, senders, size = addresses[ranks[0]], len(ranks), len(ranks) + len(workers)
+        of_member = {worker: senders + place for place, worker in enumerate(workers)}
+        for number, rank in enumerate(ranks):
+            of_rank[rank] = GroupMember(address, number, senders, size)
+            numbers[rank] = of_member
+        number_of = {rank: number for number, rank in enumerate(ranks)}
+        for worker, number in of_member.items():
+            of_worker[worker] = (
+                [list(address), number, senders, size],
+                [(rank, number_of.get(rank, 0)) for rank in routes.plan.workers[worker].peers],
+            )
     parcels: dict[EngineSlot, list[list[Any]]] = {slot: [] for slot in slots}
-    for (slot, _), incoming, of_worker in zip(routes.workers, routes.plan.workers, groups, strict=True):
-        parcels[slot].append([*incoming.plain, of_worker])
+    for worker, ((slot, _), incoming) in enumerate(zip(routes.workers, routes.plan.workers, strict=True)):
+        parcels[slot].append([*incoming.plain, *of_worker[worker]])
     by_engine = {id(slot.engine): of_engine for slot, of_engine in parcels.items()}
 
-    async def open_group(number: int, rank: TrainerRank) -> None:
-        peers = members[number]
-        if peers:
-            await rank.connect_engines(len(peers), options["timeout_s"])
-        ranks_of = {worker: own for own, worker in enumerate(peers, start=1)}
+    async def join_group(number: int, rank: TrainerRank) -> list[float]:
+        rates: list[float] = []
+        if number in of_rank:
+            rates = await rank.join_engines(of_rank[number], options["timeout_s"], sizes)
         part = () if parts is None else (parts[number],)
-        await rank.take_route(*routes.plan.ranks[number].plain, ranks_of, *part)
+        await rank.take_route(*routes.plan.ranks[number].plain, numbers.get(number, {}), *part)
+        return rates
 
-    await calls.together(
+    _, rates = await calls.together(
         slots,
         "connect",
-        lambda engine: engine.connect_weights(addresses, 1, 2, parcels=by_engine[id(engine)], **options),
-        open_group,
+        lambda engine: engine.connect_weights((), 1, 2, parcels=by_engine[id(engine)], sizes=tuple(sizes), **options),
+        join_group,
     )
+    measured = [of_one for of_one in rates if of_one]
+    return {size: min(of_size) for size, *of_size in zip(sizes, *measured, strict=True)} if measured else {}
 
 
 def compare_parcels(

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from skyrl_megatron.runtime.offload import Part
 
 log = logging.getLogger(__name__)
+NEARLY = 0.95
+"""Bandwidth, relative to the best, that makes smaller buckets the better ones."""
 RESTARTS = 2
 """Restarts of one engine within one sync."""
 ENGINE_FRACTION = 0.8
@@ -93,12 +95,14 @@ class WeightSynchronizer:
     ``hf_config``: of the model, for the check of completeness. ``dtype``: of the engines' weights. ``deadline_s``: for
     one sync, restarts included; ``phase_s``: for any phase of it, and the longest wait of any rank or worker.
     ``probe_interval``: syncs from one probe to the next (``weight_sync_probe_interval``). ``probe_limit``: nats; None:
-    what rounding explains. ``shared_gpus``: trainer and engines take turns on the same GPUs, and engines sleep while
-    the trainer works. ``exchange``: ranks of a node, where ranks give one another what is for the workers on their
-    GPUs (``weight_sync/exchange.py``); else 0. ``adapters``: projections of those that travel alone, by their names,
-    to engines that hold the base; None: all weights travel. ``routes``: each worker gets its own bytes alone, where
-    that can be planned (``weight_routes.py``). ``draft``: the ranks train the layer of multi-token prediction, which
-    goes to engines with the rest. ``look``, ``end_waiting``: as for :class:`SyncCalls`.
+    what rounding explains. ``bucket_sizes``: bytes, ascending; the first sync measures them and chooses one where
+    ranks and workers send point to point over a network, else the last one counts. ``shared_gpus``: trainer and
+    engines take turns on the same GPUs, and engines sleep while the trainer works. ``exchange``: ranks of a node,
+    where ranks give one another what is for the workers on their GPUs (``weight_sync/exchange.py``); else 0.
+    ``adapters``: projections of those that travel alone, by their names, to engines that hold the base; None: all
+    weights travel. ``routes``: each worker gets its own bytes alone, where that can be planned (``weight_routes.py``).
+    ``draft``: the ranks train the layer of multi-token prediction, which goes to engines with the rest. ``look``,
+    ``end_waiting``: as for :class:`SyncCalls`.
     """
 
     def __init__(
@@ -111,7 +115,7 @@ class WeightSynchronizer:
         probe_interval: int = 1,
         probe_limit: float | None = None,
         transport: str | None = None,
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_sizes: Sequence[int] = (DEFAULT_BUCKET_BYTES,),
         deadline_s: float = 1800.0,
         phase_s: float = 600.0,
         shared_gpus: bool = False,
@@ -127,14 +131,17 @@ class WeightSynchronizer:
         self.probe_interval, self.probe_limit = probe_interval, probe_limit
         self.options: dict[str, Any] = {
             "transport": transport or default_transport(),
-            "bucket_bytes": bucket_bytes,
+            "bucket_bytes": bucket_sizes[-1],
             "timeout_s": ENGINE_FRACTION * phase_s,
         }
         self.deadline_s, self.phase_s, self.shared_gpus = deadline_s, phase_s, shared_gpus
         self.adapters, self.draft, self.exchange = adapters, draft, exchange
         own = (*TRANSPORTS.built_in, *TRANSPORTS.reserved)
         self.routed = routes and self.options["transport"] in own
-        self.planner = RoutePlanner(self.calls, bucket_bytes)
+        self.planner = RoutePlanner(self.calls, bucket_sizes[-1])
+        over_network = not exchange and self.options["transport"] in TRANSPORTS.built_in
+        self._unmeasured = tuple(bucket_sizes) if over_network and len(bucket_sizes) > 1 else ()
+        """Sizes of buckets that the next connection measures."""
         self.versions: dict[str, str] = {}
         """Adapter → the version that its weights changed last in, as of the sync under way."""
         self.syncs = 0
@@ -318,10 +325,28 @@ class WeightSynchronizer:
             check_adapters(self._metadata, self.adapters)
         self.plan = await self._planned(slots) if self.routed else None
         if self.plan is not None:
-            await connect_routes(self.calls, slots, self.plan, self.options)
+            rates = await connect_routes(self.calls, slots, self.plan, self._routed_options, self._unmeasured)
+            if rates and self._choose(rates):
+                self.plan = await self._planned(slots)
+                assert self.plan is not None, "there was a plan for other buckets"
+                await connect_routes(self.calls, slots, self.plan, self._routed_options)
         else:
             await self._connect_all(slots)
         self._connected = engines
+
+    def _choose(self, rates: Mapping[int, float]) -> bool:
+        """Take the smallest buckets that are nearly as fast as the fastest; return whether the plan has others."""
+        self._unmeasured = ()
+        fast = NEARLY * max(rates.values())
+        chosen = next(size for size, rate in rates.items() if rate >= fast)
+        measured = ", ".join(f"{size >> 20} MiB: {rate / 1e9:.2f} GB/s" for size, rate in rates.items())
+        log.info("weights travel in buckets of %d MiB (%s)", chosen >> 20, measured)
+        planned, self.planner.bucket_bytes = self.planner.bucket_bytes, chosen
+        return planned != chosen
+
+    @property
+    def _routed_options(self) -> dict[str, Any]:
+        return self.options | {"bucket_bytes": self.planner.bucket_bytes}
 
     async def _planned(self, slots: list[EngineSlot]) -> WorkerRoutes | None:
         """Return a plan of routes; None, and a line in the log, where there is none."""

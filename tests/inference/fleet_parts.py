@@ -42,7 +42,7 @@ class Run:
         self.pool = self._lent.enter_context(engines.pool(*[self.settings] * own, wait_s=120))
         self.token_file = folder / "registry_token"
         options = dict(hf_config=json.loads((model / "config.json").read_text()), dtype="float32")
-        options |= dict(bucket_bytes=BUCKET_BYTES, phase_s=60.0, deadline_s=400.0, routes=True) | synchronizer
+        options |= dict(bucket_sizes=(BUCKET_BYTES,), phase_s=60.0, deadline_s=400.0, routes=True) | synchronizer
 
         async def make():
             self.client = InferenceClient(self.pool)

@@ -105,7 +105,7 @@ def test_a_server_is_sampled_from_and_updated(loop, tmp_path):
         client = InferenceClient(pool)
         trainer.load(models[1])
         config = json.loads((models[1] / "config.json").read_text())
-        options = dict(hf_config=config, dtype="float32", bucket_bytes=BUCKET_BYTES, phase_s=60.0)
+        options = dict(hf_config=config, dtype="float32", bucket_sizes=(BUCKET_BYTES,), phase_s=60.0)
         for model, version in ((models[0], None), (models[1], "7")):
             if version is not None:
                 report = loop(WeightSynchronizer(pool, [trainer], **options).sync(version))

@@ -120,6 +120,8 @@ def adapted(folder, overrides=None, **settings):
 def synchronizer(pool, trainer, folder, overrides=None, **options):
     from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
-    options = dict(dtype="float32", bucket_bytes=BUCKET_BYTES, phase_s=60.0, deadline_s=300.0, routes=True) | options
+    options = (
+        dict(dtype="float32", bucket_sizes=(BUCKET_BYTES,), phase_s=60.0, deadline_s=300.0, routes=True) | options
+    )
     hf = json.loads((folder / "config.json").read_text())
     return WeightSynchronizer(pool, trainer.handles, hf_config=hf, adapters=pairs_of(folder, overrides), **options)

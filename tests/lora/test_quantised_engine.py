@@ -40,7 +40,7 @@ def test_it_serves_the_merged_model(ranks, engines, tmp_path):
             trainer.together("adapt", 3)
             trainer.together("export", tmp_path / "merged")
             hf = json.loads((folder / "config.json").read_text())
-            options = dict(dtype="float32", bucket_bytes=BUCKET_BYTES, phase_s=60.0, deadline_s=300.0)
+            options = dict(dtype="float32", bucket_sizes=(BUCKET_BYTES,), phase_s=60.0, deadline_s=300.0)
             report = loop(WeightSynchronizer(pool, trainer.handles, hf_config=hf, **options).sync("first"), 300)
         assert not report.failures
         found, expected = loop(pool.slots[0].engine.score(TOKENS)), reference_logprobs(tmp_path / "merged", TOKENS)

@@ -35,7 +35,7 @@ def sync(pool, trainer, models, loop):
     def sync(version, model, fault=None, **options):
         trainer.load(models[model], fault)
         config = json.loads((models[model] / "config.json").read_text())
-        options = {"phase_s": 60.0, "deadline_s": 400.0, "bucket_bytes": BUCKET_BYTES, "routes": True, **options}
+        options = {"phase_s": 60.0, "deadline_s": 400.0, "bucket_sizes": (BUCKET_BYTES,), "routes": True, **options}
         synchronizer = WeightSynchronizer(pool, [trainer], hf_config=config, dtype="float32", **options)
         report = loop(synchronizer.sync(version), 500)
         assert (synchronizer.plan is not None) == options["routes"]

@@ -76,6 +76,9 @@ class Rank:
     def connect_engines(self, receivers, timeout_s):
         self.sender.connect(*self.address, receivers, timeout_s)
 
+    def join_engines(self, *arguments):
+        return self.sender.join(*arguments)
+
     def weight_holdings(self):
         return self.sender.holdings()
 
@@ -174,6 +177,9 @@ class Handle:
 
     async def connect_engines(self, receivers, timeout_s):
         await self("connect_engines", receivers, timeout_s)
+
+    async def join_engines(self, *arguments):
+        return await self("join_engines", *arguments)
 
     async def weight_holdings(self):
         return await self("weight_holdings")

@@ -94,17 +94,17 @@ def unlike(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
 
 
 class Delivered:
-    """A transport's end, to which buckets have come already."""
+    """A transport's end, to which buckets of several ranks have come already."""
 
-    def __init__(self, buckets: Iterable[Tensor]) -> None:
-        self.left = iter(buckets)
+    def __init__(self, buckets: dict[int, Iterable[Tensor]]) -> None:
+        self.left = {rank: iter(each) for rank, each in buckets.items()}
 
-    def receive(self, buffer: Tensor) -> Callable[[], object]:
-        bucket = next(self.left)
+    def receive(self, buffer: Tensor, rank: int) -> Callable[[], object]:
+        bucket = next(self.left[rank])
         return lambda: buffer.copy_(bucket)
 
     def close(self) -> None:
-        assert next(self.left, None) is None
+        assert not [rank for rank, each in self.left.items() if next(each, None) is not None]
 
 
 @contextlib.contextmanager
@@ -202,7 +202,8 @@ def filled_by(
             check_parcels(parcels, route)
             receiver = ParcelReceiver(
                 parcels,
-                {sender: Delivered(each) for sender, each in buckets.items()},
+                Delivered(buckets),
+                {sender: sender for sender in buckets},
                 [meta.torch_dtype for meta in tensors],
                 bucket_bytes,
                 torch.device("cpu"),

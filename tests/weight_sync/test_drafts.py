@@ -29,6 +29,12 @@ class TrainsDraft(Rank):
     overrides: ClassVar = {"trainer.policy.megatron_config.mtp.train": True}
 
 
+class SharesAndTrainsDraft(TrainsDraft):
+    """The same on the device of an engine's worker."""
+
+    transport = "ipc"
+
+
 class Drafting(Model):
     """A model whose engine drafts; what it says includes what it drafts with, and what it drafted."""
 
@@ -66,10 +72,11 @@ def deepseek(tmp_path_factory, engines):
     model.close()
 
 
-def check(model, ranks, world, layout, exports, routes=False):
+def check(model, ranks, world, layout, exports, routes=False, exchange=False):
     """A → B → A: scores, samples, drafts, and what is drafted with, are those of an engine on what ranks export."""
-    with MegatronRanks(ranks, model.folders["A"], world, layout, BUCKET_BYTES, kind=TrainsDraft) as trainer:
-        synchronizer = model.synchronizer(trainer, routes=routes)
+    kind = SharesAndTrainsDraft if exchange else TrainsDraft
+    with MegatronRanks(ranks, model.folders["A"], world, layout, BUCKET_BYTES, kind=kind) as trainer:
+        synchronizer = model.synchronizer(trainer, routes=routes, exchange=exchange)
         for number, name in enumerate("ABA"):
             trainer.together("load", model.folders[name])
             report = model.loop(synchronizer.sync(f"{name}{number}"), 250)
@@ -86,9 +93,13 @@ def check(model, ranks, world, layout, exports, routes=False):
 
 
 @pytest.mark.full_matrix
-@pytest.mark.parametrize("routes", [False, True], ids=["in buckets for all", "by routes"])
-def test_what_is_drafted_with_is_that_of_a_fresh_engine(ranks, deepseek, tmp_path, routes):
-    check(deepseek, ranks, 2, dict(pp=2), tmp_path, routes)
+@pytest.mark.parametrize(
+    "way",
+    [{}, dict(routes=True), dict(routes=True, exchange=True)],
+    ids=["in buckets for all", "by routes", "exchanged"],
+)
+def test_what_is_drafted_with_is_that_of_a_fresh_engine(ranks, deepseek, tmp_path, way):
+    check(deepseek, ranks, 2, dict(pp=2), tmp_path, **way)
 
 
 @pytest.mark.full_matrix

@@ -91,7 +91,7 @@ class Model:
             trainer.handles,
             hf_config=self.config,
             dtype="float32",
-            bucket_bytes=BUCKET_BYTES,
+            bucket_sizes=(BUCKET_BYTES,),
             routes=routes,
             exchange=2 * exchange,
             transport="ipc" if exchange else None,

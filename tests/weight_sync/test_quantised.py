@@ -293,46 +293,51 @@ def test_engines_get_what_vllm_makes(ranks, tmp_path, family, form):
     assert found == {engine: [[]] * len(workers) for engine, workers in found.items()}
 
 
-def delivered(trainer, tensors, holdings, routes):
+def delivered(trainer, tensors, holdings, routes, *, exchange=False):
     """What a sync by routes brings to workers of these routes: for each its parcels, as they are sent, and the buckets
-    that come from each rank."""
+    that come from each rank. ``exchange``: all through the rank on its device."""
     import torch
 
     from skyrl_megatron.weight_sync.bucket import checksum
-    from skyrl_megatron.weight_sync.route_plan import join
-    from skyrl_megatron.weight_sync.transport import open_transport
+    from skyrl_megatron.weight_sync.exchange import plan_exchange
+    from skyrl_megatron.weight_sync.route_plan import Beside, join
+    from skyrl_megatron.weight_sync.transport import GroupMember, open_transport
+    from skyrl_megatron.workers.weight_routes import WorkerRoutes
 
-    plan = join(tensors, holdings, routes, BUCKET_BYTES)
+    beside = Beside(range(len(routes)), 2) if exchange else None
+    plan = join(tensors, holdings, routes, BUCKET_BYTES, beside)
+    groups = WorkerRoutes(tensors, plan, list(enumerate(routes)), beside).groups()
+    parts = plan_exchange(plan, tensors, beside.ranks) if exchange else None
     addresses = trainer.together("listen_for_engines")
-    peers = [parcels.peers for parcels in plan.ranks]
 
-    def receive(worker):
+    def receive(ranks, worker, place, size):
         parcels, sums = plan.workers[worker], []
-        transports = {
-            rank: open_transport("gloo", *addresses[rank], own.index(worker) + 1, len(own) + 1, 60.0)
-            for rank, own in enumerate(peers)
-            if worker in own
-        }
-        buckets = {rank: [] for rank in transports}
+        transport = open_transport("gloo", *addresses[ranks[0]], place, size, 60.0)
+        buckets = {rank: [] for rank in parcels.peers}
         for rank, nbytes, *_ in parcels.buckets.tolist():
             buffer = torch.empty(nbytes, dtype=torch.uint8)
-            transports[rank].receive(buffer)()
+            transport.receive(buffer, 0 if exchange else ranks.index(rank))()
             buckets[rank].append(buffer)
             sums.append((rank, worker, int(checksum(buffer))))
-        for transport in transports.values():
-            transport.close()
+        transport.close()
         return parcels.plain, buckets, sums
 
     async def send():
-        receiving = [asyncio.create_task(asyncio.to_thread(receive, worker)) for worker in range(len(routes))]
-        connecting = [
-            handle.connect_engines(len(own), 60.0) for handle, own in zip(trainer.handles, peers, strict=True) if own
-        ]
-        await asyncio.gather(*connecting)
-        for handle, parcels, own in zip(trainer.handles, plan.ranks, peers, strict=True):
-            await handle.take_route(*parcels.plain, {worker: place for place, worker in enumerate(own, start=1)})
+        receiving, joining, numbers = {}, [], {}
+        for ranks, workers in groups:
+            size = len(ranks) + len(workers)
+            for place, worker in enumerate(workers, start=len(ranks)):
+                receiving[worker] = asyncio.create_task(asyncio.to_thread(receive, ranks, worker, place, size))
+            for number, rank in enumerate(ranks):
+                member = GroupMember(addresses[ranks[0]], number, len(ranks), size)
+                joining.append(trainer.handles[rank].join_engines(member, 60.0, ()))
+                numbers[rank] = {worker: place for place, worker in enumerate(workers, start=len(ranks))}
+        await asyncio.gather(*joining)
+        for rank, handle in enumerate(trainer.handles):
+            part = () if parts is None else (parts[rank],)
+            await handle.take_route(*plan.ranks[rank].plain, numbers.get(rank, {}), *part)
         sent = await asyncio.gather(*(handle.send_weights() for handle in trainer.handles))
-        return [await each for each in receiving], sent
+        return [await receiving[worker] for worker in range(len(routes))], sent
 
     received, sent = asyncio.run(send())
     expected = [(rank, worker, total) for rank, sums in enumerate(sent) for worker, total in sums]
@@ -344,7 +349,8 @@ def delivered(trainer, tensors, holdings, routes):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("family", quantised_folders.SIZES)
 def test_workers_get_their_own(ranks, tmp_path, family, form):
-    """By routes each worker gets its own bytes of values and scales, once, and becomes that of a fresh engine."""
+    """By routes each worker gets its own bytes of values and scales, once, and becomes that of a fresh engine; also
+    where each gets them through one rank, from others if need be."""
     from skyrl_megatron.weight_sync.routes import Route, tensors_of
 
     start, plain, quantised = written(tmp_path, family, form)
@@ -358,8 +364,11 @@ def test_workers_get_their_own(ranks, tmp_path, family, form):
             trainer.together("load", plain)
             for engine, workers in routes.items():
                 needed = [Route.of_plain(*plain) for plain in workers]
-                deliveries.setdefault(engine, {})[layout] = delivered(trainer, tensors, holdings, needed)
+                of_engine = deliveries.setdefault(engine, {})
+                of_engine[layout] = delivered(trainer, tensors, holdings, needed)
+                if world >= len(needed):
+                    of_engine[f"{layout}, exchanged"] = delivered(trainer, tensors, holdings, needed, exchange=True)
     for engine, of_engine in deliveries.items():
         arguments = start, tensors, quantised, BUCKET_BYTES, of_engine
         found = answer(tmp_path, "filled_by", [engine], *arguments)[engine]
-        assert found == [{layout: [] for layout in LAYOUTS}] * len(found), engine
+        assert found == [{key: [] for key in of_engine}] * len(found) and of_engine.keys() > LAYOUTS.keys(), engine

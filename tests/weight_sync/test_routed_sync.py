@@ -8,7 +8,7 @@ from tests.support.engines import tiny_settings
 from tests.weight_sync.test_routes import EXTENDED
 
 pytestmark = [pytest.mark.vllm, pytest.mark.engines("extended")]
-OPTIONS = {"phase_s": 15.0, "bucket_bytes": 4 << 20}  # experts are packed together, attention travels alone
+OPTIONS = {"phase_s": 15.0, "bucket_sizes": (4 << 20,)}  # experts are packed together, attention travels alone
 TOKENS = [(7 * i + 3 * i * i) % 400 + 5 for i in range(64)]
 BUCKET = r"engine 0, worker 0: bucket \d+ of \d+ from rank 0 is not what was sent \(checksums differ\): .*{}"
 PACKED = r"model.layers.\d.*weight\[\d\] is not in its place in the memory of vLLM's kernel"

@@ -62,7 +62,7 @@ def on_shared_gpus(pool, trainer, models, monkeypatch):
         note(pool.slots[0].engine, method)
     trainer.load(models["A"])
     config = json.loads((models["A"] / "config.json").read_text())
-    options = dict(dtype="float32", bucket_bytes=BUCKET_BYTES, phase_s=60.0, deadline_s=400.0, shared_gpus=True)
+    options = dict(dtype="float32", bucket_sizes=(BUCKET_BYTES,), phase_s=60.0, deadline_s=400.0, shared_gpus=True)
     return WeightSynchronizer(pool, [trainer], hf_config=config, **options), calls
 
 
@@ -235,7 +235,7 @@ def test_a_trainer_that_dies_can_give_an_engine_its_weights_later(answers, pool,
     from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
     config = json.loads((models["A"] / "config.json").read_text())
-    options = dict(hf_config=config, dtype="float32", bucket_bytes=BUCKET_BYTES, phase_s=20.0, deadline_s=400.0)
+    options = dict(hf_config=config, dtype="float32", bucket_sizes=(BUCKET_BYTES,), phase_s=20.0, deadline_s=400.0)
     slot = pool.slots[1]
     trainer.load(models["A"], "the trainer dies")
     synchronizer = WeightSynchronizer(pool, [trainer], **options)
@@ -341,7 +341,7 @@ def test_experts_that_are_not_packed_again_are_noticed(engines, models, trainer,
         trainer.load(models["A"])
         config = json.loads((models["A"] / "config.json").read_text())
         synchronizer = WeightSynchronizer(
-            pool, [trainer], hf_config=config, dtype="float32", bucket_bytes=BUCKET_BYTES, routes=False
+            pool, [trainer], hf_config=config, dtype="float32", bucket_sizes=(BUCKET_BYTES,), routes=False
         )
         with pytest.raises(WeightSyncError, match="differ from the trainer's"):
             loop(synchronizer.sync("garbled"), 500)

@@ -42,6 +42,8 @@ def serve(connection, transport: str | None) -> None:
                 answer = address = sender.listen("127.0.0.1")
             elif method == "connect":
                 answer = sender.connect(*address, *arguments)
+            elif method == "join":
+                answer = sender.join(*arguments)
             elif method == "holdings":
                 answer = sender.holdings()
             elif method == "route":
@@ -153,6 +155,9 @@ class TrainerProcess:
 
     async def connect_engines(self, receivers, timeout_s):
         await asyncio.to_thread(self._ask, "connect", receivers, timeout_s)
+
+    async def join_engines(self, *arguments):
+        return await asyncio.to_thread(self._ask, "join", *arguments)
 
     async def weight_holdings(self):
         return await asyncio.to_thread(self._ask, "holdings")

@@ -36,7 +36,7 @@ def synced_engine(settings, models, *, transport=None, shared_gpus=False):
     try:
         loop(pool.start(), 590)
         config = json.loads((models["A"] / "config.json").read_text())
-        options = dict(dtype=settings.dtype, bucket_bytes=BUCKET_BYTES, phase_s=120.0, deadline_s=400.0)
+        options = dict(dtype=settings.dtype, bucket_sizes=(BUCKET_BYTES,), phase_s=120.0, deadline_s=400.0)
         options |= dict(probe_interval=0, transport=transport, shared_gpus=shared_gpus)
         synchronizer = WeightSynchronizer(pool, [trainer], hf_config=config, **options)
         synchronizer.syncs = 1  # the probe is about fp32 on both sides; scores are compared below

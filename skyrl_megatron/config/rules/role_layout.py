@@ -111,6 +111,14 @@ def ranks_exchange_weights(cfg: SkyRLTrainConfig) -> bool:
     return weight_transport(cfg) == "ipc" and not placement.policy_num_nodes == engine.data_parallel_size == 1
 
 
+def weight_bucket_sizes(cfg: SkyRLTrainConfig) -> tuple[int, ...]:
+    """Return the sizes of weight buckets, bytes, ascending. Where trainer and engines have devices of their own, the
+    first sync measures them and chooses one; else the last one counts. Between GPUs, small ones cost bandwidth."""
+    if cfg.generator.inference_engine.weight_sync_backend == device.NCCL:
+        return 16 << 20, 64 << 20, 256 << 20
+    return 4 << 20, 16 << 20
+
+
 def weight_path(cfg: SkyRLTrainConfig, *, routed: bool) -> str:
     """Describe how weights get to the engines. ``routed``: each worker gets its own part alone."""
     what, carrier = "own part" if routed else "all weights", weight_transport(cfg)

@@ -10,10 +10,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from skyrl_megatron.config.rules.role_layout import is_frozen, rank_position, role_world_size, shares_policy_gpus
+from skyrl_megatron.config.rules.role_layout import (
+    is_frozen,
+    rank_position,
+    role_world_size,
+    shares_policy_gpus,
+    weight_bucket_sizes,
+)
 from skyrl_megatron.entrypoints.memory.engines import EngineBytes, engine_bytes
 from skyrl_megatron.entrypoints.memory.roles import RoleModel
-from skyrl_megatron.weight_sync import DEFAULT_BUCKET_BYTES
 from skyrl_megatron.weight_sync.metadata import FUSED_EXPERTS
 
 if TYPE_CHECKING:
@@ -165,18 +170,19 @@ class _Gpu:
         return self.stages[list(self.models).index(role)]
 
     def _sync(self) -> list[Part]:
-        parts = [Part("buckets of the sender", 3 * DEFAULT_BUCKET_BYTES)]
+        buckets = 3 * weight_bucket_sizes(self.cfg)[-1]
+        parts = [Part("buckets of the sender", buckets)]
         policy = self.models["policy"]
         factors = policy.factors(self._stage("policy"))
         if factors is not None and policy.settings.model.lora.sync_mode != "memory":
             # fp32: factors of what this rank sends, their product, scaled, and the rows it joins
-            merged = 3 * DEFAULT_BUCKET_BYTES * 4 // policy.kernels.width
+            merged = buckets * 4 // policy.kernels.width
             parts.append(Part("adapters that are merged", factors.gathered * 4 + merged))
         if self.engine is not None:
             parts.append(Part("engine weights", self.engine.weights))
             parts.append(Part("engine slots of adapters", self.engine.adapters))
             parts.append(Part("engine counters of penalties", self.engine.counters))
-            parts += _received(self.models["policy"], self.engine)
+            parts += _received(self.cfg, self.models["policy"], self.engine)
         return parts
 
 
@@ -186,7 +192,7 @@ def _engine_phases(cfg: SkyRLTrainConfig, engine: EngineBytes, policy: RoleModel
     process = Part("CUDA context and libraries", _engine_process(cfg, engine))
     if gpu is not None:
         share = Part(f"engine ({_utilization(cfg)})", budget_of_engine(cfg, gpu))
-        yield Phase("engine GPU", SYNC, (process, share, *_received(policy, engine)))
+        yield Phase("engine GPU", SYNC, (process, share, *_received(cfg, policy, engine)))
 
 
 def _start(cfg: SkyRLTrainConfig, engine: EngineBytes, gpu: int | None, where: str) -> Iterator[Phase]:
@@ -202,10 +208,10 @@ def _start(cfg: SkyRLTrainConfig, engine: EngineBytes, gpu: int | None, where: s
     yield Phase(where, START, tuple(part for part in parts if part.nbytes), limit=budget_of_engine(cfg, gpu))
 
 
-def _received(policy: RoleModel, engine: EngineBytes) -> list[Part]:
+def _received(cfg: SkyRLTrainConfig, policy: RoleModel, engine: EngineBytes) -> list[Part]:
     """Return the receiver's buckets, and what is put together of a layer, or all of adapters that travel alone, before
     the engine takes it."""
-    buckets = Part("buckets of the receiver", 3 * DEFAULT_BUCKET_BYTES)
+    buckets = Part("buckets of the receiver", 3 * weight_bucket_sizes(cfg)[-1])
     if engine.received:
         return [buckets, Part("adapters that are received", engine.received)]
     width, table = policy.kernels.width, policy.table
