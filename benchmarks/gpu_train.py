@@ -1,11 +1,11 @@
 """Training step of a slice of Qwen3-30B-A3B on one GPU: tokens/s, MFU, peak memory.
 
-    python benchmarks/gpu_train.py [--layers 4] [--sequences 16] [--length 4096] [key=value …]
+    python benchmarks/gpu_train.py [--layers 2] [--sequences 16] [--length 4096] [key=value …]
 
 bf16, random weights, Megatron's distributed Adam with fp32 masters. ``key=value`` are settings of the run, e.g.
 ``trainer.fused_lm_head_logprob=true``. Needs megatron-core beside torch and transformers; no Ray, no vLLM, and
 with ``trainer.policy.megatron_config.transformer_config_kwargs.transformer_impl=local`` no Transformer Engine. Where
-there is no GPU it says so and ends.
+there is no GPU it says so and ends. It says what memory it needs before it starts: two layers fit a GPU of 80 GB.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.runtime.engine import MegatronEngine
     from skyrl_megatron.types import TrainingBatch
 
@@ -69,7 +70,7 @@ def main() -> None:
     from smoke import parse
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--sequences", type=int, default=16)
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--tokens-per-microbatch", type=int, default=16384)
@@ -107,6 +108,7 @@ def main() -> None:
                 *args.overrides,
             ]
         )
+        print(f"needs about {needed_bytes(cfg) / 1e9:.0f} GB of the device's memory; --layers makes it more or less")
         started = time.perf_counter()
         engine = MegatronEngine(cfg, total_steps=args.steps + 1)
         print(f"load: {time.perf_counter() - started:.1f} s")
@@ -124,6 +126,18 @@ def main() -> None:
         "peak_memory_GiB": round(device.peak_memory_bytes() / 2**30, 1),
     }
     print(json.dumps(report, indent=2))
+
+
+def needed_bytes(cfg: SkyRLTrainConfig) -> int:
+    """Bytes of the fullest moment, as ``--check`` counts them: the state, and the larger of the activations and what
+    torch's AdamW makes beside them where it is the optimizer, as without Transformer Engine: fp32 of every weight."""
+    from skyrl_megatron.entrypoints.memory.budget import parameter_tables
+    from skyrl_megatron.entrypoints.memory.phases import CONTEXT_BYTES, FRAGMENTATION, LIBRARY_BYTES
+    from skyrl_megatron.entrypoints.memory.roles import RoleModel
+
+    model = RoleModel.of(cfg, "policy", parameter_tables(cfg)["policy"])
+    work = max(round(model.training(0) * (1 + FRAGMENTATION)), 4 * model.parameters(0).parameters)
+    return model.state(0).device + work + CONTEXT_BYTES + LIBRARY_BYTES
 
 
 def best_of(calls: int, call: Callable[[], object]) -> float:

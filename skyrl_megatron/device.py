@@ -12,6 +12,8 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,6 +69,19 @@ def driver_gpu_bytes() -> int | None:
         return None
     sizes = [int(line) for line in run.stdout.split() if line.isdigit()]
     return min(sizes) << 20 if run.returncode == 0 and sizes else None
+
+
+def compiler_environment() -> dict[str, str]:
+    """Return what lets this process and its children compile CUDA kernels at their first use, as DeepGEMM and
+    FlashInfer do for FP8 weights on Hopper: ``CUDA_HOME`` of the nvcc package in this environment, unless the user
+    named another, and this environment's programs (ninja) on ``PATH``. Empty where the package is not installed.
+    """
+    home = Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "cu13"
+    if not (home / "bin" / "nvcc").is_file():
+        return {}
+    found = {} if {"CUDA_HOME", "CUDA_PATH"} & os.environ.keys() else {"CUDA_HOME": str(home)}
+    programs, path = str(Path(sys.prefix) / "bin"), os.environ.get("PATH", os.defpath)
+    return found if programs in path.split(os.pathsep) else found | {"PATH": f"{programs}{os.pathsep}{path}"}
 
 
 @functools.cache

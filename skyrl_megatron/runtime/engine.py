@@ -33,6 +33,7 @@ from skyrl_megatron.algorithms.objective import Objective, PolicyObjective
 from skyrl_megatron.algorithms.reduction import StepTotals
 from skyrl_megatron.config.adapters import adapter_configs, adapter_names
 from skyrl_megatron.config.rules.role_layout import is_frozen, parallel_config
+from skyrl_megatron.config.rules.training import longest_pack
 from skyrl_megatron.config.run_folder import run_folder
 from skyrl_megatron.data.splitting import plan_micro_batches, rows_by_adapter
 from skyrl_megatron.runtime import loss_scale, parallel_state
@@ -52,8 +53,10 @@ from skyrl_megatron.runtime.forward_step import (
 )
 from skyrl_megatron.runtime.hf.load import load_hf
 from skyrl_megatron.runtime.lora.base import fingerprint
+from skyrl_megatron.runtime.model.attention_kernels import require_deterministic
 from skyrl_megatron.runtime.model.build import build_model
 from skyrl_megatron.runtime.model.draft import draft_of, send_embedding
+from skyrl_megatron.runtime.model.layer_choice import TRANSFORMER_ENGINE
 from skyrl_megatron.runtime.model.lm_head import return_hidden_states
 from skyrl_megatron.runtime.model.router import router_metrics, routers_of
 from skyrl_megatron.runtime.model.routing_replay import forget_routes, replay_routes
@@ -107,6 +110,8 @@ class MegatronEngine:
             head="value" if role == "critic" else "lm",
             seed=cfg.trainer.seed,
         )
+        if self.model.config.transformer_impl == TRANSFORMER_ENGINE and not is_frozen(role):
+            require_deterministic(self.model.config, *longest_pack(cfg), f"trainer.{role}.megatron_config.")
         assert self.model.hf.path is not None
         prefix = cfg.trainer.algorithm.value_head_prefix
         load_hf(self.model, self.model.hf.path, self.groups, frozen=self.is_adapted, value_head=prefix)

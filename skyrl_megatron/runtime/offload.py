@@ -6,8 +6,10 @@ parameters, the plan of a weight sync. (Megatron's own ``offload_to_cpu`` replac
 optimizer, whose parameter groups are views of the model's, then updates memory that no model reads.)
 
 Where it goes: weights and optimizer state to host memory (``host_memory.py``), pinned where there is a GPU, taken when
-a part first leaves, grown when it has grown, and kept; its size is that of the part, rounded up to 256 MiB. Gradients
-are zero between steps and are not kept. What lies on the host anyway (a CPU-offloaded optimizer's moments) stays.
+a part first leaves, grown when it has grown, and kept; its size is that of the part, rounded up to 256 MiB. Pinning is
+slow, a minute and more for dozens of gigabytes a rank: the optimizer's memory has room for what its first step makes,
+and a run lets everything leave once while it starts (``RayPPOTrainer.build_models``). Gradients are zero between steps
+and are not kept. What is on the host anyway (a CPU-offloaded optimizer's moments) stays.
 Without a GPU the same code empties storages of host memory, but for those that NumPy has looked into, for a checkpoint
 or an export: they cannot be emptied, and stay.
 """
@@ -85,6 +87,8 @@ class Offload:
                     for source, target in _pairs(storage, copies):
                         target.copy_(source, non_blocking=True)
                     emptied.append(_Emptied(storage, storage.nbytes(), copies))
+            if part == "optimizer":
+                self._host[part].pieces(sum(map(state_to_come, self._optimizers)))
             device.synchronize()
             for each in emptied:
                 each.storage.resize_(0)
@@ -153,6 +157,26 @@ def optimizer_tensors(optimizer: Any | None) -> Iterator[Tensor]:
             for state in inner.state.values():
                 yield from (state[name] for name in sorted(state) if torch.is_tensor(state[name]))
         yield from getattr(outer, "param_to_fp32_param", {}).values()
+
+
+def state_to_come(optimizer: Any | None) -> int:
+    """Return the bytes on this device that Adam's first step makes: moments, and the masters of a precision-aware one
+    (Transformer Engine's, ``FusedAdam.initialize_state``)."""
+    size = 0
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        outer = getattr(part, "optimizer", None)
+        for inner in getattr(outer, "sub_optimizers", None) or ([] if outer is None else [outer]):
+            types = getattr(inner, "name_to_dtype_map", {})
+            names = ["exp_avg", "exp_avg_sq"] + ["master_param"] * getattr(inner, "master_weights", False)
+            for shard in (each for group in inner.param_groups for each in group["params"]):
+                if shard.device != device.device() or inner.state.get(shard):
+                    continue
+                dtypes = {name: types.get(name, shard.dtype) for name in names}
+                if getattr(inner, "store_param_remainders", False) and shard.dtype == torch.bfloat16:
+                    dtypes["master_param"] = torch.int16
+                widths = [2 if dtype == torch.uint8 else dtype.itemsize for dtype in dtypes.values()]  # memory_of
+                size += shard.numel() * sum(widths) + (0 if types else 4)  # torch's counts its steps
+    return size
 
 
 def memory_of(tensor: Any) -> list[Tensor]:

@@ -316,6 +316,9 @@ class RayPPOTrainer:
             for role in self.roles.values():
                 role.finish_building()
             self.leave_to("policy")
+            if shared_gpus:
+                with under_way("take host memory for what leaves the GPUs"):
+                    self.policy.offload()
         built = ", ".join(f"{name} on {len(role.group)}" for name, role in self.roles.items())
         layers = "".join(f", layers: {kind}" for kind in {role.ranks[0].layers for role in self.roles.values()} - {""})
         beside = "" if shared_gpus or not self.needs_engines else ", loaded beside the engines"

@@ -11,15 +11,16 @@ the order of the plan.
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from skyrl_megatron.device import shareable_bytes
+from skyrl_megatron.device import is_out_of_memory, shareable_bytes
 from skyrl_megatron.weight_sync.bucket import TensorMeta, checksum
 from skyrl_megatron.weight_sync.parcel_sender import STAGED, ParcelSender
 from skyrl_megatron.weight_sync.parcels import Parcels
@@ -35,8 +36,8 @@ class Exchange:
     """One rank's part. ``worker``: the one on its GPU; :data:`NONE`: there is no such."""
 
     worker: int = NONE
-    incoming: list[tuple[int, int, str]] = field(default_factory=list)
-    """The buckets of that worker, in order: rank that they come from, bytes, adapter."""
+    incoming: list[tuple[int, int, str, str]] = field(default_factory=list)
+    """The buckets of that worker, in order: rank that they come from, bytes, adapter, the last tensor in it."""
     rounds: list[tuple[int, int, int]] = field(default_factory=list)
     """Number of an own bucket, the rank that it goes to, number of an incoming one; :data:`NONE`: neither."""
 
@@ -52,12 +53,12 @@ def plan_exchange(plan: RoutePlan, tensors: Sequence[TensorMeta], local: Sequenc
     for worker, parcels in enumerate(plan.workers):
         to = local[worker]
         left = [iter(own[rank][worker]) for rank in range(len(plan.ranks))]
-        incoming: list[tuple[int, int, str]] = []
+        incoming: list[tuple[int, int, str, str]] = []
         for rank, nbytes, *_, tensor in parcels.buckets.tolist():
             number = next(left[rank])
             if rank != to:
                 queue.append((tensor, len(incoming), number, rank, to))
-            incoming.append((rank, nbytes, tensors[tensor].adapter))
+            incoming.append((rank, nbytes, tensors[tensor].adapter, tensors[tensor].name))
         found[to] = Exchange(worker, incoming)
     rounds: list[dict[int, list[int]]] = [defaultdict(lambda: [NONE, NONE, NONE]) for _ in plan.ranks]
     sends: list[set[int]] = [set() for _ in plan.ranks]
@@ -124,7 +125,7 @@ class ExchangingSender(ParcelSender):
         def hand_over_own(stop: int) -> None:
             """Hand over what the worker gets from this rank itself before its bucket ``stop``."""
             nonlocal following
-            for rank, _, adapter in part.incoming[following:stop]:
+            for rank, _, adapter, _ in part.incoming[following:stop]:
                 if rank == own_rank:
                     number = next(local)
                     if travels(adapter):
@@ -135,19 +136,22 @@ class ExchangingSender(ParcelSender):
         for number, to, arrives in part.rounds:
             if arrives != NONE:
                 hand_over_own(arrives)
-            operations = []
+            operations, under_way = [], []
             if number != NONE and travels(self._firsts[number].adapter):
                 operations.append(dist.P2POp(dist.isend, filled(number), to))
+                under_way.append(f"{self._firsts[number].name} to trainer rank {to}")
             buffer = None
             if arrives != NONE:
-                rank, nbytes, adapter = part.incoming[arrives]
+                rank, nbytes, adapter, name = part.incoming[arrives]
                 if travels(adapter):
                     buffer = self._received[turn % STAGED][:nbytes]
                     turn += 1
                     wait_for(buffer)
                     operations.append(dist.P2POp(dist.irecv, buffer, rank))
-            for work in dist.batch_isend_irecv(operations) if operations else ():
-                work.wait()
+                    under_way.append(f"{name} from trainer rank {rank}")
+            with _named(under_way):
+                for work in dist.batch_isend_irecv(operations) if operations else ():
+                    work.wait()
             if buffer is not None:
                 hand_over(buffer)
         hand_over_own(len(part.incoming))
@@ -156,3 +160,14 @@ class ExchangingSender(ParcelSender):
         chosen = sorted(sums)
         totals = torch.stack([sums[number] for number in chosen]).tolist() if chosen else []
         return [[workers[number], total] for number, total in zip(chosen, totals, strict=True)]
+
+
+@contextlib.contextmanager
+def _named(under_way: Sequence[str]) -> Iterator[None]:
+    """Say in an error of torch.distributed what was exchanged with whom."""
+    try:
+        yield
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        raise RuntimeError(f"exchange of {' and '.join(under_way)}: {error}") from error

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skyrl_megatron.weight_sync.routes import Route, Table, Unroutable, name_of
+from skyrl_megatron.weight_sync.routes import Route, Table, Unroutable, name_of, named_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +91,32 @@ class Parcels:
 
 
 def check_parcels(parcels: Parcels, route: Route) -> None:
-    """Raise Unroutable unless a worker's parcels fill what its route fills, each element once."""
+    """Raise Unroutable, naming the ranks that would send it, unless a worker's parcels fill what its route fills, each
+    element once."""
     tensor, _, rows, columns, target, offset, by_row, by_column = parcels.copies.T
     none = np.zeros_like(rows)
     planned = Route(
         route.targets, np.column_stack([tensor, target, none, rows, none, columns, offset, by_row, by_column])
     )
-    planned.check()
-    for target, found, needed in zip(route.targets, planned.covered(), route.covered(), strict=True):
+    if len(target) and target.max() >= len(route.targets):
+        raise Unroutable(
+            f"target {target.max()} is planned, and the engine's worker has {len(route.targets)}: its layout is not "
+            "the one that the plan was made for"
+        )
+    if (wrong := planned.wrong()) is not None:
+        number, element, what = wrong
+        raise Unroutable(f"element {element} of {name_of(route.targets[number])} {what}, {_from(parcels, number)}")
+    for number, (found, needed) in enumerate(zip(planned.covered(), route.covered(), strict=True)):
         if found != needed:
-            raise Unroutable(f"{found} of {needed} elements of {name_of(target)} are planned")
+            name = name_of(route.targets[number])
+            raise Unroutable(f"{found} of {needed} elements of {name} are planned, {_from(parcels, number)}")
+
+
+def _from(parcels: Parcels, target: int) -> str:
+    """Name the ranks that parcels of a target come from, in words."""
+    ranks = {
+        rank
+        for rank, _, _, first, stop, _ in parcels.buckets.tolist()
+        if (parcels.copies[first:stop, 4] == target).any()
+    }
+    return f"from {named_ranks(ranks)}"

@@ -78,7 +78,8 @@ def join(
     """Join what ranks hold with what workers need of ``tensors``, which routes number them by. ``beside``: a worker
     gets what several ranks hold from the nearest.
 
-    Raises Unroutable where ranks do not hold all of a tensor, or hold parts that overlap.
+    Raises WeightSyncError where ranks do not hold all of a tensor, or hold parts that overlap: that is a fault, which
+    no other path makes good. Raises Unroutable for more ranks or larger tensors than a plan counts.
     """
     if len(holdings) > MOST_RANKS:
         raise Unroutable(f"{len(holdings)} ranks are more than {MOST_RANKS}")

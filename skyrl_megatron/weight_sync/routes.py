@@ -7,7 +7,7 @@ every worker gets (``receiver.py``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,10 @@ dimension, as experts are; −1: all of it."""
 
 # columns of Route.copies
 TENSOR, TARGET, ROW, ROWS, COLUMN, COLUMNS, OFFSET, ROW_STRIDE, COLUMN_STRIDE = range(9)
+
+
+NAMED_RANKS = 8
+"""Those that a message names."""
 
 
 class Unroutable(WeightSyncError):
@@ -67,6 +71,12 @@ class Route:
 
     def check(self) -> None:
         """See :meth:`of`."""
+        if (wrong := self.wrong()) is not None:
+            target, element, what = wrong
+            raise Unroutable(f"element {element} of {name_of(self.targets[target])} {what}")
+
+    def wrong(self) -> tuple[int, int, str] | None:
+        """Return a target, its element that is copied to twice or lies beyond its end, and which of these."""
         targets, starts, lengths = _runs(self.copies)
         order = np.lexsort((starts, targets))
         targets, starts = targets[order], starts[order]
@@ -76,14 +86,21 @@ class Route:
         beyond = np.flatnonzero((ends > sizes[targets]) | (starts < 0))
         for wrong, what in ((twice, "is copied to twice"), (beyond, "lies beyond its end")):
             if len(wrong):
-                target = self.targets[targets[wrong[0]]]
-                raise Unroutable(f"element {max(starts[wrong[0]], 0)} of {name_of(target)} {what}")
+                return int(targets[wrong[0]]), max(int(starts[wrong[0]]), 0), what
+        return None
 
 
 def name_of(target: FilledTensor) -> str:
     """Name a target in a message."""
     path, name, _, _, part = target
     return f"{path}.{name}" + (f"[{part}]" if part >= 0 else "")
+
+
+def named_ranks(ranks: Iterable[int]) -> str:
+    """Name trainer ranks in a message."""
+    numbers = sorted({int(rank) for rank in ranks})
+    named = ", ".join(map(str, numbers[:NAMED_RANKS])) + (" …" if len(numbers) > NAMED_RANKS else "")
+    return f"trainer rank{'s' if len(numbers) > 1 else ''} {named}" if numbers else "no trainer rank"
 
 
 def _runs(copies: Table) -> tuple[Table, Table, Table]:
@@ -140,15 +157,18 @@ class Holdings:
 
 def tensors_of(holdings: Sequence[Holdings]) -> list[TensorMeta]:
     """List the tensors of all ranks, each once, in the order in which they travel: that of the model in each pipeline
-    stage, stages side by side. Raises Unroutable when ranks disagree about one."""
-    found: dict[str, TensorMeta] = {}
-    for each in holdings:
+    stage, stages side by side. Raises WeightSyncError when ranks disagree about one."""
+    found: dict[str, tuple[TensorMeta, int]] = {}
+    for rank, each in enumerate(holdings):
         for number, meta in enumerate(each.tensors):
             place = meta.position if meta.position >= 0 else number
-            known = found.setdefault(meta.name, TensorMeta(meta.name, meta.dtype, meta.shape, position=place))
+            own = TensorMeta(meta.name, meta.dtype, meta.shape, position=place)
+            known, first = found.setdefault(meta.name, (own, rank))
             if (known.dtype, known.shape) != (meta.dtype, meta.shape):
-                raise Unroutable(f"{meta.name} is listed with different shapes or dtypes")
-    return sorted(found.values(), key=lambda meta: meta.position)
+                kinds = " and ".join(f"{list(one.shape)} {one.dtype}" for one in (known, meta))
+                ranks = named_ranks([first, rank])
+                raise WeightSyncError(f"{meta.name} is listed with different shapes or dtypes: {kinds} on {ranks}")
+    return sorted((meta for meta, _ in found.values()), key=lambda meta: meta.position)
 
 
 def rows_of(meta: TensorMeta) -> int:

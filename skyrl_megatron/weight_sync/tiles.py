@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from skyrl_megatron.errors import WeightSyncError
 from skyrl_megatron.weight_sync.bucket import TensorMeta
 from skyrl_megatron.weight_sync.rectangles import width_of
-from skyrl_megatron.weight_sync.routes import ROW, ROWS, TENSOR, Holdings, Table, Unroutable, rows_of
+from skyrl_megatron.weight_sync.routes import ROW, ROWS, TENSOR, Holdings, Table, Unroutable, named_ranks, rows_of
 
 # a tile's place in one number: tensor, first column, first row
 _TENSOR_BITS, _COLUMN_BITS, _ROW_BITS = 21, 18, 24
@@ -53,18 +54,45 @@ class Tiles:
         """Of each tile, a number that those held by the same ranks share."""
 
     def _check(self, tensors: Sequence[TensorMeta]) -> None:
-        """Every element of every tensor lies in one tile."""
-        same = np.repeat(self.tiles[:, [2, 4]], self.copies, axis=0) == self.held[:, [2, 4]]
+        """Raise WeightSyncError unless every element of every tensor lies in one tile."""
         tensor, row, rows, column, columns = self.tiles[:, :5].T
+        unlike = (np.repeat(self.tiles[:, [2, 4]], self.copies, axis=0) != self.held[:, [2, 4]]).any(1)
+        if unlike.any():
+            tile = int(np.searchsorted(self.first, unlike.argmax(), "right")) - 1
+            raise self._overlap(tensors, tile, tile)
         follows = (tensor[1:] == tensor[:-1]) & (column[1:] == column[:-1])
         overlap = follows & ((row[1:] < row[:-1] + rows[:-1]) | (columns[1:] != columns[:-1]))
-        aside = (tensor[1:] == tensor[:-1]) & ~follows & (column[1:] < column[:-1] + columns[:-1])
+        overlap |= (tensor[1:] == tensor[:-1]) & ~follows & (column[1:] < column[:-1] + columns[:-1])
+        if overlap.any():
+            tile = int(overlap.argmax())
+            raise self._overlap(tensors, tile, tile + 1)
         area = np.bincount(tensor, rows * columns, len(tensors)).astype(np.int64)
-        for number in [*tensor[1:][overlap | aside].tolist(), *self.held[:, 0][~same.all(1)].tolist()]:
-            raise Unroutable(f"rows of {tensors[number].name} are held in parts that overlap")
         sizes = np.array([rows_of(meta) * width_of(meta.shape) for meta in tensors], np.int64)
         for number in np.flatnonzero(area != sizes).tolist():
-            raise Unroutable(f"{area[number]} of {sizes[number]} elements of {tensors[number].name} are held")
+            raise WeightSyncError(
+                f"{area[number]} of {sizes[number]} elements of {tensors[number].name} are held, by "
+                f"{named_ranks(self.held[self.held[:, 0] == number, 8])}{self._gap(number, tensors[number])}"
+            )
+
+    def _overlap(self, tensors: Sequence[TensorMeta], one: int, other: int) -> WeightSyncError:
+        """Return the error of two tiles that have elements in common, or of one that ranks hold in different sizes."""
+        number, row, rows = self.tiles[other, :3].tolist()
+        ranks = [self.held[self.first[tile] : self.first[tile] + self.copies[tile], 8] for tile in (one, other)]
+        return WeightSyncError(
+            f"rows {row} to {row + rows} of {tensors[number].name} are held in parts that overlap, by "
+            f"{named_ranks(np.concatenate(ranks))}"
+        )
+
+    def _gap(self, number: int, meta: TensorMeta) -> str:
+        """Name the first rows of a tensor that no rank holds, in words; empty where it lacks columns."""
+        own = self.tiles[self.tiles[:, 0] == number]
+        for column in np.unique(own[:, 3]):
+            end = 0
+            for row, rows in [*own[own[:, 3] == column, 1:3].tolist(), (rows_of(meta), 0)]:
+                if row > end:
+                    return f"; rows {end} to {row} by none"
+                end = row + rows
+        return ""
 
     def under(self, copies: Table) -> tuple[Table, Table]:
         """Return the pairs of (copy, tile) that have elements in common. ``copies``: columns of ``Route.copies``."""

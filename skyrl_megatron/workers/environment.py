@@ -8,6 +8,7 @@ Ray's head (:func:`joined_environment`).
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
@@ -45,11 +46,15 @@ def forwarded() -> dict[str, str]:
 
 def joined_environment() -> dict[str, Any]:
     """Return the ``runtime_env`` of a job in a cluster that was joined: every worker of it, the user's own tasks'
-    included, sets what is :func:`forwarded` before it imports anything for its task. Ray hands the function over as it
-    does those of tasks, through the memory of its head."""
+    included, sets what is :func:`forwarded`, and what its own node has to compile kernels, before it imports anything
+    for its task. Ray hands the function over as it does those of tasks, through the memory of its head."""
     variables = forwarded()
 
     def set_variables() -> None:
         os.environ.update(variables)
+        with contextlib.suppress(ImportError):  # a node without this package: node_check.py says so
+            from skyrl_megatron import device
+
+            os.environ.update(device.compiler_environment())
 
     return {"env_vars": worker_environment(), "worker_process_setup_hook": set_variables}

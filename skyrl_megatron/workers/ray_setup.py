@@ -144,6 +144,7 @@ def _start(slots: int, environment: dict[str, Any], store_bytes: int | None, *, 
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # ranks and engines are the work, not helpers of it
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # they would have none of a job's variables
+    os.environ.update(device.compiler_environment())  # which Ray's processes inherit, and all actors from them
     for attempt in range(START_ATTEMPTS):
         try:
             with hangups_blocked():

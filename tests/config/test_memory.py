@@ -118,6 +118,37 @@ def test_packages_of_another_machine_are_not_looked_for_here(check):
     assert code == 0 and f"{aware}: whether the ranks' machines have transformer_engine" in out, err
 
 
+def test_little_room_for_what_is_not_counted_is_warned_of(check):
+    """Of the allocator's segments and of uneven experts; 3 GB are little, what a GPU of 143 GB leaves is not."""
+    code, out, _ = check(*EIGHT, "--gpu=143GB")
+    (line,) = [line for line in out.splitlines() if line.startswith("room for fragmentation and expert imbalance")]
+    assert code == 0 and "in policy training, rank 0" in line and "warning: less than" not in out
+    assert "of activations 10%, of experts' tokens 1.5 times the average" in line
+    room = float(line.partition("): ")[2].partition(" GB")[0])
+    assert room > 4
+    code, out, _ = check(*EIGHT, f"--gpu={143 - room + 3:.3f}GB")
+    assert code == 0 and "imbalance beyond what is counted" in out and "3.00 GB, in policy training" in out
+    assert "warning: less than 4.00 GB of room" in out and "lower trainer.micro_train_batch_size_per_gpu (1)" in out
+
+
+def test_a_deterministic_run_whose_attention_has_no_kernel_is_refused(check):
+    """Qwen3-30B's 32 heads: of 2 x 4,096 tokens, the least that cuDNN's deterministic kernel is not taken for."""
+    run = (*EIGHT, "trainer.deterministic=true", "trainer.max_prompt_length=2048", "--gpu=h200")
+    run += ("generator.sampling_params.max_generate_length=2048", "trainer.max_tokens_per_microbatch=8192")
+    code, _, err = check(*run)
+    local = f"{M}transformer_config_kwargs.transformer_impl=local"
+    assert code == 2 and "trainer.deterministic=True: Transformer Engine has no deterministic kernel" in err
+    assert "2 sequence(s) of 4096 tokens with 32 heads a rank" in err and local in err
+    for fix in (
+        ("trainer.deterministic=false",),
+        (local,),
+        ("trainer.max_tokens_per_microbatch=8191",),
+        ("--gpu=b200",),
+    ):
+        code, _, err = check(*run, *fix)
+        assert code == 0, (fix, err)
+
+
 def test_host_memory(check):
     optimizer = [f"{M}optimizer_config_kwargs.{name}" for name in ("optimizer_cpu_offload=true",)]
     optimizer.append(f"{M}optimizer_config_kwargs.optimizer_offload_fraction=1.0")

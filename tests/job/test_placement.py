@@ -36,6 +36,33 @@ def test_variables_that_reach_every_actor(monkeypatch):
     assert not {"SOMETHING_ELSE", "NCCL_CUMEM_ENABLE", "CUDA_DEVICE_MAX_CONNECTIONS"} & found.keys()
 
 
+def test_kernels_are_compiled_by_the_nvcc_of_the_environment(tmp_path, monkeypatch):
+    """Unless the user names another CUDA, and where the package is installed alone."""
+    import sys
+    import sysconfig
+
+    from skyrl_megatron.device import compiler_environment
+    from skyrl_megatron.inference.vllm import platform
+    from skyrl_megatron.workers.environment import joined_environment, worker_environment
+
+    home, programs = tmp_path / "nvidia" / "cu13", f"{sys.prefix}/bin"
+    monkeypatch.setattr(os, "environ", {"PATH": "/usr/bin"})
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"purelib": str(tmp_path)})
+    (home / "bin").mkdir(parents=True)
+    assert compiler_environment() == {}, "CUDA's libraries without a compiler"
+    (home / "bin" / "nvcc").touch()
+    expected = {"CUDA_HOME": str(home), "PATH": f"{programs}:/usr/bin"}
+    assert compiler_environment() == expected
+    assert expected.items() <= platform.worker_environment().items()
+    assert not expected.keys() & worker_environment().keys(), "which Ray writes down, and is of another node"
+    joined_environment()["worker_process_setup_hook"]()
+    assert os.environ == expected
+    assert compiler_environment() == {}, "once is enough"
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.setattr(os, "environ", {"PATH": "/usr/bin", name: "/usr/local/cuda"})
+        assert compiler_environment() == {"PATH": f"{programs}:/usr/bin"}
+
+
 @pytest.mark.parametrize(
     ("assignment", "ordered"),
     [

@@ -117,6 +117,70 @@ def test_the_default_leaves_the_choice_to_transformer_engine():
     assert transformer_kwargs(cfg, "policy")["attention_backend"] == "unfused"
 
 
+@pytest.mark.parametrize("model_type, sizes", [("qwen3_moe", (3, 1, 16, None)), ("deepseek_v3", (3, 3, 24, 12))])
+def test_a_deterministic_run_has_a_kernel_or_is_refused(fused_kernels, monkeypatch, model_type, sizes):
+    """What Transformer Engine answers is tested in tests/te; here, what a rank asks, and what it makes of answers."""
+    from megatron.core.transformer.enums import AttnBackend
+
+    from skyrl_megatron.errors import ConfigError
+    from skyrl_megatron.runtime.model import attention_kernels as kernels
+
+    config, asked = config_of(model_type, dict(world_size=2, tp=2)), []
+    answers = {"": [], "unfused": ["unfused"], "fused": ["fused", "unfused"], "flash": ["flash"]}
+    for first, answer in answers.items():
+        monkeypatch.setattr(kernels, "attention_kernels", lambda case, answer=answer: asked.append(case) or answer)
+        config.deterministic_mode = False
+        kernels.require_deterministic(config, 3, 512, "M.")
+        config.deterministic_mode, config.attention_backend = True, AttnBackend.unfused
+        kernels.require_deterministic(config, 3, 512, "M.")
+        assert len(asked) == list(answers).index(first), "asked without need"
+        config.attention_backend = AttnBackend.auto
+        if first in ("fused", "flash"):
+            kernels.require_deterministic(config, 3, 512, "M.")
+        else:
+            with pytest.raises(
+                ConfigError, match=r"3 sequence\(s\) of 512 tokens with 3 heads a rank.*M\.transformer_c"
+            ):
+                kernels.require_deterministic(config, 3, 512, "M.")
+    assert asked[0] == kernels.AttentionCase(*sizes, 1, 3, 512, deterministic=True)
+
+
+def test_attention_of_our_layers_is_deterministic_where_other_operations_warn():
+    """The kernel's backward alone sees torch's strict mode, in which it takes its deterministic form."""
+    import torch
+
+    from skyrl_megatron.runtime.model.attention import repeatable
+
+    seen = []
+
+    class Kernel(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen.append(strict())
+            return gradient * 2
+
+    def strict():
+        return (
+            torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+        )
+
+    try:
+        for mode, expected in (((False,), False), ((True,), True)):
+            torch.use_deterministic_algorithms(*mode, warn_only=True)
+            x = torch.ones(3, requires_grad=True)
+            x.register_hook(lambda _: seen.append(strict()))
+            (repeatable(Kernel.apply(x)) * 3).sum().backward()
+            assert x.grad.tolist() == [6.0] * 3
+            assert seen == [expected, False] and torch.are_deterministic_algorithms_enabled() == mode[0]
+            seen.clear()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 # ---------------------------------------------------------------------- kernels of our own layers
 def dense_varlen(query, key, value, starts, _, longest, __, *, scale, window_size, enable_gqa):
     """Stands in for torch's varlen kernel, which needs a GPU and heads of one size."""

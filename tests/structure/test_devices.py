@@ -48,6 +48,7 @@ TABLE = {
     "skyrl_megatron.inference.vllm.compat": (2, VLLM),
     "skyrl_megatron.inference.vllm.server": (1, VLLM),
     "skyrl_megatron.entrypoints.doctor.rungs": (4, MEASURES),
+    "skyrl_megatron.entrypoints.checks.attention": (1, REFUSES),
     "skyrl_megatron.entrypoints.checks.engine_weights": (2, REFUSES),
     "skyrl_megatron.entrypoints.checks.model_files": (1, REFUSES),
     "skyrl_megatron.entrypoints.checks.machine": (1, MEASURES),

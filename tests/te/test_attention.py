@@ -3,6 +3,7 @@ parallelism; and none where the configuration refuses it. Whether cuDNN has the 
 as yes (a Hopper GPU's answer); all the rest is Transformer Engine's own choice."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,8 +16,6 @@ FAMILIES = sorted(set(TINY) - OF_KNOWN_PARTS - {"olmoe", "gpt_oss"})
 @pytest.fixture
 def kernels(monkeypatch):
     """``kernels(backend, case)``: those that the layer could take with Megatron's ``attention_backend``."""
-    from types import SimpleNamespace
-
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.transformer.enums import AttnBackend
     from transformer_engine.pytorch.attention.dot_product_attention import utils
@@ -85,3 +84,39 @@ def test_what_the_doctor_asks(kernels):
     from skyrl_megatron.runtime.model.attention_kernels import CASES
 
     assert all(kernels("auto", case)[:1] == ["fused"] for case in CASES.values())
+
+
+@pytest.mark.parametrize(
+    "sequences, tokens, expected", [(2, 4096, "unfused"), (1, 4096, "fused"), (1, 8192, "unfused")]
+)
+def test_a_deterministic_backward_is_for_small_micro_batches(kernels, sequences, tokens, expected):
+    """On Hopper. What ``--check`` knows of it is what Transformer Engine does."""
+    from skyrl_megatron.entrypoints.checks.attention import LIMIT
+    from skyrl_megatron.runtime.model.attention_kernels import AttentionCase
+
+    case = AttentionCase(32, 4, 128, sequences=sequences, tokens=tokens, deterministic=True)
+    assert kernels("auto", case)[0] == expected
+    assert (sequences * case.heads * tokens**2 >= LIMIT) == (expected == "unfused")
+
+
+def test_what_a_rank_asks_of_its_model(kernels):
+    """Of its sizes and layout; a run is refused before weights are read."""
+    from megatron.core.transformer.enums import AttnBackend
+
+    from skyrl_megatron.errors import ConfigError
+    from skyrl_megatron.runtime.model.attention_kernels import require_deterministic
+    from tests.te.meta import hopper
+
+    settings = dict(deterministic_mode=True, attention_backend=AttnBackend.auto, tensor_model_parallel_size=2)
+    config = SimpleNamespace(
+        num_attention_heads=64, num_query_groups=4, kv_channels=128, multi_latent_attention=False, **settings
+    )
+    config.context_parallel_size = 1
+    kernels("auto", case_of("qwen3_moe", 1))  # sets what the layer reads
+    with hopper():
+        require_deterministic(config, 1, 4096, "here.")
+    with (
+        hopper(),
+        pytest.raises(ConfigError, match=r"1 sequence\(s\) of 8192 tokens with 32 heads a rank.*here.transformer"),
+    ):
+        require_deterministic(config, 1, 8192, "here.")

@@ -35,7 +35,9 @@ def train(folder, batch, layout, overrides, offloads, fault=None):
 
     engine = MegatronEngine(bodies.config(folder, **layout, overrides=overrides))
     part = batch.select(split_for_dp(engine.flops.forward(batch.lengths), engine.dp_size)[engine.dp_rank])
-    problems = []
+    problems, taken = [], []
+    for memory in engine._memory._host.values():
+        memory._block_bytes = 1 << 12  # far less than the state of a tiny model
 
     def held():
         """Bytes of all storages of the rank's state."""
@@ -55,6 +57,9 @@ def train(folder, batch, layout, overrides, offloads, fault=None):
             problems.append(f"{sum(held().values())} bytes of {sum(before.values())} are still here")
         if held().keys() != before.keys():
             problems.append("a storage was replaced")
+        taken.append(engine._memory.host_bytes)
+        if len(set(taken)) > 1 and fault is None:
+            problems.append(f"host memory was taken after the first time: {taken}")
         if fault == "replaced weights":
             engine.onload()
             for chunk in engine.chunks:
@@ -66,7 +71,7 @@ def train(folder, batch, layout, overrides, offloads, fault=None):
                 if tensor.dim():
                     tensor.detach().zero_()
 
-    leave()  # before the optimizer has moments
+    leave()  # before the optimizer has moments; memory for them is taken here
     for _ in range(3):
         logprobs = engine.compute_logprobs(part)
         if offloads and "weights" in engine.away():

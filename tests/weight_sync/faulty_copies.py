@@ -29,6 +29,8 @@ def with_fault(plan: Any, fault: str) -> Any:
         copies[[one, two], 4:] = copies[[two, one], 4:]
     if fault.endswith("skipped"):
         copies[one, 2] -= 1
+    if fault.endswith("another layout"):
+        copies[one, 4] += 10_000
     return replace(plan, workers=[replace(worker, copies=copies)])
 
 

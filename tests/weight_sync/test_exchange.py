@@ -3,10 +3,15 @@ bring each worker its buckets in the order of the plan. With real ranks and engi
 
 from __future__ import annotations
 
+import contextlib
 import random
+import re
+import time
 
+import pytest
 from hypothesis import assume, given, settings
 
+from tests.support.rank_pool import RankFailure
 from tests.weight_sync.routes_of_layouts import engine_routes, trainer_holdings, whole_tensors
 from tests.weight_sync.test_route_plan import BUCKET_BYTES, layouts
 
@@ -101,3 +106,49 @@ def test_every_bucket_comes_to_its_worker_in_order(layout):
     busiest = max((sum(n >= 0 for n, *_ in part.rounds) for part in parts), default=0)
     busiest = max(busiest, *(sum(place >= 0 for *_, place in part.rounds) for part in parts))
     assert max(len(part.rounds) for part in parts) <= 2 * busiest
+
+
+def with_a_lost_rank(lost, told):
+    """Rank 0 has all that the worker on rank 1's device needs, and one of them leaves before the exchange. The other
+    writes what it gets to know."""
+    import torch
+    import torch.distributed as dist
+
+    from skyrl_megatron.weight_sync.exchange import ExchangingSender, plan_exchange
+    from skyrl_megatron.weight_sync.route_plan import Beside, join
+    from skyrl_megatron.weight_sync.routes import tensors_of
+    from skyrl_megatron.weight_sync.source import TensorShard
+
+    rank, model = dist.get_rank(), dict(layers=2, experts=0, hidden=16, ffn=8, vocabulary=8, fused=False, tied=True)
+    wholes = whole_tensors(0, **model)
+    holdings, memory = trainer_holdings(wholes, model, tp=1, etp=1, ep=1, pp=2, dp=1)
+    tensors = tensors_of(holdings)
+    route = engine_routes(wholes, tensors, model, tp=1, ep=False, engines=1, pp=2)[0][0]
+    plan = join(tensors, holdings, [route], BUCKET_BYTES, Beside([1], 1))
+    part = plan_exchange(plan, tensors, [1])[rank]
+    own = holdings[rank]
+    names = {int(tile[5]): own.tensors[int(tile[0])] for tile in own.tiles}
+    shards = [TensorShard(names[number], local, ()) for number, local in enumerate(memory[rank])]
+    sender = ExchangingSender(part, plan.ranks[rank], shards, {0: 1}, torch.device("cpu"))
+    if rank == lost:
+        dist.destroy_process_group()
+        deadline = time.monotonic() + 30
+        while not told.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return
+    try:
+        sender.send(None, lambda adapter: True)
+    except RuntimeError as error:
+        told.with_suffix(".new").write_text(str(error))
+        told.with_suffix(".new").rename(told)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("lost", "whither"), [(0, "from trainer rank 0"), (1, "to trainer rank 1")])
+def test_a_rank_that_is_lost_is_named_with_what_was_under_way(ranks, tmp_path, lost, whither):
+    """The sync that ends with it: ``test_layouts.py``, ``test_a_rank_that_dies_in_the_exchange_ends_the_sync``."""
+    told = tmp_path / "told"
+    with contextlib.suppress(RankFailure):  # the group that ended is missed at the end of the body
+        ranks(2, with_a_lost_rank, lost, told, timeout_s=20)
+    said = told.read_text()
+    assert re.match(rf"exchange of (embed|0\.\S+) {whither}: ", said), said

@@ -82,30 +82,53 @@ def test_replicas_share_the_work():
 @pytest.mark.parametrize(
     "fault, message",
     [
-        ("missing", "elements of 1.norm are held"),
-        ("twice", "rows of 1.norm are held in parts that overlap"),
-        ("wide", "a row of 64 bytes does not fit"),
+        ("missing", "^7 of 8 elements of 1.norm are held, by trainer ranks 1, 3; rows 7 to 8 by none$"),
+        ("nowhere", "^0 of 8 elements of 1.norm are held, by no trainer rank$"),
+        ("twice", "^rows 1 to 3 of 1.norm are held in parts that overlap, by trainer ranks 1, 3$"),
+        ("unlike", "^rows 0 to 8 of 1.norm are held in parts that overlap, by trainer ranks 1, 3$"),
+        (
+            "other shape",
+            r"^1.norm is listed .* or dtypes: \[8\] float32 and \[9\] float32 on trainer ranks 1, 3$",
+        ),
+        ("wide", "^a row of 64 bytes does not fit into half a bucket$"),
     ],
 )
 def test_what_cannot_be_planned_says_why(fault, message):
+    """Two stages of two replicas; ranks 1 and 3 have the second layer. What is not held once is an error: other paths
+    would send the same. A row that is too wide travels by another path."""
+    from dataclasses import replace
+
+    from skyrl_megatron.errors import WeightSyncError
     from skyrl_megatron.weight_sync.route_plan import join
     from skyrl_megatron.weight_sync.routes import Holdings, Unroutable, tensors_of
 
     model = dict(layers=2, experts=0, hidden=8, ffn=8, vocabulary=8, fused=False, tied=True)
     wholes = whole_tensors(0, **model)
-    holdings, _ = trainer_holdings(wholes, model, tp=1, etp=1, ep=1, pp=1, dp=1)
+    holdings, _ = trainer_holdings(wholes, model, tp=1, etp=1, ep=1, pp=2, dp=2)
+    holdings = [holdings[n] for n in (0, 2, 1, 3)]  # stages take turns
     tensors = tensors_of(holdings)
     routes, _ = engine_routes(wholes, tensors, model, tp=1, ep=False, engines=1, pp=1)
-    tiles = holdings[0].tiles.copy()
-    (norm,) = [n for n, tile in enumerate(tiles) if holdings[0].tensors[tile[0]].name == "1.norm"]
-    if fault == "missing":
-        tiles[norm, 2] -= 1
-    if fault == "twice":
-        extra = tiles[norm].copy()
-        extra[1:3] = 1, 2
-        tiles = np.concatenate([tiles, extra[None]])
-    with pytest.raises(Unroutable, match=message):
-        join(tensors, [Holdings(holdings[0].tensors, tiles)], routes, 32 if fault == "wide" else BUCKET_BYTES)
+
+    def faulty(rank):
+        held, tiles = holdings[rank], holdings[rank].tiles.copy()
+        (norm,) = [n for n, tile in enumerate(tiles) if held.tensors[tile[0]].name == "1.norm"]
+        if fault == "missing" or (fault == "unlike" and rank == 3):
+            tiles[norm, 2] -= 1
+        if fault == "nowhere":
+            tiles = np.delete(tiles, norm, 0)
+        if fault == "twice" and rank == 3:
+            extra = tiles[norm].copy()
+            extra[1:3] = 1, 2
+            tiles = np.concatenate([tiles, extra[None]])
+        named = list(held.tensors)
+        if fault == "other shape" and rank == 3:
+            named = [replace(meta, shape=(9,)) if meta.name == "1.norm" else meta for meta in named]
+        return Holdings(named, tiles)
+
+    found = [faulty(rank) if rank % 2 else holdings[rank] for rank in range(4)]
+    with pytest.raises(WeightSyncError, match=message) as raised:
+        join(tensors_of(found), found, routes, 32 if fault == "wide" else BUCKET_BYTES)
+    assert isinstance(raised.value, Unroutable) == (fault == "wide")
 
 
 def test_parcels_that_miss_or_repeat_an_element_are_refused():
@@ -122,8 +145,16 @@ def test_parcels_that_miss_or_repeat_an_element_are_refused():
     (route,), _ = engine_routes(wholes, tensors, model, tp=1, ep=False, engines=1, pp=1)
     (parcels,) = join(tensors, holdings, [route], BUCKET_BYTES).workers
     check_parcels(parcels, route)
-    for column, change, message in ((2, -1, "elements of module . are planned"), (5, 1, "of module . (is|lies)")):
+    ranks = r", from trainer ranks? \d"
+    for column, change, message in (
+        (2, -1, rf"elements of module \d.weight are planned{ranks}"),
+        (5, 1, rf"of module \d.weight (is copied to twice|lies beyond its end){ranks}"),
+        (4, 1000, r"^target 10\d\d is planned, and the engine's worker has \d+: its layout is not the one"),
+    ):
         copies = parcels.copies.copy()
         copies[3, column] += change
-        with pytest.raises(Unroutable, match=message.replace("module .", r"module \d.weight")):
+        with pytest.raises(Unroutable, match=message):
             check_parcels(replace(parcels, copies=copies), route)
+    halves, _ = engine_routes(wholes, tensors, model, tp=2, ep=False, engines=1, pp=1)
+    with pytest.raises(Unroutable, match=rf"module \d.weight .*{ranks}"):  # the engine has another layout now
+        check_parcels(parcels, halves[0])

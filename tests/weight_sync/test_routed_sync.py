@@ -17,11 +17,16 @@ FAULTS = {
     "in the worker: two experts are swapped": BUCKET.format("layers.0.mlp.experts.0.down_proj.weight"),
     "in the worker: a copy is skipped": BUCKET.format("layers.0.mlp.experts.0.down_proj.weight"),
     "in the worker: a bucket is stale": BUCKET.format("layers"),
-    "in the plan: offset by a row": r"element \d+ of model.layers.\d.*weight\[\d\] (is copied to twice|lies beyond)",
+    "in the plan: offset by a row": (
+        r"element \d+ of model.layers.\d.*weight\[\d\] (is copied to twice|lies beyond its end), from trainer rank 0"
+    ),
     "in the plan: two experts are swapped": "differ from the trainer's",
-    "in the plan: a copy is skipped": r"\d+ of \d+ elements of model.layers.\d.*weight\[\d\] are planned",
+    "in the plan: a copy is skipped": (
+        r"\d+ of \d+ elements of model.layers.\d.*weight\[\d\] are planned, from trainer rank 0"
+    ),
     "in the packing: offset by a row": PACKED,
     "in the packing: an expert is skipped": PACKED,
+    "in the plan: of another layout": r"target \d+ is planned, and the engine's worker has \d+: its layout is not",
 }
 
 
@@ -51,7 +56,28 @@ def test_faults_are_found_and_named(pool, sync, loop, monkeypatch):
             loop(pool.slots[0].engine._llm.collective_rpc("plant", args=(fault,)))
             with pytest.raises(WeightSyncError, match=message):
                 sync(f"bad {number}", "A", **OPTIONS)
-        assert pool.published != f"bad {number}" and pool.slots[0].state.value == "paused"
+        kept = f"good {number - 1}" if number else "B"
+        assert pool.published == kept and pool.slots[0].state.value == "paused"
         loop(pool.slots[0].engine._llm.collective_rpc("plant", args=("",)))
         sync(f"good {number}", "B" if number % 2 else "A", **OPTIONS)
         assert scores(pool, loop) == (second if number % 2 else first)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("a row without an owner", r"elements of \S+ are held, by trainer rank 0; rows \d+ to \d+ by none"),
+        ("a row with two owners", r"rows 1 to 3 of \S+ are held in parts that overlap, by trainer rank 0"),
+    ],
+)
+def test_a_trainer_that_does_not_hold_each_row_once(pool, sync, loop, fault, message):
+    """The sync ends before anything is sent: the engine's weights and their version are those that it had."""
+    from skyrl_megatron.errors import WeightSyncError
+
+    sync("whole", "B", **OPTIONS)
+    before, engine = scores(pool, loop), pool.slots[0].engine
+    with pytest.raises(WeightSyncError, match=message):
+        sync("faulty", "A", fault=fault, **OPTIONS)
+    assert pool.published == "whole" == loop(engine.version()) and pool.slots[0].engine is engine
+    loop(engine.resume())
+    assert scores(pool, loop) == before

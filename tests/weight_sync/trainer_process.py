@@ -75,12 +75,27 @@ def with_fault(tensors: dict, fault: str | None) -> dict:
 
 def FaultySender(source, bucket_bytes, transport=None):
     """A sender whose ``fault`` can be set."""
+    from dataclasses import replace
+
+    import numpy as np
+
     from skyrl_megatron.weight_sync.sender import WeightSender
 
     class Sender(WeightSender):
         """Mistakes on the way."""
 
         fault: str | None = None
+
+        def holdings(self):
+            found = super().holdings()
+            largest = int(found.tiles[:, 2].argmax())
+            if self.fault == "a row without an owner":
+                found.tiles[largest, 2] -= 1
+            if self.fault == "a row with two owners":
+                extra = found.tiles[largest].copy()
+                extra[1:3] = 1, 2
+                found = replace(found, tiles=np.concatenate([found.tiles, extra[None]]))
+            return found
 
         def _send(self, transport):
             if transport is None:

@@ -74,6 +74,13 @@ def longest_sequence(cfg: SkyRLTrainConfig) -> int:
     return (cfg.generator.max_input_length or 0) + cfg.generator.sampling_params.max_generate_length
 
 
+def longest_pack(cfg: SkyRLTrainConfig) -> tuple[int, int]:
+    """Count the sequences of a training micro-batch that is full of the longest ones, and the tokens of each."""
+    trainer, longest = cfg.trainer, longest_sequence(cfg)
+    most = trainer.max_tokens_per_microbatch
+    return (max(most // longest, 1) if most > 0 else trainer.micro_train_batch_size_per_gpu), longest
+
+
 def _algorithm(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
     algorithm, generator = cfg.trainer.algorithm, cfg.generator
     estimator, loss = algorithm.advantage_estimator, algorithm.policy_loss_type

@@ -16,6 +16,7 @@ from skyrl_megatron.config.dict_config import accepts_dict_config
 from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron.config.parse.load import parse
 from skyrl_megatron.config.validate import find_problems
+from skyrl_megatron.entrypoints.checks.attention import attention
 from skyrl_megatron.entrypoints.checks.data import data
 from skyrl_megatron.entrypoints.checks.engine_weights import engine_weights
 from skyrl_megatron.entrypoints.checks.features import features
@@ -50,6 +51,7 @@ CHECKS: tuple[Callable[[PlannedRun], Iterator[Problem | NotChecked]], ...] = (
     replay,
     ports,
     machine,
+    attention,
     memory,
 )
 """All of them, in the order in which their problems are listed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import platform
 import sys
@@ -38,7 +39,7 @@ def findings(cfg: SkyRLTrainConfig, *, gpu: bool, test: bool) -> Iterator[Findin
     yield from software(imported, gpu=gpu)
     devices = imported["torch"].facts.get("devices", [])
     if gpu:
-        yield from attention(imported, devices)
+        yield from attention(imported, devices, deterministic=bool(cfg.trainer.deterministic))
         if devices:
             yield from gpus(devices)
     yield shared_memory(gpu=gpu)
@@ -54,14 +55,16 @@ def findings(cfg: SkyRLTrainConfig, *, gpu: bool, test: bool) -> Iterator[Findin
         yield from self_test(gpu=gpu)
 
 
-def attention(imported: dict[str, Imported], devices: Sequence[object]) -> Iterator[Finding]:
-    """Name the attention kernels that Transformer Engine would choose here."""
+def attention(
+    imported: dict[str, Imported], devices: Sequence[object], *, deterministic: bool = False
+) -> Iterator[Finding]:
+    """Name the attention kernels that Transformer Engine would choose here, of a deterministic run or another."""
     if not (imported["Transformer Engine"].works and devices):
         return
     from skyrl_megatron.runtime.model.attention_kernels import CASES, attention_kernels
 
     for name, case in CASES.items():
-        kernels = attention_kernels(case)
+        kernels = attention_kernels(dataclasses.replace(case, deterministic=deterministic))
         if kernels:
             yield Finding("attention", "ok", f"{name}: {kernels[0]}")
         else:

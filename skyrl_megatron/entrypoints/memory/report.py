@@ -6,15 +6,19 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from skyrl_megatron.entrypoints.memory.budget import Budget
+from skyrl_megatron.entrypoints.memory.layers import IMBALANCE
 from skyrl_megatron.entrypoints.memory.nearest import nearest
 from skyrl_megatron.entrypoints.memory.parameters import ParameterTable
-from skyrl_megatron.entrypoints.memory.phases import Phase
+from skyrl_megatron.entrypoints.memory.phases import FRAGMENTATION, TRAINING, Phase
 from skyrl_megatron.errors import Problem
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
 
 NAMED_IN_MESSAGES = 4
+LEAST_ROOM = 4 * 10**9
+"""Bytes under which a training step may run out of memory that its parts leave free: segments of the caching allocator
+that no tensor fits into, and experts that get more tokens than is counted."""
 
 
 def gigabytes(count: float) -> str:
@@ -33,6 +37,32 @@ def lines(budget: Budget) -> Iterator[str]:
         yield f"{phase.name}, {phase.where}: {gigabytes(phase.total)}{of}"
         for part in sorted(phase.parts, key=lambda part: -part.nbytes):
             yield f"  {gigabytes(part.nbytes):>11}  {part.what}"
+    yield from _room(budget)
+
+
+def _room(budget: Budget) -> Iterator[str]:
+    """Yield what the fullest training phase leaves for what is not counted, and what makes it more where it is
+    little."""
+    training = [phase for phase in budget.fullest() if phase.name.endswith(TRAINING)]
+    fullest = max(training, key=budget.excess, default=None)
+    if fullest is None or (limit := budget.limit(fullest)) is None:
+        return
+    room, trainer = limit - fullest.total, next(iter(budget.models.values())).cfg.trainer
+    counted = f"of activations {FRAGMENTATION:.0%}"
+    if any(model.parallel.ep > 1 for model in budget.models.values()):
+        counted += f", of experts' tokens {IMBALANCE:g} times the average"
+    yield (
+        f"room for fragmentation and expert imbalance beyond what is counted ({counted}): {gigabytes(room)}, in "
+        f"{fullest.name}, {fullest.where}"
+    )
+    if room < LEAST_ROOM:
+        key = (
+            "max_tokens_per_microbatch" if trainer.max_tokens_per_microbatch > 0 else "micro_train_batch_size_per_gpu"
+        )
+        yield (
+            f"warning: less than {gigabytes(LEAST_ROOM)} of room: a step with uneven experts may run out of memory; "
+            f"lower trainer.{key} ({getattr(trainer, key)})"
+        )
 
 
 def problems(cfg: SkyRLTrainConfig, tables: dict[str, ParameterTable], budget: Budget) -> Iterator[Problem]:

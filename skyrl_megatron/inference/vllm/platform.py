@@ -12,6 +12,7 @@ from skyrl_megatron.inference.vllm import processes
 def worker_environment() -> dict[str, str]:
     """Return the environment that engine processes need, to be set before an engine is started."""
     shared = {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
+    shared |= device.compiler_environment()
     if not device.has_cuda():
         # The default binding pins every engine to the first core and asserts as many NUMA nodes as tp ranks.
         shared |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": processes.omp_threads()}

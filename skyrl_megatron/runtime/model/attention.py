@@ -68,6 +68,19 @@ class AttentionPlan:
     order: Tensor | None  # None: already in order
 
 
+def repeatable(out: Tensor) -> Tensor:
+    """Let the kernel that made ``out`` take its deterministic backward in a deterministic run.
+
+    torch's attention kernels have one, and take it only where an operation without one would raise, not where it
+    warns (aten/src/ATen/native/transformers/cuda/attention_backward.cu), as in ``device.use_deterministic_kernels``.
+    """
+    warns = torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
+    if warns and out.grad_fn is not None:
+        out.grad_fn.register_prehook(lambda _: torch.use_deterministic_algorithms(True))
+        out.grad_fn.register_hook(lambda *_: torch.use_deterministic_algorithms(True, warn_only=True))
+    return out
+
+
 _SIMILAR = 0.75  # pieces shorter than this share of a group's longest start a group of their own
 
 
@@ -242,8 +255,10 @@ class PackedAttention(torch.nn.Module):
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
         dropout = self.dropout if self.training else 0.0
         if self.softmax_offset is None:
-            return F.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=self.scale
+            return repeatable(
+                F.scaled_dot_product_attention(
+                    query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=self.scale
+                )
             )
         if mask is None:
             mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
@@ -277,7 +292,7 @@ class PackedAttention(torch.nn.Module):
             **_grouped_queries(key.shape[1] != query.shape[1]),
         )
         assert isinstance(out, Tensor)
-        return out[..., :width].flatten(1)
+        return repeatable(out)[..., :width].flatten(1)
 
     def _window_mask(self, query: Tensor) -> Tensor | None:
         """Return the sliding window of padded inputs [S, b, …] as [S, S] bool; None without one."""
