@@ -82,6 +82,8 @@ COLOCATED = {  # GPUs, nodes, tensor parallelism, pipeline stages of an engine, 
     "1T   (Kimi K2)": (256, 32, 16, 8, 1, 6.0),
 }
 """As the recipes have it: trainer and engines on the same GPUs, ranks exchange what is for the engines on theirs."""
+SHARED_BUCKET = 64 << 20
+"""Bytes of a bucket there (``weight_bucket_sizes`` in ``config/rules/role_layout.py``)."""
 COPIES = 4
 """Of each byte within a GPU's memory: into a bucket, into the neighbour's, read by the worker, to its place."""
 
@@ -119,11 +121,12 @@ def main() -> None:
             f"{name:24s}{shape.of_worker(1, 1) / 1e9:9.0f} B {ranks:8d} {workers:8d} {received / 1e9:6.1f} GB "
             f"{sent / 1e9:5.1f} GB {routed:8.2f} s {for_all:8.2f} s"
         )
-    print("\ncolocated, as the recipes have it: ranks exchange, then shared memory")
+    size = f"buckets of {SHARED_BUCKET >> 20} MiB"
+    print(f"\ncolocated, as the recipes have it: ranks exchange, then shared memory, {size}")
     print(f"{'':24s}  GPUs   nodes   received   network   copies    fixed      all   wanted")
     for name, (gpus, nodes, tensor, stages, replicas, wanted) in COLOCATED.items():
         received = MODELS[name].of_worker(tensor, tensor) * BF16 / stages
-        parts = exchange(received, nodes, replicas, rate, bucket_bytes)
+        parts = exchange(received, nodes, replicas, rate, SHARED_BUCKET)
         terms = "".join(f"{part:7.2f} s" for part in parts)
         print(f"{name:24s}{gpus:6d} {nodes:7d} {received / 1e9:7.1f} GB {terms} {sum(parts):6.2f} s  {wanted:g} s")
 

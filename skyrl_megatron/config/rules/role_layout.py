@@ -113,10 +113,11 @@ def ranks_exchange_weights(cfg: SkyRLTrainConfig) -> bool:
 
 def weight_bucket_sizes(cfg: SkyRLTrainConfig) -> tuple[int, ...]:
     """Return the sizes of weight buckets, bytes, ascending. Where trainer and engines have devices of their own, the
-    first sync measures them and chooses one; else the last one counts. Between GPUs, small ones cost bandwidth."""
-    if cfg.generator.inference_engine.weight_sync_backend == device.NCCL:
-        return 16 << 20, 64 << 20, 256 << 20
-    return 4 << 20, 16 << 20
+    first sync measures them and chooses one; else the last one counts. Between GPUs, small ones cost bandwidth; where
+    roles share them, large ones cost memory of both."""
+    if cfg.generator.inference_engine.weight_sync_backend != device.NCCL:
+        return 4 << 20, 16 << 20
+    return (64 << 20,) if cfg.trainer.placement.colocate_all else (16 << 20, 64 << 20, 256 << 20)
 
 
 def weight_path(cfg: SkyRLTrainConfig, *, routed: bool) -> str:
