@@ -76,7 +76,7 @@ class Route:
             raise Unroutable(f"element {element} of {name_of(self.targets[target])} {what}")
 
     def wrong(self) -> tuple[int, int, str] | None:
-        """Return a target, its element that is copied to twice or lies beyond its end, and which of these."""
+        """Return a target, its element that is copied to twice or is beyond its end, and which of these."""
         targets, starts, lengths = _runs(self.copies)
         order = np.lexsort((starts, targets))
         targets, starts = targets[order], starts[order]
@@ -84,7 +84,7 @@ class Route:
         sizes = np.array([size for *_, size, _ in self.targets], np.int64)
         twice = np.flatnonzero((targets[1:] == targets[:-1]) & (starts[1:] < ends[:-1]))
         beyond = np.flatnonzero((ends > sizes[targets]) | (starts < 0))
-        for wrong, what in ((twice, "is copied to twice"), (beyond, "lies beyond its end")):
+        for wrong, what in ((twice, "is copied to twice"), (beyond, "is beyond its end")):
             if len(wrong):
                 return int(targets[wrong[0]]), max(int(starts[wrong[0]]), 0), what
         return None

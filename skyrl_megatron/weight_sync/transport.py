@@ -33,7 +33,8 @@ MEASURED_BUCKETS = 4
 
 @dataclass(frozen=True, slots=True)
 class GroupMember:
-    """A place in a group of trainer ranks, which are its first members, and engine workers."""
+    """A member of a group: its ``number`` of ``size``, of which the first ``senders`` are trainer ranks and the others
+    engine workers."""
 
     address: tuple[str, int]
     """Where member 0 listens."""

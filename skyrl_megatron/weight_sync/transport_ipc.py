@@ -64,10 +64,10 @@ class IpcTransport(Transport):
     def receive(self, buffer: Tensor, rank: int = 0) -> Callable[[], None]:
         """Call what is returned to wait until a member says where bytes for this one are, and copy them."""
         header = _nothing_told()
-        told = super().receive(header, rank)
+        announced = super().receive(header, rank)
 
         def wait() -> None:
-            told()
+            announced()
             self._read(header, buffer, rank)
             super(IpcTransport, self).send(header, rank)()
 

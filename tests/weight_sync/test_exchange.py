@@ -108,7 +108,7 @@ def test_every_bucket_comes_to_its_worker_in_order(layout):
     assert max(len(part.rounds) for part in parts) <= 2 * busiest
 
 
-def with_a_lost_rank(lost, told):
+def with_a_lost_rank(lost, report):
     """Rank 0 has all that the worker on rank 1's device needs, and one of them leaves before the exchange. The other
     writes what it gets to know."""
     import torch
@@ -133,22 +133,22 @@ def with_a_lost_rank(lost, told):
     if rank == lost:
         dist.destroy_process_group()
         deadline = time.monotonic() + 30
-        while not told.exists() and time.monotonic() < deadline:
+        while not report.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         return
     try:
         sender.send(None, lambda adapter: True)
     except RuntimeError as error:
-        told.with_suffix(".new").write_text(str(error))
-        told.with_suffix(".new").rename(told)
+        report.with_suffix(".new").write_text(str(error))
+        report.with_suffix(".new").rename(report)
 
 
 @pytest.mark.process
 @pytest.mark.parametrize(("lost", "whither"), [(0, "from trainer rank 0"), (1, "to trainer rank 1")])
 def test_a_rank_that_is_lost_is_named_with_what_was_under_way(ranks, tmp_path, lost, whither):
     """The sync that ends with it: ``test_layouts.py``, ``test_a_rank_that_dies_in_the_exchange_ends_the_sync``."""
-    told = tmp_path / "told"
+    report = tmp_path / "report"
     with contextlib.suppress(RankFailure):  # the group that ended is missed at the end of the body
-        ranks(2, with_a_lost_rank, lost, told, timeout_s=20)
-    said = told.read_text()
+        ranks(2, with_a_lost_rank, lost, report, timeout_s=20)
+    said = report.read_text()
     assert re.match(rf"exchange of (embed|0\.\S+) {whither}: ", said), said

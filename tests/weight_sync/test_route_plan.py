@@ -148,7 +148,7 @@ def test_parcels_that_miss_or_repeat_an_element_are_refused():
     ranks = r", from trainer ranks? \d"
     for column, change, message in (
         (2, -1, rf"elements of module \d.weight are planned{ranks}"),
-        (5, 1, rf"of module \d.weight (is copied to twice|lies beyond its end){ranks}"),
+        (5, 1, rf"of module \d.weight (is copied to twice|is beyond its end){ranks}"),
         (4, 1000, r"^target 10\d\d is planned, and the engine's worker has \d+: its layout is not the one"),
     ):
         copies = parcels.copies.copy()

@@ -18,7 +18,7 @@ FAULTS = {
     "in the worker: a copy is skipped": BUCKET.format("layers.0.mlp.experts.0.down_proj.weight"),
     "in the worker: a bucket is stale": BUCKET.format("layers"),
     "in the plan: offset by a row": (
-        r"element \d+ of model.layers.\d.*weight\[\d\] (is copied to twice|lies beyond its end), from trainer rank 0"
+        r"element \d+ of model.layers.\d.*weight\[\d\] (is copied to twice|is beyond its end), from trainer rank 0"
     ),
     "in the plan: two experts are swapped": "differ from the trainer's",
     "in the plan: a copy is skipped": (
