@@ -83,20 +83,12 @@ class WeightSender:
         self._listener = listen(host)
         return host, int(self._listener.getsockname()[1])
 
-    def connect(
-        self,
-        host: str,
-        port: int,
-        receivers: int,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-        transport: str | None = None,
-    ) -> None:
+    def connect(self, host: str, port: int, receivers: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Open a group of this rank and wait for its receivers (worker ranks of all engines). Replaces an earlier one.
-        ``transport``: another than the sender's own.
 
         No later wait of this group lasts longer than ``timeout_s`` either. Raises EngineGoneError.
         """
-        self._open(GroupMember((host, port), 0, 1, receivers + 1), timeout_s, transport or self.transport_name)
+        self._open(GroupMember((host, port), 0, 1, receivers + 1), timeout_s)
 
     def join(self, member: GroupMember, timeout_s: float, sizes: Sequence[int] = ()) -> list[float]:
         """Join a group of ranks and engine workers that send point to point, and wait for all its members. Replaces an
@@ -104,7 +96,7 @@ class WeightSender:
 
         No later wait of this group lasts longer than ``timeout_s`` either. Raises EngineGoneError.
         """
-        transport = self._open(member, timeout_s, self.transport_name)
+        transport = self._open(member, timeout_s)
         if not sizes:
             return []
         try:
@@ -115,8 +107,9 @@ class WeightSender:
                 raise
             raise EngineGoneError(f"connect: a member is gone or silent: {first_line(error)}") from error
 
-    def _open(self, member: GroupMember, timeout_s: float, name: str) -> Transport:
+    def _open(self, member: GroupMember, timeout_s: float) -> Transport:
         self.close()
+        name = self.transport_name
         listener, self._listener = self._listener, None
         if member.number and listener is not None:
             listener.close()  # the group's first member listens

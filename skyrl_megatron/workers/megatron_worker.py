@@ -321,9 +321,9 @@ class RankProcess:
         self._address = self.sender.listen(ray.util.get_node_ip_address())
         return self._address
 
-    def connect_engines(self, receivers: int, timeout_s: float, transport: str | None = None) -> None:
+    def connect_engines(self, receivers: int, timeout_s: float) -> None:
         """Open a group at that address and wait for the engines' workers."""
-        self.sender.connect(*self._address, receivers, timeout_s, transport)
+        self.sender.connect(*self._address, receivers, timeout_s)
 
     def join_engines(self, member: GroupMember, timeout_s: float, sizes: Sequence[int]) -> list[float]:
         """Join a group of ranks and engine workers; return the bytes per second in buckets of these sizes."""

@@ -81,8 +81,8 @@ class PolicyRank:
         host, port = await self._call("listen_for_engines")
         return host, port
 
-    async def connect_engines(self, receivers: int, timeout_s: float, transport: str | None = None) -> None:
-        await self._call("connect_engines", receivers, timeout_s, transport)
+    async def connect_engines(self, receivers: int, timeout_s: float) -> None:
+        await self._call("connect_engines", receivers, timeout_s)
 
     async def join_engines(self, member: GroupMember, timeout_s: float, sizes: Sequence[int]) -> list[float]:
         rates: list[float] = await self._call("join_engines", member, timeout_s, sizes)

@@ -39,9 +39,9 @@ class TrainerRank(Protocol):
     async def listen_for_engines(self) -> tuple[str, int]:
         """Take an address for this rank's group (``WeightSender.listen``)."""
 
-    async def connect_engines(self, receivers: int, timeout_s: float, transport: str | None = None) -> None:
+    async def connect_engines(self, receivers: int, timeout_s: float) -> None:
         """Open a group of its own at that address, where every worker gets all that the rank sends
-        (``WeightSender.connect``). ``transport``: where it is not the usual one."""
+        (``WeightSender.connect``)."""
 
     async def join_engines(self, member: GroupMember, timeout_s: float, sizes: Sequence[int]) -> list[float]:
         """Join a group, where every worker gets its own part (``WeightSender.join``)."""

@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
-from skyrl_megatron import device
 from skyrl_megatron.errors import EngineError, WeightSyncError
 from skyrl_megatron.inference.health import SILENT_S
 from skyrl_megatron.inference.pool import EnginePool, EngineSlot, same_failure
@@ -349,11 +348,17 @@ class WeightSynchronizer:
         return self.options | {"bucket_bytes": self.planner.bucket_bytes}
 
     async def _planned(self, slots: list[EngineSlot]) -> WorkerRoutes | None:
-        """Return a plan of routes; None, and a line in the log, where there is none."""
+        """Return a plan of routes; None, and a line in the log, where there is none. Raises WeightSyncError where
+        ranks exchange weights, which only a plan tells them how to."""
         planned = await (
             self.planner.plan(slots, self._rank_beside, self.exchange) if self.exchange else self.planner.plan(slots)
         )
         if isinstance(planned, str):
+            if self.exchange:
+                raise WeightSyncError(
+                    f"weights cannot be planned: {planned}. An engine worker opens the memory of the rank on its own "
+                    "GPU alone, and NCCL takes one process of a GPU: set trainer.placement.colocate_all=false"
+                )
             log.info("every engine worker gets all weights, not its own alone: %s", planned)
             return None
         return planned
@@ -365,9 +370,6 @@ class WeightSynchronizer:
 
     async def _connect_all(self, slots: list[EngineSlot]) -> None:
         """Let every worker join the group of every rank that sends."""
-        # no worker can open the memory of all ranks where they exchange weights
-        options = self.options | ({"transport": device.GLOO} if self.exchange else {})
-        other = (device.GLOO,) if self.exchange else ()
         sends = [bool(sender) for sender in self._metadata]
         workers = await self.calls.on_engines(slots, "connect", lambda engine: engine.worker_count())
         addresses = await self.calls.on_ranks("connect", lambda rank: rank.listen_for_engines())
@@ -377,12 +379,12 @@ class WeightSynchronizer:
 
         async def open_group(number: int, rank: TrainerRank) -> None:
             if sends[number]:
-                await rank.connect_engines(world - 1, self.options["timeout_s"], *other)
+                await rank.connect_engines(world - 1, self.options["timeout_s"])
 
         await self.calls.together(
             slots,
             "connect",
-            lambda engine: engine.connect_weights(senders, offsets[id(engine)], world, **options),
+            lambda engine: engine.connect_weights(senders, offsets[id(engine)], world, **self.options),
             open_group,
         )
 

@@ -486,6 +486,11 @@ SEVERAL = {"more GPUs than a node has", "no model"}
             "tensor_parallel_size",
             "divide policy_num_gpus_per_node=6, or be a multiple",
         ),
+        (
+            ["trainer.placement.policy_num_nodes=2", f"{E}num_engines=2", f"{E}weight_sync_routes=false"],
+            "weight_sync_routes",
+            "set it to true, or trainer.placement.colocate_all=false",
+        ),
     ],
 )
 def test_engines_and_nodes(args, key, words):

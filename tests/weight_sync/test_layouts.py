@@ -163,6 +163,22 @@ def test_ranks_exchange_what_is_for_the_workers_on_their_devices(ranks, qwen3_mo
 
 
 @pytest.mark.full_matrix
+def test_ranks_exchange_by_a_plan_alone(ranks, qwen3_moe_tp2, monkeypatch):
+    """Engines answer as those of a plugin do that records no route of its loaders."""
+    from skyrl_megatron.errors import WeightSyncError
+
+    async def no_routes(metadata):
+        return "its loader of lm_head copies nothing"
+
+    model, layout = qwen3_moe_tp2, dict(tp=2, ep=2)
+    monkeypatch.setattr(model.pool.slots[0].engine, "weight_routes", no_routes)
+    with MegatronRanks(ranks, model.folders["B"], 2, layout, BUCKET_BYTES, kind=SharingRank) as trainer:
+        synchronizer = model.synchronizer(trainer, routes=True, exchange=True)
+        with pytest.raises(WeightSyncError, match=r"lm_head copies nothing.*colocate_all=false"):
+            model.loop(synchronizer.sync("never"), 250)
+
+
+@pytest.mark.full_matrix
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_dies_in_the_exchange_ends_the_sync(ranks, qwen3_moe_tp2, rank):
     from skyrl_megatron.errors import SkyRLMegatronError

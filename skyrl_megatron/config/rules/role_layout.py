@@ -124,7 +124,7 @@ def weight_path(cfg: SkyRLTrainConfig, *, routed: bool) -> str:
     """Describe how weights get to the engines. ``routed``: each worker gets its own part alone."""
     what, carrier = "own part" if routed else "all weights", weight_transport(cfg)
     if ranks_exchange_weights(cfg):
-        return f"{what} by exchange and shared memory" if routed else f"{what} over {device.GLOO}"
+        return "own part by exchange and shared memory"
     return f"{what} by shared memory" if carrier == "ipc" else f"{what} over {carrier}"
 
 

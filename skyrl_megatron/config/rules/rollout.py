@@ -9,6 +9,7 @@ from skyrl_megatron.config.adapters import KEY as ADAPTERS
 from skyrl_megatron.config.adapters import adapter_problems
 from skyrl_megatron.config.hf_model import model_dimensions
 from skyrl_megatron.config.rules.layout import ModelDimensions
+from skyrl_megatron.config.rules.role_layout import ranks_exchange_weights
 from skyrl_megatron.config.rules.sampling import support_problems, truncations
 from skyrl_megatron.config.rules.training import longest_sequence
 from skyrl_megatron.errors import Problem
@@ -63,6 +64,9 @@ def _engines(cfg: SkyRLTrainConfig, dims: ModelDimensions | None) -> Iterator[Pr
     engine = cfg.generator.inference_engine
     yield from ENGINES.problems(engine.backend)
     yield from TRANSPORTS.problems(engine.weight_sync_backend)
+    if ranks_exchange_weights(cfg) and not engine.weight_sync_routes:
+        fix = "engine workers cannot open the memory of ranks on other nodes or GPUs: set it to true, or "
+        yield Problem(f"{_E}weight_sync_routes", False, fix + "trainer.placement.colocate_all=false")
     spread = engine.data_parallel_size * engine.tensor_parallel_size
     if engine.expert_parallel_size > 1 and engine.expert_parallel_size != spread:
         fix = f"must be 1 or data_parallel_size · tensor_parallel_size = {spread}"

@@ -105,7 +105,8 @@ class InferenceEngineConfig(BaseConfig):
     """Restarts of an engine within an hour, above which it is left out; the run ends when none is left."""
     weight_sync_routes: bool = True
     """Send each engine worker its own part of the weights alone, where vLLM's loaders can be recorded; else every
-    worker gets all weights and takes its part; the log says why."""
+    worker gets all weights and takes its part; the log says why. With `colocate_all` over several nodes, or with
+    `data_parallel_size` above 1, it must be true."""
     weight_sync_probe_interval: NonNegativeInt = 20
     """Every so many weight syncs trainer and engines score the same tokens and must agree; 0: after the first sync
     only."""
