@@ -81,10 +81,10 @@ def trainer(pipe: Any, bucket_bytes: int) -> None:
     import torch.distributed as dist
 
     from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.runtime import cpu_patches as megatron_patches
     from skyrl_megatron.runtime import parallel_state
-    from skyrl_megatron.runtime.cpu import megatron_patches
-    from skyrl_megatron.runtime.lora.adapter import AdapterSettings
     from skyrl_megatron.runtime.lora.attach import attach
+    from skyrl_megatron.runtime.lora.layers import AdapterSettings
     from skyrl_megatron.runtime.lora.targets import select
     from skyrl_megatron.runtime.model.build import build_model
     from skyrl_megatron.weight_sync.adapter_source import AdapterSource
@@ -145,7 +145,7 @@ async def _syncs(
     """Return what syncs cost, by whether they go by routes, the own bytes of a worker, and tensors of engines."""
     from bridges.plan import Plan
     from skyrl_megatron.inference.pool import EnginePool
-    from skyrl_megatron.inference.vllm.adapters import adapter_slots
+    from skyrl_megatron.inference.vllm.adapter_versions import adapter_slots
     from skyrl_megatron.inference.vllm.engine import VLLMEngine
     from skyrl_megatron.inference.vllm.settings import EngineSettings
     from skyrl_megatron.runtime.lora.targets import select

@@ -7,7 +7,7 @@ added until training takes ``--train-s`` seconds or more, and the environment sl
 and training are each half of a synchronous step. The same process takes synchronous steps first and then steps whose
 rollouts run ahead. In the second part the environment of one prompt in each batch sleeps eight times as long as the
 others', and four times as long as a training step takes in all. Beside what was measured stands what the simulator
-says of the same phases, lengths and sleeps (``skyrl_megatron.trainer.simulate``).
+says of the same phases, lengths and sleeps (``skyrl_megatron_tools.simulate``).
 
 The stream: groups that are sampled at once, 768 at a time; processor time of everything from a prompt to a batch.
 """
@@ -31,9 +31,8 @@ import numpy as np
 
 from skyrl_megatron.envs import BaseTextEnv, register
 from skyrl_megatron.trainer.callbacks import TrainerCallback
-from skyrl_megatron.trainer.simulate.plan import DecodeCurve, Distribution, RunPlan
-from skyrl_megatron.trainer.simulate.simulation import Prediction, simulate
-from skyrl_megatron.trainer.stream.rollouts import RolloutStream, StreamLimits
+from skyrl_megatron.trainer.rollout_stream import RolloutStream, StreamLimits
+from skyrl_megatron_tools.simulate.simulation import DecodeCurve, Distribution, Prediction, RunPlan, simulate
 
 PROMPTS, SAMPLES, STRAGGLER = 8, 4, 8.0
 SYNCHRONOUS, WARM, AHEAD = 3, 6, 6
@@ -87,9 +86,9 @@ def run(home: Path, train_s: float) -> None:
     """Print the figures of the run."""
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.hardware import local_hardware
-    from skyrl_megatron.entrypoints.checks import load_config
     from skyrl_megatron.entrypoints.embedded import arguments
     from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
+    from skyrl_megatron.preflight import load_config
     from skyrl_megatron.trainer import FullyAsyncRayPPOTrainer
 
     class Compared(FullyAsyncRayPPOTrainer):

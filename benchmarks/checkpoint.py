@@ -39,10 +39,10 @@ def build(gigabytes: float) -> Any:
     from transformers import Qwen3MoeConfig
 
     from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.runtime import cpu_patches as megatron_patches
     from skyrl_megatron.runtime import parallel_state
-    from skyrl_megatron.runtime.checkpoint.optimizer_state import owned_ranges, set_step_count
-    from skyrl_megatron.runtime.checkpoint.rank_writer import RankState
-    from skyrl_megatron.runtime.cpu import megatron_patches
+    from skyrl_megatron.runtime.checkpoint.rank_files import RankState
+    from skyrl_megatron.runtime.checkpoint.rank_state import owned_ranges, set_step_count
     from skyrl_megatron.runtime.model.build import build_model
     from skyrl_megatron.runtime.optimizer import build_lr_schedule, build_optimizer
 
@@ -117,7 +117,7 @@ def measure(gigabytes: float, rounds: int, folder: str) -> tuple[float, Rows]:
     import torch
     import torch.distributed as dist
 
-    from skyrl_megatron.runtime.checkpoint.local_state import blocks_to_save
+    from skyrl_megatron.runtime.checkpoint.rank_state import blocks_to_save
     from tests.checkpoint import ranks
 
     rank, state = dist.get_rank(), build(gigabytes)

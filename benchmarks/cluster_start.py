@@ -47,7 +47,7 @@ OVER_BOTH = ["trainer.placement.policy_num_nodes=2", "trainer.placement.policy_n
 IN_CLUSTER = """
 import json, sys, time
 from skyrl_megatron.workers.ray_setup import join
-from skyrl_megatron.workers.node_check import check_nodes
+from skyrl_megatron.workers.nodes import check_nodes
 from ray.util.placement_group import placement_group
 import os, ray
 marks = [time.time()]
@@ -61,7 +61,7 @@ print(json.dumps(marks))
 
 # ------------------------------------------------------------------ two hosts against one
 def runs(rounds: int) -> None:
-    from skyrl_megatron.entrypoints.embedded_model import write_embedded_model
+    from skyrl_megatron.entrypoints.embedded import write_embedded_model
 
     with tempfile.TemporaryDirectory(prefix="s") as temporary:
         folder = Path(temporary)
@@ -129,7 +129,7 @@ def _members(hosts: TwoHosts, count: int) -> dict[str, float]:
     Hosts are started one after the other: all at once they would share these cores, which real ones do not, and Ray
     gives its agents 15 s.
     """
-    from skyrl_megatron.cluster.folder import ClusterFolder
+    from skyrl_megatron_tools.cluster.hosts import ClusterFolder
 
     cluster, shared = hosts.folder / "c", hosts.folder / "shared"
     cluster.mkdir()
@@ -182,8 +182,8 @@ def table(counts: Sequence[int]) -> None:
 
 def _from_table(count: int) -> dict[str, float]:
     """Seconds of what the first host does with the records and reports of ``count`` hosts, the best of five."""
-    from skyrl_megatron.cluster.folder import ClusterFolder, Member
-    from skyrl_megatron.workers.node_check import differences, report, versions
+    from skyrl_megatron.workers.nodes import differences, report, versions
+    from skyrl_megatron_tools.cluster.hosts import ClusterFolder, Member
 
     here, own = report(), versions()
     reports = {

@@ -54,7 +54,7 @@ def make_folder(folder: Path, gigabytes: float) -> int:
     import torch
     from transformers import AutoConfig
 
-    from bridges.hf_write import HfWriter
+    from bridges.hf_io import HfWriter
     from bridges.plan import Plan
 
     hidden = 2048 if gigabytes >= 1 else 256  # else one layer has more than is asked for
@@ -111,8 +111,8 @@ def name_resolution(layers: int) -> float:
     from transformers import AutoConfig
 
     from bridges.names import canonical
-    from bridges.places import module_name
     from bridges.plan import Plan
+    from bridges.rules import module_name
 
     config = AutoConfig.for_model("qwen3_moe", num_hidden_layers=layers, num_experts=128).to_dict()
     plan = Plan.of(config)

@@ -4,9 +4,9 @@
 
 The ranks hold a 425 M-parameter MoE (850 MB bf16) with its experts split between them (ep=2); each worker needs all of
 it. On one host a worker opens the memory of both ranks. On two hosts (network namespaces, joined by a link of
-``--gbits`` in each direction) the ranks exchange what is not theirs first (``weight_sync/exchange.py``). Both in one
-run: medians of the rounds, from the first byte until every worker has everything with its checksums, and what the link
-carried, counted by the kernel, against what has to cross it. Needs root and iproute2.
+``--gbits`` in each direction) the ranks exchange what is not theirs first (``weight_sync/point_to_point.py``). Both in
+one run: medians of the rounds, from the first byte until every worker has everything with its checksums, and what the
+link carried, counted by the kernel, against what has to cross it. Needs root and iproute2.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Worker:
     def join(self, parcels: Any, memories: list[tuple[str, int]], numbers: dict[int, int], at: Any, size: int) -> None:
         import torch
 
-        from skyrl_megatron.weight_sync.parcel_receiver import ParcelReceiver
+        from skyrl_megatron.weight_sync.point_to_point import ParcelReceiver
         from skyrl_megatron.weight_sync.transport import open_transport
 
         self.memories = [torch.empty(elements, dtype=getattr(torch, dtype)) for dtype, elements in memories]
@@ -177,12 +177,11 @@ def free_port() -> int:
 # ------------------------------------------------------------------------------------------------------ the two ways
 def connected(members: Members, bucket_bytes: int, *, exchange: bool) -> tuple[int, int]:
     """Plan a sync and open its groups; return the bytes that workers get, and those that cross between the hosts."""
-    from skyrl_megatron.weight_sync.exchange import plan_exchange
-    from skyrl_megatron.weight_sync.rectangles import width_of
-    from skyrl_megatron.weight_sync.route_plan import Beside, join
-    from skyrl_megatron.weight_sync.routes import Route, rows_of, tensors_of
+    from skyrl_megatron.weight_sync.point_to_point import plan_exchange
+    from skyrl_megatron.weight_sync.reshard_plan import Beside, join
+    from skyrl_megatron.weight_sync.slices import Route, rows_of, tensors_of, width_of
     from skyrl_megatron.weight_sync.transport import GroupMember
-    from skyrl_megatron.workers.weight_routes import WorkerRoutes
+    from skyrl_megatron.workers.sync_calls import WorkerRoutes
 
     numbers = range(len(members.hosts))
     holdings = list(members.call({("rank", n): ("holdings",) for n in numbers}).values())

@@ -108,7 +108,7 @@ class Megatron:
     """The same sequences packed, through Megatron's model."""
 
     def __init__(self, folder: Path, groups: Any) -> None:
-        from skyrl_megatron.runtime.hf.load import load_hf
+        from skyrl_megatron.runtime.hf_weights import load_hf
         from skyrl_megatron.runtime.model.build import build_model
 
         self.groups = groups
@@ -128,7 +128,7 @@ class Megatron:
         self.count = response.sum()
 
     def step(self) -> float:
-        from skyrl_megatron.runtime.vocab_parallel import SoftmaxSettings, logprobs_and_entropy
+        from skyrl_megatron.runtime.logprobs import SoftmaxSettings, logprobs_and_entropy
 
         chunk = self.model.chunks[0]
         chunk.zero_grad()

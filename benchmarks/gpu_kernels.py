@@ -64,7 +64,7 @@ def main() -> None:
     import torch
     import torch.distributed as dist
 
-    from skyrl_megatron.runtime.vocab_parallel import SoftmaxSettings, logprobs_and_entropy
+    from skyrl_megatron.runtime.logprobs import SoftmaxSettings, logprobs_and_entropy
 
     device.set_local_device(0)
     place = device.device()

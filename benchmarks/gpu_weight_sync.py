@@ -29,7 +29,7 @@ def receiver(transport: str, pipe: Any) -> None:
     import torch
 
     from skyrl_megatron import device
-    from skyrl_megatron.weight_sync.receiver import WeightReceiver
+    from skyrl_megatron.weight_sync.buckets import WeightReceiver
     from skyrl_megatron.weight_sync.transport import open_transport
 
     device.set_local_device(0)
@@ -104,7 +104,7 @@ def main() -> None:
 
     from benchmarks.gpu_train import QWEN3_30B_A3B
     from bridges.plan import Plan
-    from skyrl_megatron.weight_sync.bucket import checksum
+    from skyrl_megatron.weight_sync.buckets import checksum
 
     device.set_local_device(0)
     pipe, theirs = multiprocessing.get_context("spawn").Pipe()

@@ -39,10 +39,10 @@ def healing(home: Path) -> dict[str, float]:
 
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.hardware import local_hardware
-    from skyrl_megatron.config.run_folder import run_folder
-    from skyrl_megatron.entrypoints.checks import load_config
+    from skyrl_megatron.config.resolve import run_folder
     from skyrl_megatron.entrypoints.embedded import arguments
     from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
+    from skyrl_megatron.preflight import load_config
     from skyrl_megatron.trainer.callbacks import TrainerCallback
     from skyrl_megatron.workers.megatron_worker import MegatronWorker
 
@@ -93,14 +93,13 @@ def watch(home: Path) -> dict[str, float]:
 
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.hardware import local_hardware
-    from skyrl_megatron.entrypoints.checks import load_config
     from skyrl_megatron.entrypoints.embedded import arguments
     from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
-    from skyrl_megatron.inference.health import HealthMonitor
+    from skyrl_megatron.inference.client import HealthMonitor
     from skyrl_megatron.inference.pool import EngineSlot
+    from skyrl_megatron.preflight import load_config
     from skyrl_megatron.trainer.callbacks import TrainerCallback
-    from skyrl_megatron.trainer.memory_ahead import MemoryAhead
-    from skyrl_megatron.trainer.stragglers import Stragglers
+    from skyrl_megatron.trainer.recovery import MemoryAhead, Stragglers
     from skyrl_megatron.workers.worker_group import WorkerGroup
 
     clocked, used = [0.0], dict[int, float]()
@@ -185,7 +184,7 @@ def rank_of_two(rank: int, port: int, folder: str, tokens: int, pipe: Any) -> No
 
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.runtime.engine import MegatronEngine
-    from skyrl_megatron.runtime.state_copy import RankCopies
+    from skyrl_megatron.runtime.peer_checkpoint import RankCopies
     from skyrl_megatron.types import TrainingBatch
 
     torch.set_num_threads(1)
@@ -229,7 +228,7 @@ def copies(home: Path, tokens: int, sizes: dict[str, int]) -> dict[str, float]:
     import skyrl_megatron.runtime.engine  # noqa: F401  (once, for both ranks)
     from benchmarks.step import large_model
     from benchmarks.weight_sync import LARGE
-    from skyrl_megatron.workers.ports import free_port
+    from skyrl_megatron.workers.processes import free_port
 
     folder, port = large_model(home / "large", {**LARGE, **sizes}), free_port()
     context = multiprocessing.get_context("fork")

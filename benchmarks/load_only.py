@@ -34,7 +34,7 @@ class LoadOnly(WorkerExtension):
 
     def bench_pack(self) -> float:
         """Seconds of packing alone, of zeros that lie where a sync by routes puts weights; there was one before."""
-        from skyrl_megatron.weight_sync.vllm_targets import ModelTargets
+        from skyrl_megatron.weight_sync.vllm_reshard import ModelTargets
 
         worker: Any = self
         transfer = worker.weight_transfer_engine

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from skyrl_megatron.runtime.vocab_parallel import SoftmaxSettings, fused_logprobs_and_entropy, logprobs_and_entropy
+from skyrl_megatron.runtime.logprobs import SoftmaxSettings, fused_logprobs_and_entropy, logprobs_and_entropy
 
 torch.set_num_threads(1)
 ENTROPY_WEIGHT = 0.01

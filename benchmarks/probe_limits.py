@@ -87,7 +87,7 @@ class Trainer:
 
     def restore(self) -> None:
         """The folder's weights again."""
-        from skyrl_megatron.runtime.hf.load import load_hf
+        from skyrl_megatron.runtime.hf_weights import load_hf
 
         load_hf(self.engine.model, self.folder, self.engine.groups)
 

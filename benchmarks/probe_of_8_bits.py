@@ -27,9 +27,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from bridges.engine_form import EngineForm
-from bridges.quantiser import quantise
-from bridges.scaled import of_blocks
+from bridges.quantisation import EngineForm
+from bridges.quantized import of_blocks, quantise
 from skyrl_megatron.weight_sync.probe import EPSILON, QUANTISED, limit_of, logprob_diff, probe_tokens
 from tests.support.engines import reference_logprobs
 from tests.support.tiny_models import VOCAB_SIZE, write_tiny_model

@@ -35,7 +35,7 @@ def receiver(pipe: Any) -> None:
     """Takes every pass that it is told of, and answers when it has all of it."""
     import torch
 
-    from skyrl_megatron.weight_sync.receiver import WeightReceiver
+    from skyrl_megatron.weight_sync.buckets import WeightReceiver
     from skyrl_megatron.weight_sync.transport import open_transport
 
     torch.set_num_threads(1)
@@ -61,13 +61,12 @@ def main() -> None:
     import torch
     import torch.distributed as dist
 
-    from bridges.engine_form import EngineForm
+    from bridges.quantisation import EngineForm
     from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.runtime import cpu_patches as megatron_patches
     from skyrl_megatron.runtime import parallel_state
-    from skyrl_megatron.runtime.cpu import megatron_patches
     from skyrl_megatron.runtime.model.build import build_model
-    from skyrl_megatron.weight_sync.megatron_source import MegatronWeightSource
-    from skyrl_megatron.weight_sync.quantised_source import QuantisedWeightSource
+    from skyrl_megatron.weight_sync.megatron_source import MegatronWeightSource, QuantisedWeightSource
     from skyrl_megatron.weight_sync.sender import WeightSender
     from tests.support.tiny_models import write_tiny_model
 

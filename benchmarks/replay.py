@@ -63,7 +63,8 @@ class Stopwatch:
     @contextmanager
     def around_replay(self) -> Iterator[None]:
         """Time the code of replay for the block."""
-        from skyrl_megatron.runtime import batch_checks, engine, packed_inputs
+        from skyrl_megatron.runtime import engine, packed_inputs
+        from skyrl_megatron.runtime import packed_inputs as batch_checks
         from skyrl_megatron.runtime.model.routing_replay import RoutingReplay
 
         choose = RoutingReplay.get_replay_topk
@@ -89,7 +90,7 @@ def with_natural_routes(engine: MegatronEngine, batch: TrainingBatch) -> Trainin
     import numpy as np
     import torch
 
-    from skyrl_megatron.runtime.model.router import TokenWeightedRouter
+    from skyrl_megatron.runtime.model.moe import TokenWeightedRouter
 
     chosen: list[torch.Tensor] = []
     routing = TokenWeightedRouter.routing

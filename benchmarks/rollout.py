@@ -71,9 +71,9 @@ def ours(pipe: Any, model: Path) -> None:
 
 
 def offline(pipe: Any, model: Path) -> None:
-    from skyrl_megatron.inference.vllm import platform
-    from skyrl_megatron.inference.vllm.model_folder import hf_config
+    from skyrl_megatron.inference.vllm import settings as platform
     from skyrl_megatron.inference.vllm.processes import OwnedContext
+    from skyrl_megatron.inference.vllm.settings import hf_config
 
     os.environ.update(platform.worker_environment())
     from vllm import LLM, SamplingParams

@@ -25,8 +25,8 @@ BUCKET_BYTES = 16 << 20
 
 def tables(count: int, workers: int, degree: int):  # type: ignore[no-untyped-def]
     """(tensors, holdings of all ranks, routes of all workers)."""
-    from skyrl_megatron.weight_sync.bucket import TensorMeta
-    from skyrl_megatron.weight_sync.routes import Holdings, Route
+    from skyrl_megatron.weight_sync.buckets import TensorMeta
+    from skyrl_megatron.weight_sync.slices import Holdings, Route
 
     per_layer = 3 * EXPERTS + DENSE
     tensors, tiles = [], [[] for _ in range(64)]  # type: ignore[var-annotated]
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, default=50_000)
     parser.add_argument("--workers", type=int, default=64)
     args = parse(parser, tensors=500, workers=8)
-    from skyrl_megatron.weight_sync.route_plan import join
+    from skyrl_megatron.weight_sync.reshard_plan import join
 
     for degree in (8, args.workers):
         tensors, holdings, routes = tables(args.tensors, args.workers, degree)

@@ -40,7 +40,7 @@ def main() -> None:
     store = dist.TCPStore("127.0.0.1", 0, 1, True)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.entrypoints.embedded_model import write_embedded_model
+    from skyrl_megatron.entrypoints.embedded import write_embedded_model
     from skyrl_megatron.runtime.engine import MegatronEngine
 
     with tempfile.TemporaryDirectory() as folder:
@@ -104,7 +104,7 @@ def bare_step(engine: MegatronEngine, batch: TrainingBatch) -> None:
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-    from skyrl_megatron.runtime.schedule import run_schedule
+    from skyrl_megatron.runtime.forward_step import run_schedule
 
     def forward_step(iterator: Any, model: Any) -> Any:
         packed = next(iterator).packed

@@ -62,11 +62,11 @@ def trainer(pipe: Any, bucket_bytes: int) -> None:
     import torch.distributed as dist
 
     from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.runtime import cpu_patches as megatron_patches
     from skyrl_megatron.runtime import parallel_state
-    from skyrl_megatron.runtime.cpu import megatron_patches
-    from skyrl_megatron.runtime.hf.load import load_hf
+    from skyrl_megatron.runtime.hf_weights import load_hf
     from skyrl_megatron.runtime.model.build import build_model
-    from skyrl_megatron.weight_sync.bucket import checksum
+    from skyrl_megatron.weight_sync.buckets import checksum
     from skyrl_megatron.weight_sync.megatron_source import MegatronWeightSource
     from skyrl_megatron.weight_sync.sender import WeightSender
     from skyrl_megatron.weight_sync.transport import open_transport
@@ -121,7 +121,7 @@ def seconds_per_tensor(count: int, bucket_bytes: int) -> tuple[float, float]:
     """Of a sender, for ``count`` tensors of 1 KiB: to plan, once, and to fill the buckets in each pass."""
     import torch
 
-    from skyrl_megatron.weight_sync.plan import ExportPlan
+    from skyrl_megatron.weight_sync.export_plan import ExportPlan
     from tests.support.state_source import StateSource
 
     source = StateSource({f"layers.{number}.weight": torch.zeros(16, 16) for number in range(count)})

@@ -83,7 +83,7 @@ COLOCATED = {  # GPUs, nodes, tensor parallelism, pipeline stages of an engine, 
 }
 """As the recipes have it: trainer and engines on the same GPUs, ranks exchange what is for the engines on theirs."""
 SHARED_BUCKET = 64 << 20
-"""Bytes of a bucket there (``weight_bucket_sizes`` in ``config/rules/role_layout.py``)."""
+"""Bytes of a bucket there (``weight_bucket_sizes`` in ``config/roles.py``)."""
 COPIES = 4
 """Of each byte within a GPU's memory: into a bucket, into the neighbour's, read by the worker, to its place."""
 

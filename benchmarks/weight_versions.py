@@ -30,7 +30,7 @@ def main() -> None:
     import torch
     from safetensors.torch import save_file
 
-    from skyrl_megatron.weight_sync.versions import VersionReader, VersionWriter
+    from skyrl_megatron_tools.weight_versions import VersionReader, VersionWriter
 
     torch.set_num_threads(1)
     tensors = {f"layers.{n}.weight": torch.randn(2048, 2048).bfloat16() for n in range(args.millions * 10**6 >> 22)}

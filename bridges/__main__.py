@@ -11,8 +11,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-from bridges.assets import CAST_TO, parse_dtype
 from bridges.errors import BridgeError, UnknownFamilyError
+from bridges.source import CAST_TO, parse_dtype
 
 EXIT_CODES = """\
 exit codes:
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         _print(args, {"families": rows()}, table())
         return 0
     if args.command == "inspect":
-        from bridges.describe import inspect
+        from bridges.catalog import inspect
         from bridges.nearest import compared
 
         try:
@@ -104,19 +104,19 @@ def run(args: argparse.Namespace) -> int:
     if args.command == "verify":
         return _verify(args)
     from bridges.convert import export_megatron, import_hf
-    from bridges.workers import progress_stream
+    from bridges.staging import progress_stream
 
     if args.workers < 1:
         raise BridgeError(f"--workers {args.workers}: give at least 1")
     shared: dict[str, Any] = dict(
         dtype=parse_dtype(args.dtype), workers=args.workers, drop_mtp=args.drop_mtp, stream=progress_stream(args.json)
     )
-    from bridges.hf_write import parse_size
+    from bridges.hf_io import parse_size
 
     if args.command == "import":
         report = import_hf(args.hf, args.out, **shared)
     elif args.command == "merge":
-        from bridges.merge_adapter import merge_adapter
+        from bridges.peft import merge_adapter
 
         size = parse_size(args.max_shard_size)
         report = merge_adapter(args.hf, args.adapter, args.out, max_shard_size=size, **shared)
@@ -130,8 +130,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from bridges.verify import SHOWN, compare, compare_logits
-    from bridges.workers import progress_stream
+    from bridges.convert import SHOWN, compare, compare_logits
+    from bridges.staging import progress_stream
 
     if args.logits:
         facts = compare_logits(args.a, args.b, args.layout)

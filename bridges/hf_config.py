@@ -14,8 +14,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from bridges.config_fields import check_fields
 from bridges.errors import BridgeError
+from bridges.files import check_fields
 from bridges.rows import ATTENTION, DELTA_NET, WINDOW, ModelShape
 
 MOST_LAYERS, MOST_EXPERTS = 10_000, 250_000

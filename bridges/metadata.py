@@ -1,4 +1,10 @@
-"""The pickles of a ``torch_dist`` checkpoint: ``.metadata`` and the object ``common_state``.
+"""The pickles of a ``torch_dist`` checkpoint, read without running anything.
+
+``pickle.Unpickler`` takes memory by the sizes that a pickle declares, hashes whatever tuple a pickle builds, and sets
+attributes of whatever it may find: an allow-list of names bounds none of that. :func:`load` is an interpreter of the
+opcodes that ``pickle.dumps`` and ``torch.save`` write for data (protocols 2 to 5, ``pickletools`` of CPython). It
+calls nothing but the functions given to it. Its time and memory are proportional to the length of the pickle: every
+size is compared with the bytes that are left, and keys of dicts are text, small whole numbers or records.
 
 A pickle can run code. These are read by :mod:`bridges.pickles`, which runs none, and what is not metadata is refused.
 Data of tensors is never unpickled: it is taken from the bytes that the metadata points at.
@@ -10,7 +16,9 @@ import io
 import math
 import struct
 import zipfile
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -24,7 +32,232 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from bridges.errors import BridgeError
-from bridges.pickles import Call, Kind, PickleError, Record, load
+
+_MOST_DIGITS = 8  # bytes of a whole number: sizes and counts have 64 bits
+_INT, _FLOAT = struct.Struct("<i"), struct.Struct(">d")
+_SMALL_KEY = 2**31
+
+
+class PickleError(ValueError):
+    """A pickle that is damaged, or holds what is no plain value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The meaning of a name that a pickle calls: ``function``, with the pickle's arguments."""
+
+    function: Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """The meaning of the name of a class: an object of it is a :class:`Record`, and no code of the class is run."""
+
+    name: str
+
+
+@dataclass(eq=False, slots=True)
+class Record:
+    """An object of a class, as the pickle describes it."""
+
+    kind: Kind
+    state: Any = None
+
+
+_MARK: Final = object()
+
+
+def load(data: bytes, names: Mapping[tuple[str, str], Any], persistent: bool = False) -> Any:
+    """Return the value that a pickle holds.
+
+    ``names``: (module, name) → its meaning: a :class:`Call`, a :class:`Kind`, or a value. ``persistent``:
+    references to storages, as ``torch.save`` writes them, are read as None. Raises :class:`PickleError`.
+    """
+    try:
+        return _Reader(data, names, persistent).run()
+    except (IndexError, struct.error) as error:
+        raise PickleError("it is cut off") from error
+    except UnicodeDecodeError as error:
+        raise PickleError("it holds text that is not UTF-8") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise PickleError(f"its parts do not fit one another ({type(error).__name__}: {error!s:.80})") from error
+
+
+class _Reader:
+    def __init__(self, data: bytes, names: Mapping[tuple[str, str], Any], persistent: bool) -> None:
+        self._data, self._names, self._persistent = data, names, persistent
+        self._at = 0
+        self._stack: list[Any] = []
+        self._memo: dict[int, Any] = {}
+
+    def run(self) -> Any:
+        data, stack, memo, others = self._data, self._stack, self._memo, _OPCODES
+        while True:
+            code = data[self._at]
+            self._at += 1
+            if code == 0x94:  # MEMOIZE
+                memo[len(memo)] = stack[-1]
+            elif code == 0x68:  # BINGET
+                stack.append(memo[data[self._at]])
+                self._at += 1
+            elif code == 0x6A:  # LONG_BINGET
+                at = self._at
+                stack.append(memo[data[at] | data[at + 1] << 8 | data[at + 2] << 16 | data[at + 3] << 24])
+                self._at = at + 4
+            elif code == 0x4B:  # BININT1
+                stack.append(data[self._at])
+                self._at += 1
+            elif code == 0x28:  # MARK
+                stack.append(_MARK)
+            elif code == 0x29:  # EMPTY_TUPLE
+                stack.append(())
+            elif code == 0x85:  # TUPLE1
+                stack[-1] = (stack[-1],)
+            elif code == 0x86:  # TUPLE2
+                stack[-2:] = [(stack[-2], stack[-1])]
+            elif code == 0x7D:  # EMPTY_DICT
+                stack.append({})
+            elif code == 0x2E:  # STOP
+                if len(stack) != 1 or stack[0] is _MARK:
+                    raise PickleError("it ends before its value is whole")
+                return stack[0]
+            else:
+                step = others.get(code)
+                if step is None:
+                    raise PickleError(f"it has the opcode {code:#04x}, which no plain value needs")
+                step(self)
+
+    # ---------------------------------------------------------------------------------- bytes
+    def _bytes(self, count: int) -> bytes:
+        if count > len(self._data) - self._at:
+            raise PickleError(f"it declares {count} bytes and has {len(self._data) - self._at}")
+        self._at += count
+        return self._data[self._at - count : self._at]
+
+    def _number(self, width: int) -> int:
+        return int.from_bytes(self._bytes(width), "little")
+
+    def _line(self) -> str:
+        end = self._data.find(b"\n", self._at)
+        if end < 0:
+            raise PickleError("it is cut off")
+        line = self._data[self._at : end].decode()
+        self._at = end + 1
+        return line
+
+    def _text(self, width: int) -> None:
+        self._stack.append(self._bytes(self._number(width)).decode("utf-8", "surrogatepass"))
+
+    def _long(self) -> None:
+        if (count := self._number(1)) > _MOST_DIGITS + 1:
+            raise PickleError(f"it holds a whole number of {count} bytes")
+        self._stack.append(int.from_bytes(self._bytes(count), "little", signed=True))
+
+    # ---------------------------------------------------------------------------------- values
+    def _since_mark(self) -> list[Any]:
+        stack, at = self._stack, len(self._stack) - 1
+        while stack[at] is not _MARK:
+            at -= 1
+            if at < 0:
+                raise PickleError("its parts do not fit one another (no mark)")
+        found = stack[at + 1 :]
+        del stack[at:]
+        return found
+
+    def _name(self, module: Any, name: Any) -> None:
+        if not (isinstance(module, str) and isinstance(name, str)):
+            raise PickleError("it asks for a name that is no text")
+        if (module, name) not in self._names:
+            raise PickleError(f"it asks for {module:.80}.{name:.80}")
+        self._stack.append(self._names[module, name])
+
+    def _stack_name(self) -> None:
+        name, module = self._stack.pop(), self._stack.pop()
+        self._name(module, name)
+
+    def _call(self) -> None:
+        arguments, what = self._stack.pop(), self._stack.pop()
+        if not isinstance(arguments, tuple) or not isinstance(what, Call | Kind):
+            raise PickleError("it calls what is no function")
+        self._stack.append(Record(what, arguments) if isinstance(what, Kind) else what.function(*arguments))
+
+    def _new(self) -> None:
+        _, kind = self._stack.pop(), self._stack.pop()
+        if not isinstance(kind, Kind):
+            raise PickleError("it makes an object of what is no class")
+        self._stack.append(Record(kind))
+
+    def _build(self) -> None:
+        state, target = self._stack.pop(), self._stack[-1]
+        if not isinstance(target, Record):
+            raise PickleError("it gives a state to what has none")
+        target.state = state
+
+    def _append(self, values: list[Any]) -> None:
+        if not isinstance(self._stack[-1], list):
+            raise PickleError("it appends to what is no list")
+        self._stack[-1].extend(values)
+
+    def _set(self, values: list[Any]) -> None:
+        target = self._stack[-1]
+        if not isinstance(target, dict) or len(values) % 2:
+            raise PickleError("it sets keys of what is no dict")
+        for key, value in zip(values[::2], values[1::2], strict=True):
+            if type(key) is not str and not _can_be_key(key):
+                raise PickleError(f"it has a {type(key).__name__} as a key")
+            target[key] = value
+
+    def _last(self, count: int) -> list[Any]:
+        return [self._stack.pop() for _ in range(count)][::-1]  # a mark among them is no value that anybody takes
+
+    def _refer(self) -> None:
+        if not self._persistent:
+            raise PickleError("it refers to a storage")
+        self._stack.pop()
+        self._stack.append(None)
+
+    def _put(self, width: int) -> None:
+        self._memo[self._number(width)] = self._stack[-1]
+
+
+def _can_be_key(key: Any) -> bool:
+    """Return whether a value's hash takes a moment, and no two such values are easily made to collide."""
+    return isinstance(key, str | Record) or (type(key) is int and abs(key) < _SMALL_KEY)
+
+
+_OPCODES: Final[dict[int, Callable[[_Reader], Any]]] = {
+    0x80: lambda r: r._bytes(1),  # PROTO
+    0x95: lambda r: r._bytes(8),  # FRAME: a hint for readers of files
+    0x4E: lambda r: r._stack.append(None),  # NONE
+    0x88: lambda r: r._stack.append(True),  # NEWTRUE
+    0x89: lambda r: r._stack.append(False),  # NEWFALSE
+    0x4A: lambda r: r._stack.append(_INT.unpack(r._bytes(4))[0]),  # BININT
+    0x4D: lambda r: r._stack.append(r._number(2)),  # BININT2
+    0x8A: _Reader._long,  # LONG1
+    0x47: lambda r: r._stack.append(_FLOAT.unpack(r._bytes(8))[0]),  # BINFLOAT
+    0x8C: lambda r: r._text(1),  # SHORT_BINUNICODE
+    0x58: lambda r: r._text(4),  # BINUNICODE
+    0x8D: lambda r: r._text(8),  # BINUNICODE8
+    0x43: lambda r: r._stack.append(r._bytes(r._number(1))),  # SHORT_BINBYTES
+    0x42: lambda r: r._stack.append(r._bytes(r._number(4))),  # BINBYTES
+    0x8E: lambda r: r._stack.append(r._bytes(r._number(8))),  # BINBYTES8
+    0x5D: lambda r: r._stack.append([]),  # EMPTY_LIST
+    0x61: lambda r: r._append(r._last(1)),  # APPEND
+    0x65: lambda r: r._append(r._since_mark()),  # APPENDS
+    0x87: lambda r: r._stack.append(tuple(r._last(3))),  # TUPLE3
+    0x74: lambda r: r._stack.append(tuple(r._since_mark())),  # TUPLE
+    0x73: lambda r: r._set(r._last(2)),  # SETITEM
+    0x75: lambda r: r._set(r._since_mark()),  # SETITEMS
+    0x71: lambda r: r._put(1),  # BINPUT
+    0x72: lambda r: r._put(4),  # LONG_BINPUT
+    0x63: lambda r: r._name(r._line(), r._line()),  # GLOBAL
+    0x93: _Reader._stack_name,  # STACK_GLOBAL
+    0x52: _Reader._call,  # REDUCE
+    0x81: _Reader._new,  # NEWOBJ
+    0x62: _Reader._build,  # BUILD
+    0x51: _Reader._refer,  # BINPERSID
+}
+
 
 _CHECKPOINT = "torch.distributed.checkpoint."
 _MOST = 2**63 - 1  # of a size, a place or a number of elements

@@ -7,12 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from bridges.blocks import DRAFT_COPIES
 from bridges.errors import BridgeError
 from bridges.families import get_family, supported
 from bridges.family import Family
 from bridges.hf_config import reading
-from bridges.rows import ModelShape, Shape
+from bridges.rows import DRAFT_COPIES, ModelShape, Shape
 from bridges.rules import Entry, expand
 
 

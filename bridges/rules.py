@@ -1,4 +1,13 @@
-"""The expansion of a family's table: one entry per Megatron parameter or buffer of a given model."""
+"""A family's table expanded: one entry per Megatron parameter, where it is, and how it is split over tp or etp.
+
+The rules, with tp=2:
+
+- a plain split takes equal runs of dim 0 or 1;
+- gate and up are split each on its own: rank 0 holds ``[gate[:f/2]; up[:f/2]]``, not the gate half;
+- q, k, v rows are split by whole KV groups (a group's rows evenly if there are more ranks than groups), output
+  projections by whole heads;
+- a vocabulary is padded with zero rows first, to ``padded_vocab`` rows or to the next multiple of the size.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from bridges.conversions import Conversion
 from bridges.errors import BridgeError
-from bridges.names import te_spelling
+from bridges.names import EXPERTS, local_spelling, te_spelling
 from bridges.rows import DELTA_NET, ModelShape, Row, Shape, Split
 
 if TYPE_CHECKING:
@@ -167,3 +177,125 @@ def expand(family: Family, hf_config: Mapping[str, Any], *, draft: bool = False)
     if len({entry.name for entry in entries}) != len(entries):
         raise BridgeError(f"the table of {family.model_type} names a Megatron parameter twice")
     return tuple(entries)
+
+
+def module_name(entry: Entry, spec: str, *, layer_offset: int = 0, expert_offset: int = 0) -> str:
+    """Return the name of an entry inside a built model: the inverse of :func:`bridges.names.canonical`.
+
+    ``spec``: ``local`` (sequential experts), ``te`` (grouped experts) or ``local_grouped`` (local norms, grouped
+    experts).
+    """
+    template = entry.bound.te_name if spec == "te" else entry.bound.row.megatron
+    if entry.expert is None:
+        return template if entry.layer is None else template.format(layer=entry.layer - layer_offset)
+    expert = entry.expert - expert_offset
+    if spec == "local":
+        template = template.replace(EXPERTS, EXPERTS + "local_experts.")
+        return template.format(layer=entry.layer_number - layer_offset, expert=expert)
+    return template.replace("{expert}.", "").format(layer=entry.layer_number - layer_offset) + str(expert)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPlace:
+    """Where an entry lies in a distributed checkpoint: ``key``, the index on each leading axis (layer, expert), the
+    length of those axes. The tensor under ``key`` has shape ``[*axes, *entry.shape]``."""
+
+    key: str
+    index: Shape
+    axes: Shape
+
+
+def checkpoint_place(entry: Entry, shape: ModelShape, *, uniform: bool | None = None) -> CheckpointPlace:
+    """Return key and position of an entry in a ``torch_dist`` checkpoint.
+
+    Models whose layers all hold the same parameters have a leading layer axis unless ``uniform`` is False
+    (``TransformerBlock.sharded_state_dict``: ``non_homogeneous_layers``); the others have the layer in the key.
+    """
+    return _place(entry, entry.bound.te_name, shape, shape.uniform if uniform is None else uniform)
+
+
+def checkpoint_places(entry: Entry, shape: ModelShape, *, uniform: bool) -> tuple[CheckpointPlace, ...]:
+    """Return where other writers may have put an entry: :func:`checkpoint_place` first, then the canonical spelling,
+    then that of Megatron's local spec, which stores the norm before experts as if it were fused."""
+    canonical_name = entry.bound.row.megatron
+    spellings = (entry.bound.te_name, canonical_name, local_spelling(canonical_name))
+    return tuple(_place(entry, name, shape, uniform) for name in dict.fromkeys(spellings))
+
+
+def _place(entry: Entry, template: str, shape: ModelShape, uniform: bool) -> CheckpointPlace:
+    if entry.layer is None:
+        return CheckpointPlace(entry.name, (), ())
+    layer = "" if uniform else f"{entry.layer}."
+    index: Shape = (entry.layer,) if uniform else ()
+    axes: Shape = (len(shape.moe),) if uniform else ()
+    template = template.replace("{layer}.", layer)
+    if entry.expert is not None:
+        template = template.replace("{expert}.", "experts.")
+        index, axes = (*index, entry.expert), (*axes, shape.dims["E"])
+    return CheckpointPlace(template, index, axes)
+
+
+def padded_rows(rows: int, size: int, padded_vocab: int | None = None) -> int:
+    """Count a vocabulary's rows over all ranks: ``padded_vocab`` if given, else the next multiple of ``size``."""
+    padded = padded_vocab if padded_vocab is not None else -(-rows // size) * size
+    if padded < rows or padded % size:
+        raise BridgeError(f"a padded vocabulary of {padded} must hold {rows} rows and be a multiple of tp={size}")
+    return padded
+
+
+def check_divisible(entry: Entry, size: int) -> None:
+    """Raise :class:`BridgeError` if the entry cannot be split evenly over ``size`` ranks."""
+    split = entry.split
+    if split.dim is None or split.vocab or size == 1:
+        return
+    length = entry.shape[split.dim] // split.parts
+    units = split.units or length
+    if units % size and not (split.shared and size % units == 0 and length % size == 0):
+        what = "heads or KV groups" if split.units else f"entries along dim {split.dim}"
+        kind = "etp" if entry.is_expert else "tp"
+        raise BridgeError(f"{entry.name}: {units} {what} cannot be split over {kind}={size}; use a divisor of {units}")
+
+
+def local_shape(entry: Entry, size: int, padded_vocab: int | None = None) -> Shape:
+    """Return shape of one rank's share."""
+    split = entry.split
+    if split.dim is None:
+        return entry.shape
+    check_divisible(entry, size)
+    shape = list(entry.shape)
+    if split.vocab:
+        shape[0] = padded_rows(shape[0], size, padded_vocab)
+    shape[split.dim] //= size
+    return tuple(shape)
+
+
+def shard(tensor: Tensor, entry: Entry, size: int, rank: int, padded_vocab: int | None = None) -> Tensor:
+    """Return the share of ``rank`` out of ``size``: a view where the share is one run of rows, else a copy.
+
+    ``tensor`` has the entry's global shape (vocabulary not padded).
+    """
+    split = entry.split
+    if split.dim is None:
+        return tensor
+    check_divisible(entry, size)
+    if split.vocab:
+        padded = padded_rows(tensor.shape[0], size, padded_vocab)
+        rows = padded // size
+        share = tensor[rank * rows : (rank + 1) * rows]
+        missing = rows - share.shape[0]
+        return share if not missing else torch.cat([share, share.new_zeros(missing, *share.shape[1:])])
+    pieces = [part.chunk(size, dim=split.dim)[rank] for part in tensor.chunk(split.parts)]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def unshard(shares: Sequence[Tensor], entry: Entry) -> Tensor:
+    """Return the inverse of :func:`shard`: one share per rank → the global tensor, vocabulary padding cut off."""
+    split = entry.split
+    if split.dim is None or len(shares) == 1:
+        whole = shares[0]
+        return whole[: entry.shape[0]] if split.vocab else whole
+    if split.vocab:
+        return torch.cat(list(shares))[: entry.shape[0]]
+    by_part = zip(*(share.chunk(split.parts) for share in shares), strict=True)
+    whole_parts = [torch.cat(pieces, dim=split.dim) for pieces in by_part]
+    return whole_parts[0] if len(whole_parts) == 1 else torch.cat(whole_parts)

@@ -1,18 +1,33 @@
-"""The ``torch_dist`` format: what a checkpoint's files hold and how chunks are placed in them. Opens no file.
+"""The ``torch_dist`` format: what its files hold, how chunks are placed, and checkpoints read and written chunk by
+chunk.
+
+A ``torch_dist`` checkpoint stores every chunk as a ``torch.save`` archive (an uncompressed zip). What surrounds the
+data depends on shape and dtype only, so it is made once per kind of chunk with ``torch.serialization.skip_data`` and
+the data itself is never copied into a buffer.
 
 The format is that of ``torch.distributed.checkpoint`` with the keys and shapes of Megatron's ``sharded_state_dict()``
 and two additions of ``megatron/core/dist_checkpointing/serialization.py``: ``metadata.json`` and the object
 ``common_state``. A checkpoint is ``.metadata`` (which chunk of which tensor lies where), ``__*.distcp`` (the chunks,
 one ``torch.save`` archive each, end to end) and ``metadata.json``.
+
+No model is built, no process group exists and Megatron is not imported (see :mod:`bridges.torch_dist` for the format).
+What is written here has whole layers and experts as chunks, gate and up apart, so that any tp/pp/vpp/ep/etp can be
+loaded by reading parts of them.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import math
+import pickle
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, cast
 
 import numpy as np
 import torch
@@ -28,10 +43,101 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from bridges.archive import frame, parse_archive
 from bridges.errors import BridgeError
+from bridges.files import open_regular, refuse_outside
+from bridges.hf_io import DTYPES, map_file
+from bridges.metadata import Call, load, parse_metadata, zipped
 from bridges.rows import Shape
-from bridges.staging import FileWriter
+from bridges.staging import FileWriter, write_file
+
+_CHECKSUMS = threading.Lock()  # the switch for zip checksums is global to the process
+
+
+class _Hollow(io.RawIOBase):
+    """Collects what is written; a relative seek marks the place of the data."""
+
+    def __init__(self) -> None:
+        self.before = bytearray()
+        self.after = bytearray()
+        self.hole: int | None = None
+
+    def write(self, data: object) -> int:
+        piece = bytes(data)  # type: ignore[call-overload]
+        (self.before if self.hole is None else self.after).extend(piece)
+        return len(piece)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        assert whence == 1 and self.hole is None, "torch.save leaves one hole per tensor"
+        self.hole = offset
+        return self.tell()
+
+    def tell(self) -> int:
+        return len(self.before) + (self.hole or 0) + len(self.after)
+
+
+@lru_cache(maxsize=256)
+def frame(shape: Shape, dtype: torch.dtype) -> tuple[bytes, bytes]:
+    """Return bytes before and after the data in ``torch.save`` of a contiguous tensor. Zip checksums are left out, as
+    ``torch.serialization.set_crc32_options(False)`` does; ``torch.load`` does not read them."""
+    file = _Hollow()
+    with _CHECKSUMS, torch.serialization.skip_data():
+        before = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(False)
+        try:
+            torch.save(torch.empty(shape, dtype=dtype), cast(IO[bytes], file))
+        finally:
+            torch.serialization.set_crc32_options(before)
+    return bytes(file.before), bytes(file.after)
+
+
+_STORAGES = (
+    "DoubleStorage", "FloatStorage", "HalfStorage", "BFloat16Storage", "LongStorage", "IntStorage", "ShortStorage",
+    "CharStorage", "ByteStorage", "BoolStorage",
+)  # fmt: skip
+_NAMES: dict[tuple[str, str], Any] = {
+    **{("torch._utils", name): Call(lambda storage, offset, size, stride, *rest: (offset, size, stride))
+       for name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3")},
+    ("torch._utils", "_rebuild_parameter"): Call(lambda data, *rest: data),
+    ("collections", "OrderedDict"): Call(lambda *rest: None),  # no hooks
+    ("torch.storage", "UntypedStorage"): None,
+    **{("torch", name): None for name in _STORAGES},
+    **{("torch", str(dtype).removeprefix("torch.")): None for dtype in DTYPES.values()},
+}  # fmt: skip
+"""What the pickle of a tensor names: (offset, size, stride) of its data are read, and no tensor is made."""
+
+
+def parse_archive(archive: memoryview, shape: Shape, dtype: torch.dtype) -> tuple[int, tuple[int, Shape, Shape]]:
+    """Return where the data begins in ``torch.save`` of a tensor that another torch made, and its layout there:
+    (offset, size, stride), in elements.
+
+    Raises ValueError when it is no such archive, or holds another shape.
+    """
+    try:
+        info, pickled = zipped(archive, "/data/0")
+        layout = load(pickled, _NAMES, persistent=True)
+    except ValueError as error:
+        raise ValueError(f"not an archive of a tensor ({error})") from error
+    header, count = info.header_offset, math.prod(shape) * dtype.itemsize
+    names = int.from_bytes(archive[header + 26 : header + 28], "little")
+    extra = int.from_bytes(archive[header + 28 : header + 30], "little")
+    begin = header + 30 + names + extra
+    if info.file_size != count or not 0 <= begin <= len(archive) - count:
+        raise ValueError(f"{info.file_size} bytes of data instead of {count}")
+    if not _is_layout(layout, shape, math.prod(shape)):
+        raise ValueError(f"not an archive of a tensor of shape {shape}")
+    return begin, layout
+
+
+def _is_layout(layout: Any, shape: Shape, count: int) -> bool:
+    """Return whether an unpickled (offset, size, stride) says where the elements are among ``count``."""
+    if not isinstance(layout, tuple) or len(layout) != 3 or layout[1] != shape or not isinstance(layout[2], tuple):
+        return False
+    offset, _, stride = layout
+    if len(stride) != len(shape) or any(type(each) is not int or each < 0 for each in (offset, *stride)):
+        return False
+    last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    return not count or last < count
+
 
 FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 """The content of ``metadata.json``."""
@@ -263,3 +369,88 @@ def build_metadata(tensors: Mapping[str, tuple[Shape, torch.dtype]], written: It
             [ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)) for piece in pieces],
         )
     return Metadata(entries, storage_data=places, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
+
+
+class DistCheckpoint:
+    """A ``torch_dist`` folder opened for reading: ``tensors`` by key, data as views of mapped files."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._check_format()
+        metadata = self.path / ".metadata"
+        try:
+            with open_regular(metadata) as file:
+                content = file.read()
+        except OSError as error:
+            raise BridgeError(f"{metadata}: {error.strerror}; save or import the checkpoint again") from error
+        self.tensors = stored_tensors(parse_metadata(content, str(metadata)), str(path), self._file_bytes)
+        self._maps: dict[str, memoryview] = {}
+
+    def _check_format(self) -> None:
+        path = self.path / "metadata.json"
+        if not path.exists():
+            raise BridgeError(
+                f"{self.path} has no metadata.json: not a Megatron distributed checkpoint, or one whose save was "
+                "interrupted; give the folder that holds metadata.json and *.distcp files"
+            )
+        try:
+            with open_regular(path) as file:
+                found = json.loads(file.read())
+        except (OSError, ValueError, RecursionError) as error:
+            raise BridgeError(f"{path} is damaged ({error}); save or import the checkpoint again") from error
+        for key, expected in FORMAT.items():
+            if not isinstance(found, dict) or found.get(key) != expected:
+                got = found.get(key) if isinstance(found, dict) else found
+                raise BridgeError(
+                    f"{path}: {key}={got!r}, only {expected!r} can be read; load the checkpoint with the Megatron "
+                    "that wrote it and save it with --ckpt-format torch_dist"
+                )
+
+    def _file_bytes(self, name: str, key: str) -> int:
+        """Return the size of a data file. Raises :class:`BridgeError` if it is outside of the folder or missing."""
+        pure = PurePosixPath(name)
+        if pure.is_absolute() or ".." in pure.parts:
+            raise BridgeError(f"{self.path}/.metadata names {name!r}, which is outside the folder; fetch it again")
+        if not (self.path / name).is_file():
+            raise BridgeError(f"{self.path / name} (for {key}) is missing; fetch that file again")
+        refuse_outside(self.path / name, self.path)
+        return (self.path / name).stat().st_size
+
+    def read(self, key: str, offsets: Shape, shape: Shape, lead: int = 0) -> Tensor:
+        """Return the block of ``shape`` at ``offsets``; a view of the file where one chunk is exactly that block.
+
+        ``lead``: number of leading axes on which the block has length 1, which are dropped from the result.
+        """
+        stored = self.tensors[key]
+        chunks = stored.meeting(offsets, shape)
+        if len(chunks) == 1 and (chunks[0].offsets, chunks[0].sizes) == (offsets, shape):
+            return self._load(chunks[0], stored.dtype).reshape(shape[lead:])
+        common = [(chunk, overlap(chunk.offsets, chunk.sizes, offsets, shape)) for chunk in chunks]
+        if sum(math.prod(shared[1]) for _, shared in common if shared) != math.prod(shape):
+            raise BridgeError(f"{self.path}: {key} is stored incompletely at {offsets}; save the checkpoint again")
+        block = torch.empty(shape, dtype=stored.dtype)
+        for chunk, shared in common:
+            assert shared is not None
+            block[slices(*shared, offsets)] = self._load(chunk, stored.dtype)[slices(*shared, chunk.offsets)]
+        return block.reshape(shape[lead:])
+
+    def _load(self, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+        if chunk.file not in self._maps:
+            self._maps[chunk.file] = memoryview(map_file(self.path / chunk.file))
+        archive = self._maps[chunk.file][chunk.start : chunk.start + chunk.length]
+        return tensor_in(archive, chunk, dtype, str(self.path))
+
+
+def write_metadata(
+    folder: Path, tensors: Mapping[str, tuple[Shape, torch.dtype]], files: list[ChunkFile], common: Mapping[str, Any]
+) -> None:
+    """Write ``common_state``, ``.metadata`` and, last, ``metadata.json``.
+
+    ``tensors``: key → (global shape, dtype). ``files``: everything written, still open.
+    """
+    files[0].append_object(COMMON_STATE, dict(common))
+    for file in files:
+        file.finish()
+    metadata = build_metadata(tensors, (each for file in files for each in file.written))
+    write_file(folder / ".metadata", pickle.dumps(metadata))
+    write_file(folder / "metadata.json", json.dumps(FORMAT).encode())

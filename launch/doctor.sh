@@ -10,4 +10,4 @@ if ! "$python" -c 'import omegaconf, skyrl_megatron' 2>/dev/null; then
   printf '  FAIL  %-20s  %s\n%30sfix: %s\n' environment "$here/.venv is missing or broken" '' "$here/launch/setup.sh" >&2
   exit 1
 fi
-exec "$python" -m skyrl_megatron.entrypoints.doctor "$@"
+exec "$python" -m skyrl_megatron_tools.doctor "$@"

@@ -8,4 +8,4 @@ root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 [ -x "$root/.venv/bin/python" ] || { echo "$(hostname): $root/.venv is missing: run $root/launch/setup.sh there" >&2; exit 1; }
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 [ -n "${OMP_NUM_THREADS:-}" ] || export OMP_NUM_THREADS=1 SKYRL_DEFAULT_THREADS=1   # as in run_moe.sh
-exec "$root/.venv/bin/python" -P -m skyrl_megatron.cluster "$@"
+exec "$root/.venv/bin/python" -P -m skyrl_megatron_tools.cluster "$@"

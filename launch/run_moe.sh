@@ -11,7 +11,7 @@
 # SLURM job of several hosts (salloc; for sbatch see launch/slurm/run_moe.sbatch), and with --hosts FILE (a host name a
 # line, reached by ssh), Ray is started on all of them, otherwise here; it ends with the run.
 set -euo pipefail
-export SKYRL_STARTED=${SKYRL_STARTED:-begin@$(date +%s.%N)}   # skyrl_megatron/start_times.py
+export SKYRL_STARTED=${SKYRL_STARTED:-begin@$(date +%s.%N)}   # skyrl_megatron/progress.py
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 for argument in "$@"; do
   case $argument in -h|--help) sed -n '2,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;; esac

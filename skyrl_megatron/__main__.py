@@ -2,7 +2,7 @@
 
 import sys
 
-from skyrl_megatron.entrypoints.verbs import main
+from skyrl_megatron.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,12 +1,13 @@
 """Ctrl-C, SIGTERM and SIGHUP of a command, from its first import to its end: one sentence, and exit code 130 or 143.
 
 The first one ends the command, with all that it started; a run that takes steps ends after the one in work instead
-(:mod:`skyrl_megatron.trainer.stop`), and at once with the second. While it ends, further ones change nothing; what
+(:mod:`skyrl_megatron.trainer.stopping`), and at once with the second. While it ends, further ones change nothing; what
 does not end in time is killed. Imports nothing but the standard library: it is what a command imports first.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -22,10 +23,23 @@ END_S = 50.0
 """For a command to end all that it started, once it was asked to."""
 
 
-class Interrupted(KeyboardInterrupt):
-    """A signal asked the command to end. ``said``: whether the user knows already what became of it."""
+_reported = threading.Event()
 
-    said = False
+
+def report_end() -> None:
+    """Note that the user was told how the command ends, so that a later signal prints nothing more."""
+    _reported.set()
+
+
+def end_is_reported() -> bool:
+    """Return whether :func:`report_end` was called."""
+    return _reported.is_set()
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal asked the command to end. ``reported``: whether the user was told how it ended."""
+
+    reported = False
 
     def __init__(self, number: int = signal.SIGINT) -> None:
         super().__init__(signal.Signals(number).name)
@@ -60,6 +74,9 @@ def end_while_importing() -> None:
     :func:`ending_with_signals` there is nothing to give back."""
     if _is_command():
         replace_handlers(_end_at_once)
+        # Registered first, this runs last: the interpreter resets handlers when it exits, and a signal would then
+        # change the exit code of a command that has ended.
+        atexit.register(replace_handlers, signal.SIG_IGN)
 
 
 def _is_command() -> bool:
@@ -87,18 +104,21 @@ def ending_with_signals() -> Iterator[None]:
         yield
     finally:
         ending.over.set()
-        restore_handlers(before)
+        if ending.begun and _end_at_once in before.values():
+            replace_handlers(signal.SIG_IGN)  # the command is about to report the first signal, and to exit
+        else:
+            restore_handlers(before)
 
 
 class _Ending:
     def __init__(self) -> None:
         self.over = threading.Event()
-        self._begun = False
+        self.begun = False
 
     def begin(self, number: int, frame: FrameType | None) -> None:
-        if self._begun:
+        if self.begun:
             return
-        self._begun = True
+        self.begun = True
         threading.Thread(target=self._end_in_time, args=(number,), daemon=True, name="end of the command").start()
         raise Interrupted(number)
 

@@ -6,8 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from bridges.blocks import CORRECTION, DENSE, DRAFT, ROUTER, L, M, decoder_layer, experts, shared_expert
-from bridges.family import Family, MegatronModelConfig
+from bridges.family import Family, MegatronModelConfig, mla_rotary
 from bridges.hf_config import (
     base_transformer,
     dense_first,
@@ -17,8 +16,20 @@ from bridges.hf_config import (
     require,
     sigmoid_routing,
 )
-from bridges.rotary import mla_rotary
-from bridges.rows import Copy, RopeRows, Row
+from bridges.rows import (
+    CORRECTION,
+    DENSE,
+    DRAFT,
+    ROUTER,
+    Copy,
+    L,
+    M,
+    RopeRows,
+    Row,
+    decoder_layer,
+    experts,
+    shared_expert,
+)
 
 A, N = L + "self_attn.", M + "self_attention."
 

@@ -7,11 +7,10 @@ from dataclasses import replace
 
 from transformers import PreTrainedConfig
 
-from bridges.blocks import L, M
 from bridges.families import deepseek_v3
 from bridges.family import Family, IndexerSizes, MegatronModelConfig
 from bridges.hf_config import mla_shape, require
-from bridges.rows import Copy, ModelShape
+from bridges.rows import Copy, L, M, ModelShape
 
 A, N = L + "self_attn.indexer.", M + "self_attention.core_attention.indexer."
 ROWS = (

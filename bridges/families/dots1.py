@@ -5,10 +5,20 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from bridges.blocks import CORRECTION, DENSE, OUTPUT, QKV, ROUTER, decoder_layer, experts, qk_norms, shared_expert
 from bridges.family import Family, MegatronModelConfig, grouped_query_model
 from bridges.hf_config import dense_first, expert_fields, moe_shape, refuse, require, sigmoid_routing
-from bridges.rows import ModelShape
+from bridges.rows import (
+    CORRECTION,
+    DENSE,
+    OUTPUT,
+    QKV,
+    ROUTER,
+    ModelShape,
+    decoder_layer,
+    experts,
+    qk_norms,
+    shared_expert,
+)
 
 
 def model_shape(config: PreTrainedConfig) -> ModelShape:

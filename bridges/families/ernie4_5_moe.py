@@ -5,10 +5,21 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from bridges.blocks import DENSE, OUTPUT, QKV, ROUTER, L, M, decoder_layer, experts, shared_expert
 from bridges.family import Family, MegatronModelConfig, grouped_query_model
 from bridges.hf_config import expert_fields, moe_shape, require, sigmoid_routing
-from bridges.rows import ModelShape, Unsqueezed
+from bridges.rows import (
+    DENSE,
+    OUTPUT,
+    QKV,
+    ROUTER,
+    L,
+    M,
+    ModelShape,
+    Unsqueezed,
+    decoder_layer,
+    experts,
+    shared_expert,
+)
 
 
 def moe_layers(config: PreTrainedConfig) -> tuple[bool, ...]:

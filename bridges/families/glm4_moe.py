@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from bridges.blocks import (
+from bridges.family import Family, MegatronModelConfig, grouped_query_model
+from bridges.hf_config import dense_first, expert_fields, moe_shape, sigmoid_routing
+from bridges.rows import (
     CORRECTION,
     DENSE,
     DRAFT,
     OUTPUT,
     QKV,
     ROUTER,
+    ModelShape,
     decoder_layer,
     experts,
     qk_norms,
     qkv_bias,
     shared_expert,
 )
-from bridges.family import Family, MegatronModelConfig, grouped_query_model
-from bridges.hf_config import dense_first, expert_fields, moe_shape, sigmoid_routing
-from bridges.rows import ModelShape
 
 
 def model_shape(config: PreTrainedConfig) -> ModelShape:

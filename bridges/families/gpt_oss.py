@@ -7,10 +7,21 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from bridges.blocks import OUTPUT, QKV, L, M, decoder_layer, output_bias, qkv_bias
 from bridges.family import Family, MegatronModelConfig, grouped_query_model
 from bridges.hf_config import every_layer, expert_fields, moe_shape, require
-from bridges.rows import Copy, InterleavedGateUp, ModelShape, Transposed
+from bridges.rows import (
+    OUTPUT,
+    QKV,
+    Copy,
+    InterleavedGateUp,
+    L,
+    M,
+    ModelShape,
+    Transposed,
+    decoder_layer,
+    output_bias,
+    qkv_bias,
+)
 
 X, Y = L + "mlp.experts.", M + "mlp.experts.{expert}."
 

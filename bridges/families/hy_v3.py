@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from bridges.blocks import DENSE, OUTPUT, QKV, L, M, correction, decoder_layer, experts, qk_norms, shared_expert
 from bridges.family import Family, MegatronModelConfig, grouped_query_model
 from bridges.hf_config import dense_first, expert_fields, moe_shape, require, sigmoid_routing
-from bridges.rows import Copy, ModelShape
+from bridges.rows import (
+    DENSE,
+    OUTPUT,
+    QKV,
+    Copy,
+    L,
+    M,
+    ModelShape,
+    correction,
+    decoder_layer,
+    experts,
+    qk_norms,
+    shared_expert,
+)
 
 
 def model_shape(config: PreTrainedConfig) -> ModelShape:

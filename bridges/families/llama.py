@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from bridges.blocks import DENSE, OUTPUT, QKV, L, M, decoder_layer, output_bias, qkv_bias
 from bridges.family import Family, MegatronModelConfig, grouped_query_model
 from bridges.hf_config import dense_shape, require
-from bridges.rows import Copy, GateUp, ModelShape
+from bridges.rows import DENSE, OUTPUT, QKV, Copy, GateUp, L, M, ModelShape, decoder_layer, output_bias, qkv_bias
 
 
 def model_shape(config: PreTrainedConfig) -> ModelShape:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from bridges.blocks import CORRECTION, DENSE, ROUTER, L, M, decoder_layer, experts
 from bridges.family import Family, MegatronModelConfig, VaryingHeads
 from bridges.hf_config import (
     attention_fields,
@@ -20,7 +19,7 @@ from bridges.hf_config import (
     require,
     sigmoid_routing,
 )
-from bridges.rows import WINDOW, Copy, ModelShape, Qkv
+from bridges.rows import CORRECTION, DENSE, ROUTER, WINDOW, Copy, L, M, ModelShape, Qkv, decoder_layer, experts
 
 N = M + "self_attention."
 PROJECTIONS = tuple(L + f"self_attn.{x}_proj.weight" for x in "qkv")

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from bridges.blocks import OUTPUT, QKV, L, M, correction, decoder_layer, experts, qk_norms
 from bridges.family import Family, MegatronModelConfig, grouped_query_model
 from bridges.hf_config import every_layer, expert_fields, moe_shape, require, sigmoid_routing
-from bridges.rows import Copy, ModelShape
+from bridges.rows import OUTPUT, QKV, Copy, L, M, ModelShape, correction, decoder_layer, experts, qk_norms
 
 
 def model_shape(config: PreTrainedConfig) -> ModelShape:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from bridges.blocks import OUTPUT, QKV, ROUTER, decoder_layer, experts, qk_norms
 from bridges.family import Family, MegatronModelConfig, grouped_query_model
 from bridges.hf_config import every_layer, expert_fields, moe_shape, require
-from bridges.rows import ModelShape
+from bridges.rows import OUTPUT, QKV, ROUTER, ModelShape, decoder_layer, experts, qk_norms
 
 
 def model_shape(config: PreTrainedConfig) -> ModelShape:

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from bridges.blocks import DENSE, OUTPUT, QKV, ROUTER, L, M, decoder_layer, experts, qkv_bias, shared_expert
 from bridges.family import Family, MegatronModelConfig, grouped_query_model
 from bridges.hf_config import expert_fields, moe_shape, sparse_steps
-from bridges.rows import Copy, ModelShape
+from bridges.rows import (
+    DENSE,
+    OUTPUT,
+    QKV,
+    ROUTER,
+    Copy,
+    L,
+    M,
+    ModelShape,
+    decoder_layer,
+    experts,
+    qkv_bias,
+    shared_expert,
+)
 
 
 def model_shape(config: PreTrainedConfig) -> ModelShape:

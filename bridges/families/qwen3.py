@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from bridges.blocks import DENSE, OUTPUT, QKV, decoder_layer, qk_norms
 from bridges.family import Family, MegatronModelConfig, grouped_query_model
 from bridges.hf_config import dense_shape, require
+from bridges.rows import DENSE, OUTPUT, QKV, decoder_layer, qk_norms
 
 
 def megatron_config(config: PreTrainedConfig) -> MegatronModelConfig:

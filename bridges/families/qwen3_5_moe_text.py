@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from bridges.blocks import decoder_layer
 from bridges.families.qwen3_next import EXPERTS, GATED_ATTENTION, A, N, delta_net
 from bridges.family import Family, MegatronModelConfig, grouped_query_model
 from bridges.hf_config import (
@@ -16,7 +15,7 @@ from bridges.hf_config import (
     moe_shape,
     require,
 )
-from bridges.rows import DELTA_NET, ByKeyHead, ModelShape
+from bridges.rows import DELTA_NET, ByKeyHead, ModelShape, decoder_layer
 
 
 def model_shape(config: PreTrainedConfig) -> ModelShape:

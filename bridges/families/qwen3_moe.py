@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from bridges.blocks import DENSE, OUTPUT, QKV, ROUTER, decoder_layer, experts, qk_norms
 from bridges.family import Family, MegatronModelConfig, grouped_query_model
 from bridges.hf_config import expert_fields, moe_shape, require, sparse_steps
-from bridges.rows import ModelShape
+from bridges.rows import DENSE, OUTPUT, QKV, ROUTER, ModelShape, decoder_layer, experts, qk_norms
 
 
 def model_shape(config: PreTrainedConfig) -> ModelShape:

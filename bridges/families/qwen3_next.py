@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from bridges.blocks import DENSE, OUTPUT, ROUTER, L, M, decoder_layer, experts, qk_norms, shared_expert
 from bridges.family import Family, MegatronModelConfig, grouped_query_model
 from bridges.hf_config import (
     delta_net_dims,
@@ -19,7 +18,23 @@ from bridges.hf_config import (
     require,
     sparse_steps,
 )
-from bridges.rows import DELTA_NET, ByKeyHead, Copy, GatedQkv, ModelShape, Row
+from bridges.rows import (
+    DELTA_NET,
+    DENSE,
+    OUTPUT,
+    ROUTER,
+    ByKeyHead,
+    Copy,
+    GatedQkv,
+    L,
+    M,
+    ModelShape,
+    Row,
+    decoder_layer,
+    experts,
+    qk_norms,
+    shared_expert,
+)
 
 A, N = L + "linear_attn.", M + "self_attention."
 GATED_ATTENTION = (

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_megatron.data import prepare
-from skyrl_megatron.data.rows import load_source
+from skyrl_megatron.data.row_files import load_source
 from skyrl_megatron.errors import DataError, SkyRLMegatronError
 
 

@@ -51,9 +51,9 @@ class Site:
 def sites() -> Iterator[Site]:
     """Yield all of them; a message that only passes another error on is that error's."""
     kinds = error_classes()
-    for path in sorted((ROOT / "skyrl_megatron").rglob("*.py")):
+    for path in files():
         source = Source(ast.parse(path.read_text()))
-        module = path.relative_to(ROOT / "skyrl_megatron").as_posix()
+        module = path.relative_to(ROOT).as_posix().removeprefix("skyrl_megatron/")
         for call in (node for node in ast.walk(source.tree) if isinstance(node, ast.Call)):
             name = call.func.id if isinstance(call.func, ast.Name) else ""
             if name == "Problem" and len(call.args) == 3:
@@ -65,10 +65,17 @@ def sites() -> Iterator[Site]:
                     yield Site(module, name, *divided(text))
 
 
+def files() -> list[Path]:
+    """Return the files of the packages that raise the errors of the page."""
+    return sorted(
+        path for package in ("skyrl_megatron", "skyrl_megatron_tools") for path in (ROOT / package).rglob("*.py")
+    )
+
+
 def error_classes() -> set[str]:
     """Return the names of errors, those that modules derive included."""
     known = {"SkyRLMegatronError"}
-    trees = [ast.parse(path.read_text()) for path in sorted((ROOT / "skyrl_megatron").rglob("*.py"))]
+    trees = [ast.parse(path.read_text()) for path in files()]
     classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     while True:
         more = {node.name for node in classes if any(isinstance(b, ast.Name) and b.id in known for b in node.bases)}

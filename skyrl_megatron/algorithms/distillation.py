@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skyrl_megatron.algorithms.checks import check_token_tensors
-from skyrl_megatron.algorithms.masked import keep_masked
+from skyrl_megatron.algorithms.masked import check_token_tensors, keep_masked
 from skyrl_megatron.algorithms.metrics import ReducibleMetrics, token_mean
 from skyrl_megatron.errors import AlgorithmError
 

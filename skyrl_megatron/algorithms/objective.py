@@ -1,4 +1,18 @@
-"""What an optimizer step minimises: policy loss + KL to the reference - entropy, each averaged over the whole step.
+"""What an optimizer step minimises.
+
+For the policy: policy loss + KL to the reference - entropy, each averaged over the whole step. For the critic: the
+value loss. Here registered losses, built-in or custom, are called.
+
+A custom loss takes ``(log_probs, old_log_probs, advantages, config)``, optionally ``loss_mask`` and the engine's
+log-probs, spelt ``rollout_log_probs`` or ``rollout_logprobs``, and returns a pair:
+
+* ``(loss of each token [B, T], metrics)``: masked and averaged like a built-in one; or
+* ``(scalar, metrics)``: the mean over the micro-batch that it was given. It counts in proportion to the micro-batch:
+  by valid tokens, or by sequences for ``loss_reduction`` ``sequence_mean`` and ``prompt_mean``. Such a loss depends on
+  how the batch is cut; a warning says so, once.
+
+Metrics are a number (the clip ratio) or a dict of numbers, each the mean over the tokens of the micro-batch unless its
+name ends in ``_min`` or ``_max``; scalar tensors and (sum, count) pairs are accepted, too.
 
 How the training engine uses it, per optimizer step::
 
@@ -15,22 +29,129 @@ The loss of a micro-batch is its share of the step's loss; the shares of all mic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor
 
-from skyrl_megatron.algorithms.checks import check_token_tensors
 from skyrl_megatron.algorithms.distillation import divergence
 from skyrl_megatron.algorithms.kl import compute_approx_kl
-from skyrl_megatron.algorithms.losses import BUILT_IN, PolicyLossRegistry
-from skyrl_megatron.algorithms.losses.builtin import BuiltinLoss
-from skyrl_megatron.algorithms.losses.custom import call_policy_loss, warn_once
-from skyrl_megatron.algorithms.metrics import Mean, ReducibleMetrics
+from skyrl_megatron.algorithms.losses import BUILT_IN, BuiltinLoss, PolicyLossRegistry, ppo_critic_loss
+from skyrl_megatron.algorithms.masked import check_token_tensors, keep_masked
+from skyrl_megatron.algorithms.metrics import Mean, ReducibleMetrics, token_mean
 from skyrl_megatron.algorithms.off_policy import effective_mask
 from skyrl_megatron.algorithms.reduction import StepTotals, micro_batch_share, row_weights, step_totals, weighted_sum
 from skyrl_megatron.config.schema.algorithm import correction_enabled
-from skyrl_megatron.errors import AlgorithmError
+from skyrl_megatron.errors import AlgorithmError, SkyRLMegatronWarning
+
+OPTIONAL = {"loss_mask": "loss_mask", "rollout_log_probs": "rollout", "rollout_logprobs": "rollout"}
+
+_warned: set[str] = set()
+
+
+def warn_once(message: str) -> None:
+    """Issue a SkyRLMegatronWarning, once a process for each message."""
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, SkyRLMegatronWarning, stacklevel=3)
+
+
+def call_policy_loss(
+    name: str,
+    function: Callable[..., Any],
+    log_probs: Tensor,
+    old_log_probs: Tensor | None,
+    advantages: Tensor,
+    config: Any,
+    loss_mask: Tensor,
+    rollout_log_probs: Tensor | None = None,
+) -> tuple[Tensor, ReducibleMetrics]:
+    """Call a policy loss: return the loss of each token [B, T], or a scalar, with metrics in their reducible form.
+
+    Raises AlgorithmError (a ValueError) when the function cannot be called like this, or returns something else.
+    """
+    optional = {"loss_mask": loss_mask, "rollout": rollout_log_probs}
+    keywords = {spelling: optional[kind] for spelling, kind in accepted_keywords(name, function).items()}
+    result = function(log_probs, old_log_probs, advantages, config, **keywords)
+    loss, metrics = _checked_pair(name, result, log_probs)
+    if loss.ndim == 2:
+        loss = keep_masked(loss, loss_mask)
+    else:
+        warn_once(
+            f"the policy loss {name!r} returns a scalar: it counts as the mean over its micro-batch, so that loss and"
+            " gradient depend on how the batch is cut. Return the loss of each token to avoid that"
+        )
+    return loss, reducible(name, metrics, loss_mask)
+
+
+def accepted_keywords(name: str, function: Callable[..., Any]) -> dict[str, str]:
+    """Return the optional arguments that ``function`` takes: its spelling → ``loss_mask`` or ``rollout``.
+
+    Raises AlgorithmError when it has fewer than four parameters, or requires another argument.
+    """
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # a callable without a signature: offer the full contract
+        return {"loss_mask": "loss_mask", "rollout_log_probs": "rollout"}
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    starred = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    rest = [*positional[4:], *(p for p in parameters if p.kind is p.KEYWORD_ONLY)]
+    unknown = [p.name for p in rest if p.default is p.empty and p.name not in OPTIONAL]
+    if unknown or (len(positional) < 4 and not starred):
+        raise AlgorithmError(
+            f"the policy loss {name!r} has parameters ({', '.join(p.name for p in parameters)}); it must take"
+            " (log_probs, old_log_probs, advantages, config) and may take loss_mask and rollout_log_probs, or"
+            " rollout_logprobs"
+        )
+    accepted = {p.name: OPTIONAL[p.name] for p in rest if p.name in OPTIONAL}
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        accepted.setdefault("loss_mask", "loss_mask")
+        if "rollout" not in accepted.values():
+            accepted["rollout_log_probs"] = "rollout"
+    return accepted
+
+
+def _checked_pair(name: str, result: object, log_probs: Tensor) -> tuple[Tensor, object]:
+    """Return (loss, metrics) as the function gave them. Raises AlgorithmError with what came instead."""
+    shape = list(log_probs.shape)
+    wanted = f"the policy loss {name!r} must return (loss, metrics), the loss a scalar tensor or one of shape {shape}"
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        got = f"{len(result)} values" if isinstance(result, tuple | list) else type(result).__name__
+        raise AlgorithmError(f"{wanted}; got {got}")
+    loss, metrics = result
+    if not isinstance(loss, Tensor):
+        raise AlgorithmError(f"{wanted}; the loss is {type(loss).__name__} {loss!r}")
+    if not loss.is_floating_point() or (loss.ndim != 0 and list(loss.shape) != shape):
+        raise AlgorithmError(f"{wanted}; the loss is {loss.dtype} {list(loss.shape)}")
+    if torch.is_grad_enabled() and log_probs.requires_grad and not loss.requires_grad:
+        raise AlgorithmError(f"{wanted}; the loss has no gradient: it must be computed from log_probs")
+    return loss, metrics
+
+
+def reducible(name: str, metrics: object, loss_mask: Tensor) -> ReducibleMetrics:
+    """Return a custom loss's metrics in the form of ``metrics.py``: a number weighs as many tokens as it covers."""
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        metrics = {"clip_ratio": metrics}
+    tokens = (loss_mask > 0).sum().double()
+    reduced: ReducibleMetrics = {}
+    for key, value in metrics.items():
+        if isinstance(value, tuple) and len(value) == 2:
+            sum_, count = (torch.as_tensor(part, device=tokens.device).detach().double() for part in value)
+            reduced[str(key)] = Mean(sum_, count)
+        elif isinstance(value, bool | int | float) or (isinstance(value, Tensor) and value.numel() == 1):
+            number = torch.as_tensor(value, device=tokens.device).detach().double().reshape(())
+            extreme = str(key).endswith(("_min", "_max"))
+            reduced[str(key)] = number if extreme else Mean(number * tokens, tokens)
+        else:
+            raise AlgorithmError(
+                f"the policy loss {name!r} returned the metric {key!r} = {type(value).__name__}: a number is needed"
+            )
+    return reduced
 
 
 class Objective(Protocol):
@@ -177,3 +298,38 @@ def _required(terms: dict[str, Tensor], term: str, option: str, argument: str) -
 def _totals_as_metrics(terms: dict[str, Tensor], share: Tensor) -> ReducibleMetrics:
     """Return parts of the step's totals as pairs: values add up to the total, shares to 1."""
     return {name: Mean(value.detach().double(), share) for name, value in terms.items()}
+
+
+class CriticObjective:
+    """The value loss of ``config`` (an AlgorithmConfig): :func:`ppo_critic_loss`, a mean over tokens.
+
+    Used as :class:`~skyrl_megatron.algorithms.objective.PolicyObjective` is. ``loss_reduction`` is the policy's: a
+    value is regressed at each token, whichever sequence it stands in.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def totals(self, loss_mask: Tensor, **_: Any) -> StepTotals:
+        """Count a shard of the mini-batch, [B, T]; add the counts up over shards before the step."""
+        return step_totals(loss_mask)
+
+    def weight(self, totals: StepTotals) -> float:
+        """Return the denominator of the mean."""
+        return totals.tokens
+
+    def __call__(
+        self, totals: StepTotals, values: Tensor, old_values: Tensor, returns: Tensor, loss_mask: Tensor
+    ) -> tuple[Tensor, ReducibleMetrics]:
+        """Return the loss of a micro-batch, a scalar to call ``backward`` on, and its metrics; all tensors [B, T].
+
+        Metrics: ``critic_loss``, ``values_mean`` and ``values_clipfrac``, the share of tokens whose loss is clipped.
+        """
+        per_token, measured = ppo_critic_loss(values, old_values, returns, self.config, loss_mask)
+        loss = weighted_sum(per_token, loss_mask, row_weights(loss_mask, totals))
+        share = micro_batch_share(loss_mask, totals)
+        return loss, {
+            "critic_loss": Mean(loss.detach().double(), share),
+            "values_mean": token_mean(values.detach(), loss_mask),
+            "values_clipfrac": measured["clip_ratio"],
+        }

@@ -32,8 +32,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from skyrl_megatron.algorithms.checks import check_mask
-from skyrl_megatron.algorithms.masked import keep_masked
+from skyrl_megatron.algorithms.masked import check_mask, keep_masked
 from skyrl_megatron.errors import AlgorithmError
 
 LOSS_REDUCTIONS = ("token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean")

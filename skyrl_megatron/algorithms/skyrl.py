@@ -10,20 +10,19 @@ from typing import Any
 
 from torch import Tensor
 
-from skyrl_megatron.algorithms.advantages.gae import gae
-from skyrl_megatron.algorithms.advantages.grpo import grpo as compute_grpo_outcome_advantage
-from skyrl_megatron.algorithms.advantages.reinforce import reinforce_plus_plus
-from skyrl_megatron.algorithms.advantages.rloo import rloo as compute_rloo_outcome_advantage
-from skyrl_megatron.algorithms.losses.cispo import cispo as compute_policy_loss_cispo
-from skyrl_megatron.algorithms.losses.covariance import clip_cov as compute_policy_loss_clip_cov
-from skyrl_megatron.algorithms.losses.covariance import kl_cov as compute_policy_loss_kl_cov
-from skyrl_megatron.algorithms.losses.cross_entropy import cross_entropy as cross_entropy_loss
-from skyrl_megatron.algorithms.losses.gspo import gspo as gspo_policy_loss
-from skyrl_megatron.algorithms.losses.importance_sampling import importance_sampling as importance_sampling_loss
-from skyrl_megatron.algorithms.losses.ppo import dual_clip, regular
-from skyrl_megatron.algorithms.losses.sapo import sapo as sapo_policy_loss
+from skyrl_megatron.algorithms.advantages import gae, reinforce_plus_plus
+from skyrl_megatron.algorithms.advantages import grpo as compute_grpo_outcome_advantage
+from skyrl_megatron.algorithms.advantages import rloo as compute_rloo_outcome_advantage
+from skyrl_megatron.algorithms.losses import cispo as compute_policy_loss_cispo
+from skyrl_megatron.algorithms.losses import clip_cov as compute_policy_loss_clip_cov
+from skyrl_megatron.algorithms.losses import cross_entropy as cross_entropy_loss
+from skyrl_megatron.algorithms.losses import dual_clip, regular
+from skyrl_megatron.algorithms.losses import gspo as gspo_policy_loss
+from skyrl_megatron.algorithms.losses import importance_sampling as importance_sampling_loss
+from skyrl_megatron.algorithms.losses import kl_cov as compute_policy_loss_kl_cov
+from skyrl_megatron.algorithms.losses import sapo as sapo_policy_loss
 from skyrl_megatron.algorithms.metrics import ReducibleMetrics
-from skyrl_megatron.config.names import PolicyLossType
+from skyrl_megatron.config.schema.algorithm import PolicyLossType
 
 __all__ = [
     "compute_gae_advantage_return",

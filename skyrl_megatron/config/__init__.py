@@ -3,6 +3,7 @@
 >>> cfg = SkyRLTrainConfig.from_cli_overrides(["trainer.policy.megatron_config.expert_model_parallel_size=8"])
 """
 
+from skyrl_megatron.config.load import BaseConfig
 from skyrl_megatron.config.schema.algorithm import (
     AlgorithmConfig,
     CISPOConfig,
@@ -16,31 +17,39 @@ from skyrl_megatron.config.schema.algorithm import (
     OffPolicyCorrectionConfig,
     SAPOConfig,
 )
-from skyrl_megatron.config.schema.base import BaseConfig
-from skyrl_megatron.config.schema.data import DataConfig
-from skyrl_megatron.config.schema.environment import (
+from skyrl_megatron.config.schema.generator import (
+    ChatTemplateConfig,
+    DataConfig,
     EnvironmentConfig,
+    GeneratorConfig,
     GSM8kLLMJudgeEnvConfig,
+    InferenceEngineConfig,
+    SamplingParams,
     SearchEnvConfig,
     SkyRLGymConfig,
     Text2SQLEnvConfig,
 )
-from skyrl_megatron.config.schema.generator import ChatTemplateConfig, GeneratorConfig, SamplingParams
-from skyrl_megatron.config.schema.inference import InferenceEngineConfig
-from skyrl_megatron.config.schema.megatron import (
+from skyrl_megatron.config.schema.models import (
     DEFAULT_MEGATRON_OPTIMIZER_KWARGS,
     DEFAULT_TRANSFORMER_CONFIG_KWARGS,
+    CriticConfig,
+    FSDPConfig,
     MegatronConfig,
     MegatronDDPConfig,
     MegatronLoraConfig,
     MegatronTorchProfilerConfig,
+    MixedPrecisionConfig,
+    ModelConfig,
     MTPConfig,
+    OptimizerConfig,
+    PlacementConfig,
+    PolicyConfig,
+    RefConfig,
+    SkyRLLoraConfig,
+    TeacherConfig,
 )
-from skyrl_megatron.config.schema.model import ModelConfig, SkyRLLoraConfig
-from skyrl_megatron.config.schema.optimizer import FSDPConfig, MixedPrecisionConfig, OptimizerConfig
-from skyrl_megatron.config.schema.roles import CriticConfig, PlacementConfig, PolicyConfig, RefConfig, TeacherConfig
-from skyrl_megatron.config.schema.root import SkyRLTrainConfig, get_config_as_dict, get_config_as_yaml_str, make_config
-from skyrl_megatron.config.schema.trainer import FullyAsyncConfig, HealingConfig, TrainerConfig
+from skyrl_megatron.config.schema.run import SkyRLTrainConfig, get_config_as_dict, get_config_as_yaml_str, make_config
+from skyrl_megatron.config.schema.training import FullyAsyncConfig, HealingConfig, TrainerConfig
 
 __all__ = [
     "DEFAULT_MEGATRON_OPTIMIZER_KWARGS",

@@ -15,8 +15,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 from skyrl_megatron.config import SkyRLTrainConfig, get_config_as_dict
 from skyrl_megatron.config.fields import Bounds, OneOf, Section, default_of, field_types, leaves, sections_of
-from skyrl_megatron.config.parse.legacy import ALIASES, DEPRECATED
-from skyrl_megatron.config.parse.values import describe
+from skyrl_megatron.config.parse import ALIASES, DEPRECATED, describe
 
 _HEAD = """\
 # Configuration

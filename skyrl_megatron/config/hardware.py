@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import resource
 from dataclasses import dataclass
 from pathlib import Path
 
 from skyrl_megatron import device
+from skyrl_megatron.errors import ConfigError, Problem
 
 _CAP_IPC_LOCK = 14
 UNLOCK = (
@@ -47,7 +49,7 @@ class Hardware:
 
 
 def local_hardware() -> Hardware:
-    """Return this machine as one node. A run that joins a cluster asks that (``entrypoints/run_hardware.py``)."""
+    """Return this machine as one node. A run that joins a cluster asks that (``entrypoints/command.py``)."""
     gpus = device.driver_gpu_count()
     return Hardware(gpus, 1, device.driver_gpu_bytes(), own_memory(), lockable_bytes()) if gpus else Hardware(0, 1)
 
@@ -81,3 +83,26 @@ def own_memory() -> int:
         with contextlib.suppress(OSError, ValueError):  # no such controller; "max"
             found.append(int(Path(path).read_text()))
     return min(found)
+
+
+GPUS = {"a100": 81920, "h20": 97871, "h100": 81559, "h200": 143771, "b200": 183359, "b300": 275040}
+"""MiB of the parts that ``--gpu`` knows by name, as nvidia-smi reports them."""
+
+_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+
+
+def read_size(option: str, text: str) -> int:
+    """Return the bytes that ``text`` names: ``80GB``, ``80GiB``, ``85899345920``, or for ``--gpu`` a GPU.
+
+    Raises ConfigError for anything else, and for less than a GiB.
+    """
+    known = GPUS if option == "--gpu" else {}
+    word = text.strip().lower()
+    if word in known:
+        return known[word] << 20
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?b)?", word)
+    size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
+    if size < 1 << 30:
+        names = f"one of {', '.join(known)}, or " if known else ""
+        raise ConfigError([Problem(option, text, f"write {names}a size of at least 1 GiB, such as 80GB or 80GiB")])
+    return size

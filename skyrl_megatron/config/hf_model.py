@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from bridges import json_file
+from bridges import files as json_file
 from bridges.errors import BridgeError
 from skyrl_megatron import hub
 from skyrl_megatron.config.rules.layout import ModelDimensions
 from skyrl_megatron.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from skyrl_megatron.config.schema.root import SkyRLTrainConfig
+    from skyrl_megatron.config.schema.run import SkyRLTrainConfig
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Names by which configs count a layer's experts."""

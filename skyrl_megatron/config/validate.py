@@ -1,4 +1,4 @@
-"""The rules of a whole configuration, before any device, process group or Ray is touched."""
+"""Validate a whole configuration before any device, process group or Ray is touched."""
 
 from __future__ import annotations
 
@@ -7,20 +7,55 @@ from collections.abc import Iterator
 from typing import Any
 
 from skyrl_megatron.config.derive import derive
+from skyrl_megatron.config.fields import get_path
 from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron.config.hf_model import read_hf_config
-from skyrl_megatron.config.resolve import fit_to_hardware
-from skyrl_megatron.config.rules.adapters import adapter_problems
-from skyrl_megatron.config.rules.fully_async import fully_async_problems
-from skyrl_megatron.config.rules.idle import idle_settings
-from skyrl_megatron.config.rules.placement import placement_problems
-from skyrl_megatron.config.rules.role_layout import active_roles
-from skyrl_megatron.config.rules.rollout import rollout_problems
-from skyrl_megatron.config.rules.training import training_problems
-from skyrl_megatron.config.run_folder import trackers
-from skyrl_megatron.config.schema.root import SkyRLTrainConfig
+from skyrl_megatron.config.resolve import fit_to_hardware, trackers
+from skyrl_megatron.config.roles import active_roles
+from skyrl_megatron.config.rules.ineffective import asked_for, idle_settings
+from skyrl_megatron.config.rules.placement_rules import placement_problems
+from skyrl_megatron.config.rules.rollout_rules import rollout_problems
+from skyrl_megatron.config.rules.training_rules import fully_async_problems, training_problems
+from skyrl_megatron.config.schema.run import SkyRLTrainConfig
 from skyrl_megatron.errors import ConfigError, Problem, SkyRLMegatronWarning
 from skyrl_megatron.plugins import load_plugins
+
+WITHOUT_ENGINE = {
+    "dots1": "vLLM has dropped its architecture Dots1ForCausalLM after 0.23",
+    "solar_open": "vLLM 0.32 does not know its architecture SolarOpenForCausalLM",
+}
+"""Families that convert and train, but that no engine of this version runs: why."""
+
+
+def require_available(cfg: SkyRLTrainConfig) -> None:
+    """Raise ConfigError for a model that no engine runs."""
+    key = "trainer.policy.model.path"
+    path = get_path(cfg, key)
+    family = ((read_hf_config(cfg) if path else None) or {}).get("model_type")
+    if family in WITHOUT_ENGINE:
+        fix = f"no engine runs {family}: {WITHOUT_ENGINE[family]}; take a model of another family"
+        raise ConfigError([Problem(key, path, fix)])
+
+
+_LORA = "trainer.policy.model.lora."
+_HOW = "trainer.policy.megatron_config.lora_config."
+_TOLD_ANYWAY = frozenset({f"{_LORA}lora_sync_path"})
+"""What no run reads, with or without adapters: a warning says so."""
+
+
+def adapter_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
+    """Yield a Problem where settings of adapters are asked for while ``rank=0`` trains all weights: a run would look
+    like one of adapters, and be none."""
+    if cfg.trainer.policy.model.lora.rank:
+        return
+    asked = {key: value for key, value in asked_for(cfg, (_LORA, _HOW)) if key not in _TOLD_ANYWAY}
+    if asked:
+        values = ", ".join(
+            f"{key.removeprefix(_LORA).removeprefix('trainer.policy.megatron_config.')}={value}"
+            for key, value in asked.items()
+        )
+        fix = f"trains all weights, but {values} {'is' if len(asked) == 1 else 'are'} set: set a rank, such as 16, "
+        yield Problem(f"{_LORA}rank", 0, fix + f"or leave {'it' if len(asked) == 1 else 'them'} out")
 
 
 def find_problems(cfg: SkyRLTrainConfig, hardware: Hardware) -> list[Problem]:

@@ -1,8 +1,10 @@
-"""Ragged samples as the right-aligned tensors of :class:`~skyrl_megatron.types.TrainingBatch`."""
+"""Ragged samples as the right-aligned tensors of :class:`~skyrl_megatron.types.TrainingBatch`, and the experts of
+their tokens.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -147,3 +149,27 @@ def _routes(routes: Sequence[np.ndarray | None], total: np.ndarray, uids: Sequen
             )
     largest = max(int(known.max(initial=0)) for known in routes if known is not None)
     return [None if known is None else known.astype(np.min_scalar_type(largest), copy=False) for known in routes]
+
+
+PREFIX = "routes."
+
+
+def recorded_name(layer: int) -> str:
+    """Return the name that the routes of a layer are recorded under (``runtime/profiling.py``)."""
+    return f"{PREFIX}{layer}"
+
+
+def recorded_layers(found: Mapping[str, np.ndarray]) -> list[int]:
+    """Return the layers that routes were recorded of."""
+    return sorted(int(name.removeprefix(PREFIX)) for name in found if name.startswith(PREFIX))
+
+
+def routes_of(found: Mapping[str, np.ndarray], layers: int) -> np.ndarray | None:
+    """Return [n, ``layers``, K] uint8/uint16 of a row, 0 in layers that have no router; None: none was recorded."""
+    routed = recorded_layers(found)
+    if not routed:
+        return None
+    each = np.stack([found[recorded_name(layer)] for layer in routed], 1)
+    whole = np.zeros((len(each), layers, each.shape[2]), np.min_scalar_type(max(int(each.max(initial=0)), 0)))
+    whole[:, routed] = each
+    return whole

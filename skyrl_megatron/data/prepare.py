@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from skyrl_megatron.data.rows import DatasetRow, load_source
+from skyrl_megatron.data.row_files import DatasetRow, load_source
 from skyrl_megatron.errors import DataError, SkyRLMegatronError
 
 GSM8K = "openai/gsm8k"

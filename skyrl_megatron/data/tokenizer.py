@@ -1,16 +1,29 @@
-"""The tokenizer of a Hugging Face folder."""
+"""The tokenizer of a Hugging Face folder, and its chat template, rendered within bounds of time and memory.
+
+transformers runs them in jinja2's sandbox, which keeps them from code and files, and not from memory:
+``{{ content * 100000000 }}`` takes all of the host's. Here every step that can make a text longer is counted before it
+is taken. A template may write :data:`GROWTH` times what it is given, and its own text once for each message.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache, lru_cache, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from bridges.errors import BridgeError
 from bridges.files import check_folder
 from skyrl_megatron.errors import ModelLoadError
 
 if TYPE_CHECKING:
+    from jinja2 import Template
     from transformers import PreTrainedTokenizerBase
+
 
 _TRIAL = "What is 1 + 1?\n\té 汉"
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -56,3 +69,235 @@ def load_tokenizer(
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+GROWTH = 16
+_LEAST = 1 << 16  # characters: what a template says by itself
+_MOST_BITS = 4096  # of a whole number
+_STEPS = 1_000_000  # of all of a rendering's range()
+_WIDE = re.compile(r"%(?:\([^)]*\))?[-+ #_^]*[\d*]*\.?\d{4,}|\{[^{}]*:[^{}]*\d{4,}")
+_PASSES = 64  # how often all that may be written may be made on the way
+
+
+@dataclass(slots=True)
+class _Budget:
+    """What a rendering may still take: ``most`` characters in one text, ``spare`` in all texts on the way to it,
+    ``steps`` of range()."""
+
+    most: int
+    spare: int
+    steps: int = _STEPS
+
+    @classmethod
+    def of(cls, most: int) -> _Budget:
+        return cls(most, _PASSES * most)
+
+
+_budget: ContextVar[_Budget | None] = ContextVar("budget", default=None)
+
+
+class TemplateGrowthError(ValueError):
+    """A template that writes far more than it is given."""
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], *, template: str | None, **kwargs: Any
+) -> Any:
+    """Return what ``tokenizer.apply_chat_template`` does: text with ``tokenize=False``.
+
+    ``template``: None for the tokenizer's own. Raises :class:`TemplateGrowthError` for one that multiplies what it is
+    given, and whatever a template's expressions raise.
+    """
+    about: Any = tokenizer  # its type hints are narrower than what templates take
+    if not hasattr(about, "get_chat_template"):
+        return about.apply_chat_template(list(messages), chat_template=template, **kwargs)
+    text = about.get_chat_template(template, kwargs.get("tools"))
+    with _bounded(text, [*messages, kwargs], _named(about, template)):
+        return about.apply_chat_template(list(messages), chat_template=template, **kwargs)
+
+
+def _named(tokenizer: Any, template: str | None) -> str:
+    of_tokenizer = f"the chat template of {getattr(tokenizer, 'name_or_path', None) or 'the tokenizer'}"
+    return of_tokenizer if template is None else "the template that generator.chat_template names"
+
+
+@contextmanager
+def _bounded(text: str, given: Sequence[Any], name: str) -> Iterator[None]:
+    guard_templates()
+    most = GROWTH * sum(map(_length, given)) + len(text) * (len(given) + 1) + _LEAST
+    token = _budget.set(_Budget.of(most))
+    try:
+        yield
+    except TemplateGrowthError as error:
+        raise TemplateGrowthError(
+            f"{name} {error}: it may write {most} characters here; set generator.chat_template to another"
+        ) from None
+    finally:
+        _budget.reset(token)
+
+
+def _length(value: Any) -> int:
+    """Return the characters of a value that a template may write, and a few for each number or name."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(_length(key) + _length(each) for key, each in value.items())
+    return sum(map(_length, value)) if isinstance(value, list | tuple) else 16
+
+
+# ------------------------------------------------------------------------------------------ a guarded template
+@cache
+def guard_templates() -> None:
+    """Have transformers compile every template of this process with :func:`_compiled`: it has no other way to give it
+    an environment, and jinja2 computes constant expressions while it compiles. Whoever renders one without
+    :func:`render`, as vLLM does, may make texts of 16 million characters."""
+    from transformers.utils import chat_template_utils
+
+    chat_template_utils._compile_jinja_template = _compiled
+
+
+@lru_cache(maxsize=128)
+def _compiled(text: str) -> Template:
+    """Return a template of transformers' environment in which what makes texts longer is counted."""
+    from transformers.utils.chat_template_utils import _cached_compile_jinja_template
+
+    env: Any = _cached_compile_jinja_template("").environment
+    plain_call, plain_binop, plain_join = env.call, env.call_binop, env.concat
+
+    def call_binop(context: Any, operator: str, left: Any, right: Any) -> Any:
+        _check_operation(operator, left, right)
+        return _charged(plain_binop(context, operator, left, right))
+
+    def call(context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        owner = getattr(getattr(function, "__wrapped__", function), "__self__", None)
+        if isinstance(owner, str):
+            _check_call(function.__name__, owner, args, kwargs)
+        elif function is env.globals["strftime_now"]:
+            _check_format(str(args[0]) if args else "", ())
+        return _charged(plain_call(context, function, *args, **kwargs))
+
+    env.intercepted_binops = frozenset({"*", "**", "%", "+"})
+    env.call_binop, env.call, env.concat = call_binop, call, lambda parts: plain_join(_counted(parts))
+    del env.globals["lipsum"]
+    env.globals["range"] = _range
+    env.filters = {name: _guarded_filter(name, each) for name, each in env.filters.items()}
+    template: Any = env.from_string(text)
+    whole, names = template.root_render_func, template.root_render_func.__globals__
+    for name in ("str_join", "markup_join"):  # what the operator ~ is compiled to
+        names[name] = _joining(names[name])
+    template.root_render_func = lambda context: _counted(whole(context))
+    return cast("Template", template)
+
+
+def _current() -> _Budget:
+    return _budget.get() or _Budget.of(1 << 24)  # of a template that is rendered without render()
+
+
+def _range(*bounds: int) -> range:
+    steps, budget = range(*bounds), _current()
+    if len(steps) > budget.steps:
+        raise TemplateGrowthError(f"takes more than {_STEPS} steps of range()")
+    budget.steps -= len(steps)
+    return steps
+
+
+def _counted(parts: Iterable[str]) -> Iterator[str]:
+    total = 0
+    for part in parts:
+        total += len(part)
+        _check(total)
+        yield part
+
+
+def _joining(join: Any) -> Any:
+    return lambda parts: _charged(join(_checked_texts(parts)))
+
+
+def _checked_texts(parts: Iterable[Any]) -> list[Any]:
+    found = list(parts)
+    _check(sum(len(part) if isinstance(part, str) else 16 for part in found))
+    return found
+
+
+def _check(length: int) -> None:
+    if length > _current().most:
+        raise TemplateGrowthError("multiplies what it is given")
+
+
+def _charged(value: Any) -> Any:
+    """Return a value that an expression has made, once there is room for it."""
+    if isinstance(value, str):
+        _check(len(value))
+        budget = _current()
+        budget.spare -= len(value)
+        if budget.spare < 0:
+            raise TemplateGrowthError("multiplies what it is given")
+    return value
+
+
+def _check_operation(operator: str, left: Any, right: Any) -> None:
+    sized = [each for each in (left, right) if isinstance(each, str | list | tuple | bytes)]
+    numbers = [each for each in (left, right) if isinstance(each, int)]
+    if operator == "%" and isinstance(left, str):
+        _check_format(left, right if isinstance(right, tuple) else (right,))
+    elif operator == "*" and sized and numbers:
+        _check(len(sized[0]) * max(0, numbers[0]))
+    elif operator == "+" and len(sized) == 2:
+        _check(len(left) + len(right))
+    elif len(numbers) == 2 and operator in ("*", "**"):
+        bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+        if bits > _MOST_BITS:
+            raise TemplateGrowthError(f"has a number of {bits} bits")
+
+
+def _check_format(text: str, values: Iterable[Any]) -> None:
+    """Refuse widths of more than three digits, whichever way of formatting has them."""
+    values = list(values)
+    given = any(isinstance(each, int) and abs(each) > 999 for each in values) and ("*" in text or ":{" in text)
+    if given or _WIDE.search(text):
+        raise TemplateGrowthError("formats a value to a width of more than three digits")
+    _check(len(text) + sum(map(_length, values)) * (text.count("%") + text.count("{") + 1))
+
+
+_ONE_FOR_EACH = {"replace", "expandtabs", "indent", "wordwrap", "join", "translate", "tojson"}
+"""What puts one of its arguments in many places of a text."""
+
+
+def _check_call(name: str, text: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Count what a method or a filter of a text may make of it."""
+    given = [*args, *kwargs.values()]
+    widths = [abs(each) for each in given if isinstance(each, int)]
+    for width in widths:
+        _check(width)
+    if name in ("format", "format_map"):
+        _check_format(str(text), given)
+    elif name in _ONE_FOR_EACH:
+        longest = max([1, *widths, *(len(each) for each in given if isinstance(each, str))])
+        if name == "join":  # of a list by the filter, by a text's method
+            of_text = isinstance(text, str)
+            parts = next((each for each in given if not isinstance(each, str)), "") if of_text else text
+            places, whole = len(parts), _length(parts) + len(parts) * (len(text) if of_text else 0)
+        elif not isinstance(text, str):
+            places = whole = _length(text)
+        elif name == "replace":
+            places, whole = text.count(args[0]) if args and isinstance(args[0], str) else len(text), len(text)
+        elif name == "translate":
+            places, whole = len(text), len(text)
+        else:
+            places, whole = text.count("\n") + text.count("\t") + text.count(" ") + 1, len(text)
+        _check(whole + places * longest)
+
+
+def _guarded_filter(name: str, function: Any) -> Any:
+    passed = int(hasattr(function, "jinja_pass_arg"))
+
+    @wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        given = list(args)
+        if name == "join" and len(given) > passed and not isinstance(given[passed], str | list | tuple):
+            given[passed] = list(given[passed])  # of a generator, to count its parts
+        if len(given) > passed:
+            _check_call(name, given[passed], given[passed + 1 :], kwargs)
+        return _charged(function(*given, **kwargs))
+
+    return guarded

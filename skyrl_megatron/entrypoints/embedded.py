@@ -1,5 +1,10 @@
 """The embedded default: ``python -m skyrl_megatron.entrypoints.embedded [--check] [key=value …]``
 
+It trains a small seeded Qwen3-MoE, a real HF folder with tokenizer and chat template, that it makes itself.
+
+It has the shape of its big siblings (grouped-query attention, q/k norm, 8 experts top-2) at a million parameters,
+so that the whole system runs on two CPU cores.
+
 A small seeded Qwen3-MoE learns two-digit sums with GRPO on two CPU cores, with everything that a large run has: two
 Megatron ranks, two vLLM engines that take turns with them, weight sync, checkpoints, evaluation on held-out operand
 pairs, an export. On a machine with GPUs, or a cluster (``RAY_ADDRESS``), ranks and engines share one or two of them,
@@ -11,9 +16,12 @@ own (``trainer.policy.model.path=…``) it is the same run of that model, in oth
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import shutil
 import sys
+import tempfile
 import time
 import warnings
 import zlib
@@ -23,20 +31,109 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config import SkyRLTrainConfig, TrainerConfig
 from skyrl_megatron.config.hardware import Hardware
-from skyrl_megatron.config.parse.load import parse
-from skyrl_megatron.config.parse.sources import Assignment, names_key, read_arguments
-from skyrl_megatron.entrypoints import check
-from skyrl_megatron.entrypoints.checks import load_config
-from skyrl_megatron.entrypoints.command import require_memory, run_command
-from skyrl_megatron.entrypoints.finished import Ahead, look_ahead
+from skyrl_megatron.config.load import parse
+from skyrl_megatron.config.parse import Assignment, names_key, read_arguments
+from skyrl_megatron.entrypoints.command import Ahead, look_ahead, require_memory, run_command, run_hardware
 from skyrl_megatron.entrypoints.main_base import config_dir
-from skyrl_megatron.entrypoints.run_hardware import run_hardware
-from skyrl_megatron.workers.forked import start_server
+from skyrl_megatron.preflight import check, load_config
+from skyrl_megatron.workers.processes import start_server
 
 if TYPE_CHECKING:
     from skyrl_megatron.data.prompts import PromptDataset
     from skyrl_megatron.entrypoints.experiment import BasePPOExp
     from skyrl_megatron.trainer import RayPPOTrainer
+
+
+CHARACTERS = "0123456789+-*=? .,:;!()abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ'\"\n"
+SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|unk|>", "<|system|>", "<|user|>", "<|assistant|>")
+VOCAB_SIZE = 128
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def write_embedded_model(folder: Path, seed: int = 0) -> Path:
+    """Write the model into ``folder`` unless it is there already; returns ``folder``.
+
+    The folder appears whole or not at all: it is written beside and renamed.
+    """
+    recipe = {"seed": seed, "vocab_size": VOCAB_SIZE, "version": 3}
+    marker = folder / "embedded_model.json"
+    if marker.exists() and json.loads(marker.read_text()) == recipe:
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        _write_tokenizer(beside)
+        _write_weights(beside, seed)
+        (beside / marker.name).write_text(json.dumps(recipe))
+        if folder.exists():
+            shutil.rmtree(folder)
+        beside.rename(folder)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return folder
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """One token per character: numbers are spelled digit by digit, which makes arithmetic learnable."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|unk|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|end|>",
+        pad_token="<|pad|>",
+        unk_token="<|unk|>",
+        additional_special_tokens=list(SPECIAL_TOKENS[3:]),
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)
+
+
+def _write_weights(folder: Path, seed: int) -> None:
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        intermediate_size=256,
+        moe_intermediate_size=128,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        pad_token_id=SPECIAL_TOKENS.index("<|pad|>"),
+        eos_token_id=SPECIAL_TOKENS.index("<|end|>"),
+        bos_token_id=None,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3MoeForCausalLM(config).float()
+        # transformers leaves the row of padding 0. Sampled once, it would have a gradient 1 / sqrt(rms_norm_eps)
+        # times that of others, and the step would be clipped to nothing.
+        model.get_input_embeddings().weight.data[config.pad_token_id].normal_(std=config.initializer_range)
+    model.generation_config.eos_token_id = config.eos_token_id
+    model.generation_config.pad_token_id = config.pad_token_id
+    model.save_pretrained(folder)
+
 
 NEEDED_GIB = 5.0
 WARM_MODEL = "warmed_up_model"
@@ -68,7 +165,6 @@ def arguments(args: Sequence[str], hardware: Hardware) -> list[str]:
     A model that ``args`` name takes the place of the seeded one, and gets folders of its own. On GPUs ranks and
     engines share them: one, or two with the experts split over them; or as many as ``args`` say.
     """
-    from skyrl_megatron.entrypoints.embedded_model import write_embedded_model
 
     given = read_arguments(args)[0]
     number, folder = _seed_folder(given)

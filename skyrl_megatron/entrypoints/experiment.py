@@ -11,33 +11,31 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from skyrl_megatron import hub, start_times
-from skyrl_megatron.config.dict_config import AnyConfig, typed_config
-from skyrl_megatron.config.rules.fully_async import samples_repeatably
-from skyrl_megatron.config.rules.role_layout import active_roles
-from skyrl_megatron.config.rules.unavailable import require_available
-from skyrl_megatron.config.run_folder import private_folder, run_folder, save_config
+from skyrl_megatron import hub
+from skyrl_megatron import progress as start_times
+from skyrl_megatron.config.resolve import AnyConfig, private_folder, run_folder, save_config, typed_config
+from skyrl_megatron.config.roles import active_roles
+from skyrl_megatron.config.rules.training_rules import samples_repeatably
+from skyrl_megatron.config.validate import require_available
 from skyrl_megatron.data.tokenizer import load_tokenizer
-from skyrl_megatron.entrypoints.checks.data import warn_of_missing_answers
-from skyrl_megatron.entrypoints.command import noise_into, terminal
-from skyrl_megatron.entrypoints.finished import nothing_left
+from skyrl_megatron.entrypoints.command import noise_into, nothing_left, terminal
+from skyrl_megatron.entrypoints.crash_report import last_words
 from skyrl_megatron.entrypoints.joined_run import run_in_cluster
-from skyrl_megatron.entrypoints.last_words import last_words
-from skyrl_megatron.envs import registry
+from skyrl_megatron.envs import base as registry
 from skyrl_megatron.errors import ConfigError, LaunchError
 from skyrl_megatron.plugins import GENERATORS, load_plugins
+from skyrl_megatron.preflight.data_checks import warn_of_missing_answers
 from skyrl_megatron.progress import heartbeat, under_way
 from skyrl_megatron.rollout.generator import SkyRLGymGenerator
-from skyrl_megatron.runtime.checkpoint.lock import FolderLock
+from skyrl_megatron.runtime.checkpoint.storage import FolderLock
 from skyrl_megatron.trainer import FullyAsyncRayPPOTrainer, RayPPOTrainer
 from skyrl_megatron.trainer.checkpoints import recorded_hub_commits
-from skyrl_megatron.trainer.console import ConsoleSink
-from skyrl_megatron.trainer.phases import StartUp
+from skyrl_megatron.trainer.console import ConsoleSink, StartUp
 from skyrl_megatron.trainer.tracking import Tracking
-from skyrl_megatron.workers.forked import start_server
-from skyrl_megatron.workers.inference_engine_client import InferenceEngineClient
-from skyrl_megatron.workers.model_fetch import fetch_models
+from skyrl_megatron.workers.engines import InferenceEngineClient
+from skyrl_megatron.workers.nodes import fetch_models
 from skyrl_megatron.workers.placement import Placement, create_placement
+from skyrl_megatron.workers.processes import start_server
 from skyrl_megatron.workers.ray_setup import end_ray, initialize_ray
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from skyrl_megatron.config.rules.fully_async import KEY
+from skyrl_megatron.config.rules.training_rules import KEY
 from skyrl_megatron.entrypoints import main_base
 
 

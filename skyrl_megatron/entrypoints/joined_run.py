@@ -17,13 +17,13 @@ import ray
 from ray.exceptions import OutOfMemoryError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from skyrl_megatron import start_times
-from skyrl_megatron.config.run_folder import run_folder
+from skyrl_megatron import progress as start_times
+from skyrl_megatron.config.resolve import run_folder
 from skyrl_megatron.entrypoints.command import noise_into, readable_warnings
 from skyrl_megatron.errors import DistributedError, SkyRLMegatronError
 from skyrl_megatron.progress import heartbeat, spoke
 from skyrl_megatron.trainer.console import ConsoleSink
-from skyrl_megatron.trainer.stop import StopRequested, StopSignal
+from skyrl_megatron.trainer.stopping import StopRequested, StopSignal
 from skyrl_megatron.workers.actor_group import ACTOR_LOST, lost_because
 
 if TYPE_CHECKING:

@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config import SkyRLTrainConfig
-from skyrl_megatron.entrypoints import check
-from skyrl_megatron.entrypoints.checks import load_config
-from skyrl_megatron.entrypoints.command import run_command
-from skyrl_megatron.entrypoints.finished import Ahead, look_ahead
-from skyrl_megatron.workers.forked import start_server
+from skyrl_megatron.entrypoints.command import Ahead, look_ahead, run_command
+from skyrl_megatron.preflight import check, load_config
+from skyrl_megatron.workers.processes import start_server
 
 if TYPE_CHECKING:
     from skyrl_megatron.entrypoints.experiment import BasePPOExp, skyrl_entrypoint
@@ -63,6 +61,11 @@ def main(
     if any(arg.partition("=")[0] == "--check" for arg in args):
         return check.run(args, cls=config, scripted=_brings_data(experiment))
     return run_command(lambda: _train(args, experiment, config), beats=True)
+
+
+def check_only(argv: Sequence[str]) -> int:
+    """Check a configuration as ``--check`` does; returns the exit code."""
+    return main(argv if any(arg.partition("=")[0] == "--check" for arg in argv) else ["--check", *argv])
 
 
 def _train(args: Sequence[str], experiment: type[BasePPOExp] | None, config: type[SkyRLTrainConfig]) -> int:

@@ -12,9 +12,8 @@ import time
 from collections.abc import Sequence
 
 from skyrl_megatron.config import SkyRLTrainConfig
-from skyrl_megatron.entrypoints import check
-from skyrl_megatron.entrypoints.checks import load_config
 from skyrl_megatron.entrypoints.command import run_command
+from skyrl_megatron.preflight import check, load_config
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from skyrl_megatron.config.parse.sources import names_key, read_arguments
+from skyrl_megatron.config.parse import names_key, read_arguments
 from skyrl_megatron.entrypoints import embedded, main_base
 from skyrl_megatron.entrypoints.command import run_command
 from skyrl_megatron.errors import ConfigError, Problem

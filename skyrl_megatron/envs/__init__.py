@@ -1,9 +1,20 @@
 """Environments: the interface, the registry, and those that come with the package."""
 
-from skyrl_megatron.envs.base import BaseTextEnv, BaseTextEnvStepOutput, ConversationType, Message
-from skyrl_megatron.envs.bounded import within
-from skyrl_megatron.envs.registry import EnvSpec, deregister, make, register, registered, spec
-from skyrl_megatron.envs.tools import ToolGroup, tool
+from skyrl_megatron.envs.base import (
+    BaseTextEnv,
+    BaseTextEnvStepOutput,
+    ConversationType,
+    EnvSpec,
+    Message,
+    ToolGroup,
+    deregister,
+    make,
+    register,
+    registered,
+    spec,
+    tool,
+)
+from skyrl_megatron.envs.pool import within
 
 __all__ = [
     "BaseTextEnv",
@@ -24,7 +35,7 @@ __all__ = [
 register("addition", "skyrl_megatron.envs.arithmetic:AdditionEnv")
 register("aime", "skyrl_megatron.envs.aime:AIMEEnv")
 register("gsm8k", "skyrl_megatron.envs.gsm8k:GSM8kEnv")
-register("gsm8k_llm_judge", "skyrl_megatron.envs.llm_judge:GSM8kLLMJudgeEnv", config="llm_as_a_judge")
+register("gsm8k_llm_judge", "skyrl_megatron.envs.gsm8k:GSM8kLLMJudgeEnv", config="llm_as_a_judge")
 register("gsm8k_multi_turn", "skyrl_megatron.envs.gsm8k:GSM8kMultiTurnEnv")
 register("multiply", "skyrl_megatron.envs.arithmetic:MultiplyEnv")
 register("search", "skyrl_megatron.envs.search:SearchEnv")

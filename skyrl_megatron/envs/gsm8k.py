@@ -1,10 +1,15 @@
-"""Grade-school maths (GSM8K, arXiv:2110.14168): the answer stands behind ``####``."""
+"""Grade-school maths (GSM8K, arXiv:2110.14168): graded by rule, or by a language model behind an OpenAI-compatible
+endpoint.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
+
+import httpx
 
 from skyrl_megatron.envs.base import BaseTextEnv, BaseTextEnvStepOutput, answer_text, require_ground_truth
 
@@ -79,3 +84,51 @@ class GSM8kMultiTurnEnv(GSM8kEnv):
         """Return ``avg_steps``: mean turns."""
         steps = [float(episode.get("steps", 0)) for episode in metrics]
         return {"avg_steps": sum(steps) / len(steps)} if steps else {}
+
+
+_SCORE = re.compile(r"final score:\s*([01])(?:\.0)?\b", re.IGNORECASE)
+_INSTRUCTIONS = """\
+You grade answers to maths problems. Below are the reference solution and a student's solution.
+The score is 1 if the student's solution ends with a line of the form "#### <number>" and that number equals the final
+answer of the reference, and 0 in every other case. You may reason first. End with exactly one line:
+### Final Score: <0 or 1>"""
+TIMEOUT_S = 60.0
+RETRIES = 2
+
+
+class GSM8kLLMJudgeEnv(BaseTextEnv):
+    """One turn; the judge's score, 0 or 1. ``env_config``: ``model``, and ``base_url`` of the endpoint (None:
+    ``OPENAI_BASE_URL``, else OpenAI). The key is read from ``OPENAI_API_KEY``.
+
+    A judge that cannot be reached, or answers without a score, fails the trajectory instead of grading it 0.
+    """
+
+    replayable = False  # a judge that is asked again may grade otherwise
+
+    def __init__(self, env_config: Any = None, extras: Mapping[str, Any] | None = None) -> None:
+        super().__init__(env_config, extras)
+        self.reference = answer_text(self, require_ground_truth(self))
+        url = env_config.base_url or os.environ.get("OPENAI_BASE_URL") or "https://api.openai.com/v1"
+        self.url = f"{url.rstrip('/')}/chat/completions"
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        """Ask the judge. Raises RuntimeError naming the endpoint."""
+        content = f"{_INSTRUCTIONS}\n\nReference solution:\n{self.reference}\n\nStudent's solution:\n{action}"
+        reply = self._ask([{"role": "user", "content": content}]).strip()
+        found = _SCORE.findall(reply)
+        if not found and reply not in {"0", "1"}:
+            raise RuntimeError(f"the judge at {self.url} gave no score: {reply[-200:]!r}")
+        score = float(found[-1] if found else reply)
+        return {"observations": [], "reward": score, "done": True, "metadata": {"judge": reply}}
+
+    def _ask(self, messages: list[dict[str, str]]) -> str:
+        key = os.environ.get("OPENAI_API_KEY")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        body = {"model": self.env_config.model, "messages": messages}
+        with httpx.Client(transport=httpx.HTTPTransport(retries=RETRIES), timeout=TIMEOUT_S) as client:
+            try:
+                response = client.post(self.url, json=body, headers=headers)
+                response.raise_for_status()
+                return str(response.json()["choices"][0]["message"]["content"])
+            except (httpx.HTTPError, LookupError, ValueError) as error:
+                raise RuntimeError(f"the judge at {self.url} (model {self.env_config.model}): {error}") from error

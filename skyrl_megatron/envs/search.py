@@ -17,9 +17,15 @@ from typing import Any
 
 import httpx
 
-from skyrl_megatron.envs.base import BaseTextEnv, BaseTextEnvStepOutput, ConversationType, require_ground_truth
-from skyrl_megatron.envs.end_tags import check_end_tags
-from skyrl_megatron.envs.tools import ToolGroup, tool
+from skyrl_megatron.envs.base import (
+    BaseTextEnv,
+    BaseTextEnvStepOutput,
+    ConversationType,
+    ToolGroup,
+    check_end_tags,
+    require_ground_truth,
+    tool,
+)
 
 logger = logging.getLogger(__name__)
 

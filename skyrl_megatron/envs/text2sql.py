@@ -17,11 +17,12 @@ from skyrl_megatron.envs.base import (
     BaseTextEnv,
     BaseTextEnvStepOutput,
     ConversationType,
+    ToolGroup,
     answer_text,
+    check_end_tags,
     require_ground_truth,
+    tool,
 )
-from skyrl_megatron.envs.end_tags import check_end_tags
-from skyrl_megatron.envs.tools import ToolGroup, tool
 
 _SQL = re.compile(r"<sql>(.*?)</sql>", re.DOTALL)
 _THOUGHT = re.compile(r"<think>(.*?)</think>", re.DOTALL)

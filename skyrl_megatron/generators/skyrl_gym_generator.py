@@ -2,9 +2,8 @@
 
 from skyrl_megatron.rollout.conversation import TrajectoryOutput
 from skyrl_megatron.rollout.generator import SkyRLGymGenerator
-from skyrl_megatron.rollout.metrics import get_rollout_metrics
-from skyrl_megatron.rollout.outputs import concatenate_generator_outputs, prepare_generator_input
-from skyrl_megatron.rollout.rewards import apply_overlong_filtering, get_metrics_from_generator_output
+from skyrl_megatron.rollout.interface import apply_overlong_filtering, get_metrics_from_generator_output
+from skyrl_megatron.rollout.outputs import concatenate_generator_outputs, get_rollout_metrics, prepare_generator_input
 
 __all__ = [
     "SkyRLGymGenerator",

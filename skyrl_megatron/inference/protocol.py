@@ -1,7 +1,7 @@
 """The interface of an inference engine. Tokens in, tokens out; no Ray, no vLLM.
 
 :class:`InferenceEngine` declares every method once: ``vllm/engine.py`` implements it with vLLM in this process,
-``vllm/remote.py`` with a server; ``workers/engine_actor.py`` puts the former into a Ray actor. An engine of another
+``vllm/remote.py`` with a server; ``workers/engines.py`` puts the former into a Ray actor. An engine of another
 kind needs all of its methods; one without GPUs to share may do nothing in ``sleep`` and ``wake``.
 """
 
@@ -108,7 +108,7 @@ class InferenceEngine(Protocol):
         measured (``weight_sync/vllm_backend.py``)."""
 
     async def weight_routes(self, metadata: Sequence[Any]) -> list[Any] | str:
-        """Return the route of each worker for whole tensors (``weight_sync/routes.py``, ``Route.plain``), or why there
+        """Return the route of each worker for whole tensors (``weight_sync/slices.py``, ``Route.plain``), or why there
         is none. The engine must be paused, and has the weights that it had."""
 
     async def start_update(self) -> None:
@@ -141,3 +141,22 @@ class InferenceEngine(Protocol):
 
     async def kill(self) -> None:
         """End the processes of an engine that does not answer any more."""
+
+
+class AnswerExtension:
+    """The method of a worker that calls its others; ``compat.WorkerExtension`` mixes it in."""
+
+    def skyrl_answer(self, method: str, *arguments: Any) -> tuple[bool, Any]:
+        """Return (True, what a method returns) or (False, what went wrong)."""
+        try:
+            return True, getattr(self, method)(*arguments)
+        except Exception as error:
+            return False, str(error) or repr(error)
+
+
+def answers_of(answers: Sequence[Sequence[Any]]) -> list[Any]:
+    """Return what workers answered ``skyrl_answer`` with. Raises RuntimeError with the first that went wrong."""
+    for worker, (done, answer) in enumerate(answers):
+        if not done:
+            raise RuntimeError(f"worker {worker}: {answer}")
+    return [answer for _, answer in answers]

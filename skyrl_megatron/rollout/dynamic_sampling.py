@@ -10,9 +10,8 @@ import numpy as np
 
 from skyrl_megatron.config import DynamicSamplingConfig
 from skyrl_megatron.errors import DataError
-from skyrl_megatron.rollout.interface import GeneratorOutput
+from skyrl_megatron.rollout.interface import GeneratorOutput, total_reward
 from skyrl_megatron.rollout.outputs import concatenate_generator_outputs, select_rows
-from skyrl_megatron.rollout.rewards import total_reward
 
 Batch = tuple[GeneratorOutput, list[str]]
 """Rows, and the uid of each row."""

@@ -1,4 +1,4 @@
-"""One episode: the turns between the policy and an environment, taken down in a conversation."""
+"""One episode: the turns between the policy and an environment, written into a conversation."""
 
 from __future__ import annotations
 
@@ -8,20 +8,26 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from skyrl_megatron.envs import registry
+from skyrl_megatron.envs import base as registry
 from skyrl_megatron.envs.base import ConversationType
 from skyrl_megatron.envs.pool import EnvPool, EnvTimeout
 from skyrl_megatron.errors import DataError, SkyRLMegatronWarning, with_origin
 from skyrl_megatron.inference.protocol import Generation
 from skyrl_megatron.rollout.conversation import ChatConversation, TrajectoryOutput
-from skyrl_megatron.rollout.interface import TrajectoryID
-from skyrl_megatron.rollout.recorded import RecordedTurn, answer_of, record_turn, starts_alike
-from skyrl_megatron.rollout.rewards import NonFiniteReward, checked_reward
+from skyrl_megatron.rollout.interface import (
+    NonFiniteReward,
+    RecordedTurn,
+    TrajectoryID,
+    answer_of,
+    checked_reward,
+    record_turn,
+    starts_alike,
+)
 from skyrl_megatron.rollout.templates import ChatFormat
 
 if TYPE_CHECKING:
@@ -333,3 +339,28 @@ def _warn_rewritten(env_class: str) -> None:
         SkyRLMegatronWarning,
         stacklevel=2,
     )
+
+
+@dataclass(slots=True)
+class PartialTrajectory:
+    """What there is of one sample of an unfinished group."""
+
+    turns: list[RecordedTurn] = field(default_factory=list)
+    trajectory: Trajectory | None = None
+    """The whole of it, where it is over."""
+
+
+class TrajectoryLog(Protocol):
+    """Keeps the turns of a batch's trajectories. A generator that asks it for what there is need not sample that."""
+
+    def begun(self, id: TrajectoryID) -> PartialTrajectory:
+        """Return what an earlier process left of a trajectory."""
+
+    def resumed(self, id: TrajectoryID, restarted: str | None) -> None:
+        """Note that a trajectory went on behind its turns, or why it began anew."""
+
+    async def turn(self, id: TrajectoryID, place: int, turn: RecordedTurn) -> None:
+        """Keep a turn, the ``place``-th from 0, of a trajectory that goes on."""
+
+    async def finished(self, id: TrajectoryID, trajectory: Trajectory) -> None:
+        """Keep a trajectory that is over."""

@@ -9,19 +9,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from skyrl_megatron.config.adapters import ADAPTER_KEY
-from skyrl_megatron.envs import registry
+from skyrl_megatron.config.roles import ADAPTER_KEY
+from skyrl_megatron.envs import base as registry
 from skyrl_megatron.envs.base import ConversationType
 from skyrl_megatron.envs.pool import EnvPool
 from skyrl_megatron.errors import ConfigError, Problem, SkyRLMegatronWarning
-from skyrl_megatron.inference.sampling import engine_sampling, request_seed
+from skyrl_megatron.inference.sampling_params import engine_sampling, request_seed
 from skyrl_megatron.rollout.conversation import (
     ChatConversation,
     OneMessageConversation,
     RetokenizedConversation,
     StepwiseConversation,
 )
-from skyrl_megatron.rollout.episode import Episode, RolloutConfig, Trajectory
+from skyrl_megatron.rollout.episode import Episode, RolloutConfig, Trajectory, TrajectoryLog
 from skyrl_megatron.rollout.interface import (
     BatchMetadata,
     GeneratorInput,
@@ -32,7 +32,6 @@ from skyrl_megatron.rollout.interface import (
 )
 from skyrl_megatron.rollout.outputs import make_generator_output
 from skyrl_megatron.rollout.templates import ChatFormat, load_template
-from skyrl_megatron.rollout.trajectory_log import TrajectoryLog
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

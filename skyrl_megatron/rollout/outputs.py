@@ -1,9 +1,11 @@
-"""Generator inputs and outputs as a whole: making, checking, joining, selecting rows, and the training batch."""
+"""Generator outputs as a whole: make, check, join, select rows, measure, and turn them into the training batch."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 
 from skyrl_megatron.config import GeneratorConfig
 from skyrl_megatron.data.batch import collate, failed_uid
+from skyrl_megatron.envs import base as registry
 from skyrl_megatron.errors import DataError, SkyRLMegatronWarning
 from skyrl_megatron.rollout.episode import Trajectory
 from skyrl_megatron.rollout.interface import (
@@ -20,11 +23,179 @@ from skyrl_megatron.rollout.interface import (
     Tokens,
     TrainingPhase,
     TrajectoryID,
+    apply_overlong_filtering,
+    total_reward,
+    zero_where_not_stopped,
 )
-from skyrl_megatron.rollout.metrics import get_rollout_metrics
-from skyrl_megatron.rollout.rewards import apply_overlong_filtering, zero_where_not_stopped
-from skyrl_megatron.rollout.stepwise import merge_stepwise_output
-from skyrl_megatron.types import TrainingBatch
+from skyrl_megatron.types import TokenSupport, TrainingBatch
+
+
+def merge_stepwise_output(output: GeneratorOutput) -> GeneratorOutput:
+    """Join neighbouring rows of a trajectory where prompt and response of the first begin the prompt of the second.
+
+    What the second prompt has beyond that becomes part of the response, masked.
+
+    ``stop_reasons``, ``env_metrics``, ``errors`` and ``is_last_step`` are those of the last row that was joined.
+    Raises DataError for routes, which are not joined, and for rows that are not step-wise.
+    """
+    if any(routes is not None for routes in output.get("rollout_expert_indices") or ()):
+        raise DataError("generator.merge_stepwise_output cannot join routes: turn off enable_return_routed_experts")
+    ids, last = output.get("trajectory_ids"), output.get("is_last_step")
+    if ids is None or last is None:
+        raise DataError("generator.merge_stepwise_output joins step-wise rows only: set step_wise_trajectories=true")
+    groups: list[list[int]] = []
+    end = np.zeros(0, np.int64)  # prompt and response of the group so far
+    for row in range(len(ids)):
+        prompt = np.asarray(output["prompt_token_ids"][row])
+        continues = row > 0 and not last[row - 1] and _begins_with(prompt, end)
+        groups[-1].append(row) if continues else groups.append([row])
+        end = np.concatenate([prompt, np.asarray(output["response_ids"][row])])
+    return _join(output, groups)
+
+
+def _begins_with(whole: np.ndarray, beginning: np.ndarray) -> bool:
+    return len(beginning) <= len(whole) and bool((whole[: len(beginning)] == beginning).all())
+
+
+def _join(output: GeneratorOutput, groups: Sequence[Sequence[int]]) -> GeneratorOutput:
+    prompts, responses = output["prompt_token_ids"], output["response_ids"]
+    gaps: dict[int, np.ndarray] = {}  # row → tokens between the row before and its response
+    for group in groups:
+        for before, row in pairwise(group):
+            gaps[row] = np.asarray(prompts[row])[len(prompts[before]) + len(responses[before]) :]
+
+    def joined(values: Sequence[Tokens], between: bool = False) -> list[np.ndarray]:
+        rows = []
+        for group in groups:
+            pieces = [np.asarray(values[group[0]])]
+            for row in group[1:]:
+                value = np.asarray(values[row])
+                pieces += [gaps[row] if between else np.zeros(len(gaps[row]), value.dtype), value]
+            rows.append(np.concatenate(pieces))
+        return rows
+
+    merged: dict[str, Any] = {}
+    for key, value in output.items():
+        if not isinstance(value, list) or len(value) != len(responses):
+            merged[key] = value
+        elif key == "prompt_token_ids":
+            merged[key] = [value[group[0]] for group in groups]
+        elif key == "response_ids":
+            merged[key] = joined(value, between=True)
+        elif key in ("loss_masks", "rollout_logprobs"):
+            merged[key] = joined(value)
+        elif key == "rollout_support":
+            merged[key] = [_joined_support(value, responses, gaps, group) for group in groups]
+        elif key == "rewards":
+            merged[key] = [row.tolist() for row in joined(value)]
+        elif key == "rollout_versions":
+            merged[key] = [_joined_versions(value, responses, gaps, group) for group in groups]
+        else:
+            merged[key] = [value[group[-1]] for group in groups]
+    return cast(GeneratorOutput, merged)
+
+
+def _joined_support(
+    supports: Sequence[TokenSupport | None],
+    responses: Sequence[Tokens],
+    gaps: dict[int, np.ndarray],
+    group: Sequence[int],
+) -> TokenSupport:
+    pieces = []
+    for row in group:
+        pieces += [TokenSupport.none(len(gaps.get(row, ()))), supports[row] or TokenSupport.none(len(responses[row]))]
+    return TokenSupport.joined(pieces)
+
+
+def _joined_versions(
+    versions: Sequence[Sequence[tuple[str, int, int]]],
+    responses: Sequence[Tokens],
+    gaps: dict[int, np.ndarray],
+    group: Sequence[int],
+) -> list[tuple[str, int, int]]:
+    spans, offset = [], 0
+    for row in group:
+        offset += len(gaps.get(row, ()))
+        spans += [(name, offset + first, offset + after) for name, first, after in versions[row]]
+        offset += len(responses[row])
+    return spans
+
+
+def get_rollout_metrics(
+    responses: Sequence[Tokens],
+    rewards: Sequence[Any],
+    env_metrics: Sequence[Mapping[str, Any]] | None = None,
+    env_classes: Sequence[str] | None = None,
+    loss_masks: Sequence[Tokens] | None = None,
+    trajectory_completion_times: Sequence[float] | None = None,
+    trajectory_time_splits: Mapping[str, Sequence[float]] | None = None,
+) -> dict[str, float]:
+    """Return ``generate/*`` and ``environment/*`` over the rows of a batch.
+
+    ``loss_masks`` gives tokens by the policy alone and by turn; ``trajectory_completion_times`` [trajectories] and
+    their shares by name give ``generate/trajectory_time_*``, seconds.
+    """
+    lengths = np.asarray([len(response) for response in responses], dtype=np.float64)
+    totals = np.asarray([total_reward(reward) for reward in rewards])
+    metrics = {f"generate/{name}_num_tokens": value for name, value in _spread(lengths).items()}
+    metrics["generate/avg_tokens_non_zero_rewards"] = _mean(lengths[totals > 0])
+    metrics["generate/avg_tokens_zero_rewards"] = _mean(lengths[totals == 0])
+    if loss_masks is not None:
+        sampled = np.asarray([np.count_nonzero(mask) for mask in loss_masks], dtype=np.float64)
+        metrics |= {f"generate/{name}_assistant_tokens": value for name, value in _spread(sampled).items()}
+        turns = turn_lengths(loss_masks)
+        if len(turns):
+            spread = {"mean": turns.mean(), "std": turns.std(), "max": turns.max()}
+            metrics |= {f"generate/tokens_per_turn_{name}": float(value) for name, value in spread.items()}
+    if trajectory_completion_times:
+        splits = dict(trajectory_time_splits or {})
+        whole = np.asarray(trajectory_completion_times, dtype=np.float64)
+        metrics |= _times("completion", whole)
+        for name, times in splits.items():
+            metrics |= _times(name, np.asarray(times, dtype=np.float64))
+        if splits:
+            metrics |= _times("other", whole - sum(np.asarray(times) for times in splits.values()))
+    if env_metrics is not None and env_classes is not None:
+        metrics |= _environment_metrics(env_metrics, env_classes)
+    return metrics
+
+
+def turn_lengths(loss_masks: Sequence[Tokens]) -> np.ndarray:
+    """Return the lengths of all runs of ones, over all rows: the turns of the policy."""
+    end = np.zeros(1, bool)
+    flat = np.concatenate([end, *(part for mask in loss_masks for part in (np.asarray(mask, dtype=bool), end))])
+    edges = np.diff(flat.astype(np.int8))
+    return np.flatnonzero(edges == -1) - np.flatnonzero(edges == 1)
+
+
+def _environment_metrics(env_metrics: Sequence[Mapping[str, Any]], env_classes: Sequence[str]) -> dict[str, float]:
+    by_class: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for env_class, metrics in zip(env_classes, env_metrics, strict=True):
+        if metrics:
+            by_class[env_class].append(metrics)
+    found: dict[str, float] = {}
+    for env_class, episodes in by_class.items():
+        for name, value in registry.aggregate_metrics(env_class, episodes).items():
+            found[f"environment/{name}"] = value
+    return found
+
+
+def _spread(values: np.ndarray) -> dict[str, float]:
+    return {
+        "min": float(values.min()),
+        "max": float(values.max()),
+        "avg": float(values.mean()),
+        "std": float(values.std()),
+    }
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(values.mean()) if len(values) else 0.0
+
+
+def _times(name: str, seconds: np.ndarray) -> dict[str, float]:
+    statistics = {"mean": seconds.mean(), "p90": np.percentile(seconds, 90), "max": seconds.max()}
+    return {f"generate/trajectory_time_{name}_{key}": float(value) for key, value in statistics.items()}
 
 
 def prepare_generator_input(

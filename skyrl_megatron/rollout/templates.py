@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config import ChatTemplateConfig
-from skyrl_megatron.data.chat_template import render
+from skyrl_megatron.data.tokenizer import render
 from skyrl_megatron.envs.base import ConversationType
 from skyrl_megatron.errors import DataError
 

@@ -1,4 +1,4 @@
-"""The training engine of a critic's rank: values of response tokens, and the step of the value loss."""
+"""The engines of a critic's and a teacher's rank: values and the value-loss step; top-k distributions."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from skyrl_megatron.algorithms.critic_objective import CriticObjective
 from skyrl_megatron.algorithms.metrics import ReducibleMetrics
+from skyrl_megatron.algorithms.objective import CriticObjective
 from skyrl_megatron.runtime.engine import MegatronEngine
-from skyrl_megatron.runtime.forward_step import ForwardStep, MicroBatch, TrainingStep
+from skyrl_megatron.runtime.forward_step import ForwardStep, LogprobHead, MicroBatch, TrainingStep
+from skyrl_megatron.runtime.logprobs import top_logprobs
 from skyrl_megatron.runtime.loss_scale import loss_for_schedule
 from skyrl_megatron.runtime.packed_inputs import PackedInputs
 
@@ -72,3 +73,31 @@ class CriticStep(TrainingStep):
         assert batch.values is not None and batch.returns is not None
         loss, metrics = self.objective(self.totals, values, batch.values, batch.returns, batch.loss_mask)
         return loss_for_schedule(loss, metrics)
+
+
+EXACT_IN_FP32 = 2**24
+
+
+@torch.no_grad()
+def score_responses(engine: MegatronEngine, batch: TrainingBatch, k: int) -> Tensor:
+    """Return [B, T, 1 + 2k] float32: each response token's log-prob in nats, log-probs of the ``k`` likeliest tokens,
+    likeliest first, and their ids; 0 elsewhere. At ``algorithm.temperature``; every rank gets its replica's rows."""
+    assert k == 0 or engine.model.vocab_size <= EXACT_IN_FP32
+    engine.onload("weights")
+    return engine.forward_only(TeacherStep(engine.head(), k), batch, width=1 + 2 * k)
+
+
+class TeacherStep(ForwardStep):
+    """Forward only: the schedule's results are [b, T, 1 + 2k] of each micro-batch."""
+
+    def __init__(self, head: LogprobHead, k: int) -> None:
+        self.head, self.k = head, k
+
+    def on_last_stage(self, micro_batch: MicroBatch, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        packed = micro_batch.packed
+        logprobs, _ = self.head(output, packed)
+        scores = logprobs[..., None]
+        if self.k:
+            best, ids = top_logprobs(output.flatten(0, -2), self.k, packed.groups.tp, self.head.settings)
+            scores = torch.cat([scores, packed.to_responses(torch.cat([best, ids.float()], dim=-1))], dim=-1)
+        return loss_for_schedule(scores.new_zeros(()), scores)

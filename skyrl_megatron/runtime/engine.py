@@ -5,7 +5,7 @@ All ranks of a model call the same methods, each with the rows of its data-paral
     metrics = engine.forward_backward(mini_batch)     # one or several times: gradients accumulate
     result = engine.optim_step()
 
-Its parts have files of their own: micro-batches (``data/splitting.py``), packing (``packed_inputs.py``), the loss of a
+Its parts have files of their own: micro-batches (``data/packing.py``), packing (``packed_inputs.py``), the loss of a
 micro-batch (``forward_step.py``), Megatron's schedule (``schedule.py``), what Megatron divides by (``loss_scale.py``),
 the optimizer (``optimizer.py``) and memory that others need (``offload.py``).
 """
@@ -31,44 +31,47 @@ from skyrl_megatron import device
 from skyrl_megatron.algorithms.metrics import ReducibleMetrics, merge_metrics, metric_values, pack_metrics
 from skyrl_megatron.algorithms.objective import Objective, PolicyObjective
 from skyrl_megatron.algorithms.reduction import StepTotals
-from skyrl_megatron.config.adapters import adapter_configs, adapter_names
-from skyrl_megatron.config.rules.role_layout import is_frozen, parallel_config
-from skyrl_megatron.config.rules.training import longest_pack
-from skyrl_megatron.config.run_folder import run_folder
-from skyrl_megatron.data.splitting import plan_micro_batches, rows_by_adapter
+from skyrl_megatron.config.resolve import run_folder
+from skyrl_megatron.config.roles import adapter_configs, adapter_names, is_frozen, parallel_config
+from skyrl_megatron.config.rules.training_rules import longest_pack
+from skyrl_megatron.data.packing import plan_micro_batches, rows_by_adapter
+from skyrl_megatron.runtime import cpu_patches as megatron_patches
 from skyrl_megatron.runtime import loss_scale, parallel_state
-from skyrl_megatron.runtime.agreement import from_rank_0, group_maximum, raise_on_all_ranks
-from skyrl_megatron.runtime.batch_checks import find_problem, find_route_problem, too_long
-from skyrl_megatron.runtime.cpu import megatron_patches
-from skyrl_megatron.runtime.draft_loss import DraftLoss
 from skyrl_megatron.runtime.engine_settings import ddp_config, hf_model, parameter_dtype, transformer_kwargs
 from skyrl_megatron.runtime.flops import model_flops, peak_flops
 from skyrl_megatron.runtime.forward_step import (
+    DraftLoss,
     ForwardStep,
     LogprobHead,
     LogprobStep,
     MicroBatch,
     PolicyStep,
     TrainingStep,
+    run_schedule,
+    share_from_last_stage,
 )
-from skyrl_megatron.runtime.hf.load import load_hf
-from skyrl_megatron.runtime.lora.base import fingerprint
+from skyrl_megatron.runtime.hf_weights import load_hf
+from skyrl_megatron.runtime.logprobs import SoftmaxSettings
+from skyrl_megatron.runtime.lora.targets import fingerprint
 from skyrl_megatron.runtime.model.attention_kernels import require_deterministic
-from skyrl_megatron.runtime.model.build import build_model
-from skyrl_megatron.runtime.model.draft import draft_of, send_embedding
-from skyrl_megatron.runtime.model.layer_choice import TRANSFORMER_ENGINE
-from skyrl_megatron.runtime.model.lm_head import return_hidden_states
-from skyrl_megatron.runtime.model.router import router_metrics, routers_of
+from skyrl_megatron.runtime.model.build import build_model, return_hidden_states
+from skyrl_megatron.runtime.model.description import TRANSFORMER_ENGINE
+from skyrl_megatron.runtime.model.family_attention import indexer_metrics
+from skyrl_megatron.runtime.model.moe import router_metrics, routers_of
+from skyrl_megatron.runtime.model.mtp import draft_of, send_embedding
 from skyrl_megatron.runtime.model.routing_replay import forget_routes, replay_routes
-from skyrl_megatron.runtime.model.selected_attention import indexer_metrics
 from skyrl_megatron.runtime.offload import PARTS, Offload, Part
-from skyrl_megatron.runtime.optimizer import StepResult, build_lr_schedule, step_if_finite, together
-from skyrl_megatron.runtime.packed_inputs import pack
-from skyrl_megatron.runtime.profiling import MemoryRecorder, profiled
-from skyrl_megatron.runtime.recording import Recorder, RecordingStep
-from skyrl_megatron.runtime.schedule import run_schedule, share_from_last_stage
-from skyrl_megatron.runtime.trained import Trained, prepare_training
-from skyrl_megatron.runtime.vocab_parallel import SoftmaxSettings
+from skyrl_megatron.runtime.optimizer import (
+    StepResult,
+    Trained,
+    build_lr_schedule,
+    prepare_training,
+    step_if_finite,
+    together,
+)
+from skyrl_megatron.runtime.packed_inputs import find_problem, find_route_problem, pack, too_long
+from skyrl_megatron.runtime.parallel_state import from_rank_0, group_maximum, raise_on_all_ranks
+from skyrl_megatron.runtime.profiling import MemoryRecorder, Recorder, RecordingStep, profiled
 
 if TYPE_CHECKING:
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler

@@ -8,13 +8,13 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 
 from skyrl_megatron import device
-from skyrl_megatron.config.rules.role_layout import is_frozen, trains_draft
+from skyrl_megatron.config.roles import is_frozen, trains_draft
 from skyrl_megatron.errors import ConfigError
 from skyrl_megatron.hub import model_folder
-from skyrl_megatron.runtime.hf.model import HfModel, read_hf_model, with_rotary
-from skyrl_megatron.runtime.lora.adapter import AdapterSettings
 from skyrl_megatron.runtime.lora.attach import Adapters, attach
+from skyrl_megatron.runtime.lora.layers import AdapterSettings
 from skyrl_megatron.runtime.lora.targets import configured_selection, expert_rank, rank_problems
+from skyrl_megatron.runtime.model.description import HfModel, read_hf_model, with_rotary
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import MegatronConfig, SkyRLTrainConfig

@@ -1,4 +1,4 @@
-"""The step of one micro-batch: the model's forward, and on the last pipeline stage the log-probs or the loss.
+"""The forward step of a micro-batch in Megatron's schedule: the model, and on the last stage log-probs or loss.
 
 A :class:`ForwardStep` is Megatron's ``forward_step_func``: called with an iterator of :class:`MicroBatch` and a model
 chunk, it returns the chunk's output and the closure that the schedule calls with the output of the last stage.
@@ -7,27 +7,110 @@ chunk, it returns the chunk's output and the closure that the schedule calls wit
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from skyrl_megatron.algorithms.losses import seed_random_picks
-from skyrl_megatron.algorithms.metrics import ReducibleMetrics, gap_metrics
+from skyrl_megatron.algorithms.masked import keep_masked
+from skyrl_megatron.algorithms.metrics import ReducibleMetrics, gap_metrics, token_mean
 from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.algorithms.reduction import StepTotals
+from skyrl_megatron.runtime.logprobs import (
+    SoftmaxSettings,
+    fused_logprobs_and_entropy,
+    logprobs_and_entropy,
+    logprobs_of,
+)
 from skyrl_megatron.runtime.loss_scale import loss_for_schedule
+from skyrl_megatron.runtime.model.mtp import DraftHead
 from skyrl_megatron.runtime.packed_inputs import PackedInputs
-from skyrl_megatron.runtime.top_k import logprobs_of
-from skyrl_megatron.runtime.vocab_parallel import SoftmaxSettings, fused_logprobs_and_entropy, logprobs_and_entropy
-from skyrl_megatron.types import OWN_LOGPROBS
+from skyrl_megatron.types import OWN_LOGPROBS, TrainingBatch
 
 if TYPE_CHECKING:
-    from skyrl_megatron.types import TrainingBatch
+    from skyrl_megatron.runtime.parallel_state import ProcessGroups
+
+
+type ForwardStepFunc[M] = Callable[[Iterator[M], "torch.nn.Module"], tuple["Tensor", Callable[["Tensor"], Any]]]
+
+
+def run_schedule[M](
+    forward_step: ForwardStepFunc[M],
+    micro_batches: Sequence[M],
+    chunks: Sequence[torch.nn.Module],
+    groups: ProcessGroups,
+    *,
+    forward_only: bool,
+) -> list[Any]:
+    """Run all micro-batches; return the loss closures' results, one a micro-batch, on the last stage, else ``[]``.
+
+    Every stage gets every micro-batch; with virtual pipelining each model chunk reads them from its own iterator.
+    Sequence lengths vary, so stages send shapes ahead of tensors (``variable_seq_lengths``).
+    """
+    schedule = get_forward_backward_func(groups.parallel.pp, groups.parallel.vpp if len(chunks) > 1 else None)
+    iterators = [iter(micro_batches) for _ in chunks]
+    results: list[Any] = schedule(
+        forward_step_func=forward_step,
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=list(chunks) if len(chunks) > 1 else chunks[0],
+        num_microbatches=len(micro_batches),
+        seq_length=1,  # both unused with variable sequence lengths
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+    return results
+
+
+def share_from_last_stage[V](value: V, group: dist.ProcessGroup) -> V:
+    """Return the last pipeline stage's ``value`` on every stage. For small objects, such as metrics."""
+    if group.size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=dist.get_global_rank(group, group.size() - 1), group=group)
+    return box[0]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLoss:
+    """``scale`` times the cross-entropy of the trained tokens, of which a sequence's second is never foretold, over
+    all trained tokens of the step: it does not depend on how a batch is cut. At the temperature of ``settings``."""
+
+    draft: DraftHead
+    weight: Tensor
+    """[V_padded / tp, H]: the model's output layer."""
+    settings: SoftmaxSettings
+    scale: float
+
+    def logprobs(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return (log-probs of response tokens as foretold two positions before, [b, T] in nats; where there are any,
+        [b, T] bool), equal on all tp and cp ranks."""
+        packed = micro_batch.packed
+        tokens = packed.targets.view(packed.tokens.shape)
+        hidden = self.draft(tokens, packed.position_ids)
+        found, _ = fused_logprobs_and_entropy(
+            hidden, self.weight.detach(), packed.further_targets, packed.groups.tp, self.settings
+        )
+        return packed.further_responses(found)
+
+    def __call__(self, micro_batch: MicroBatch, policy: Tensor, totals: StepTotals) -> tuple[Tensor, ReducibleMetrics]:
+        """Return the micro-batch's share of the loss, and its metrics. ``policy``: [b, T], the policy's log-probs.
+
+        ``mtp_acceptance``: mean of min(1, q / p) over sampled tokens, q the draft's probability and p the policy's:
+        where the tokens are samples of p, the share of drafts that speculative sampling accepts (arXiv:2211.17192).
+        """
+        found, valid = self.logprobs(micro_batch)
+        mask = micro_batch.batch.loss_mask * valid
+        loss = -keep_masked(found, mask).sum() * (self.scale / totals.tokens)
+        accepted = (found.detach() - policy).clamp(max=0.0).exp()
+        return loss, {"mtp_loss": token_mean(-found, mask), "mtp_acceptance": token_mean(accepted, mask)}
+
 
 Closure = Callable[[Tensor], Any]
 type FurtherLoss = Callable[[MicroBatch, Tensor, StepTotals], tuple[Tensor, ReducibleMetrics]]

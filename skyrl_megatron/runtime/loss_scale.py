@@ -24,10 +24,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallelConfig
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.transformer import TransformerConfig
 
 

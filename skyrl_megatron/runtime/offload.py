@@ -1,4 +1,10 @@
-"""A rank's memory leaves its device and comes back: weights, gradients and the optimizer's state, each on its own.
+"""Move parameters, gradients and optimizer states to host memory and back, and free their storages.
+
+It is taken in blocks of a fixed power of two: torch's allocator of pinned memory rounds every request up to one, and a
+request for 40 GB would hold 64.
+
+Ranks of the source gather the shards of a few weights at a time (:func:`rounds`); each rank of the target takes its
+own share of whole weights that it holds (:class:`Taker`). What lies between, Ray's object store, sees bytes.
 
 A storage is emptied in place (``resize_(0)``) and filled again, and no tensor is replaced: everything that looks into
 it does so afterwards too — parameters in Megatron's buffers, shards of the distributed optimizer that are views of
@@ -16,16 +22,165 @@ or an export: they cannot be emptied, and stay.
 
 from __future__ import annotations
 
+import mmap
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from bridges.rules import shard
 from skyrl_megatron import device
-from skyrl_megatron.runtime.host_memory import HostMemory
+from skyrl_megatron.errors import WeightSyncError
+from skyrl_megatron.runtime.hf_weights import gathered
+from skyrl_megatron.runtime.model.local_weights import LocalWeight, local_weights
 from skyrl_megatron.runtime.model.scaled_weights import scaled_buffers
+
+if TYPE_CHECKING:
+    from skyrl_megatron.runtime.model.build import ModelChunks
+    from skyrl_megatron.runtime.parallel_state import ProcessGroups
+
+
+BLOCK_BYTES = 1 << 28
+
+
+class HostMemory:
+    """Pieces of blocks, handed out in order. :meth:`rewind` hands the same memory out again: what is asked for in the
+    same order lies in the same place, and nothing is allocated twice."""
+
+    def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
+        self._block_bytes = block_bytes
+        self._blocks: list[Tensor] = []
+        self._block = self._used = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, used or not."""
+        return len(self._blocks) * self._block_bytes
+
+    def take(self, count: int) -> Tensor:
+        """Return ``count`` bytes in one piece, uint8, at most a block; what they hold is undefined."""
+        assert count <= self._block_bytes, (count, self._block_bytes)
+        if self._used + count > self._block_bytes:
+            self._block, self._used = self._block + 1, 0
+        return self._next(count)
+
+    def pieces(self, count: int) -> list[Tensor]:
+        """Return ``count`` bytes in as few pieces as fill the blocks without a gap."""
+        found: list[Tensor] = []
+        while count:
+            if self._used == self._block_bytes:
+                self._block, self._used = self._block + 1, 0
+            size = min(count, self._block_bytes - self._used)
+            found.append(self._next(size))
+            count -= size
+        return found
+
+    def rewind(self) -> None:
+        """Hand everything out again, from the beginning."""
+        self._block = self._used = 0
+
+    def _next(self, count: int) -> Tensor:
+        if self._block == len(self._blocks):
+            self._blocks.append(host_bytes(self._block_bytes))
+        start, self._used = self._used, self._used + count
+        return self._blocks[self._block][start : self._used]
+
+
+def host_bytes(count: int) -> Tensor:
+    """Take ``count`` bytes of host memory, uint8: pinned on a GPU machine, else in large pages, which a first touch
+    fills fast."""
+    if device.has_cuda():
+        return torch.empty(count, dtype=torch.uint8, pin_memory=True)
+    memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+ROUND_BYTES = 256 * 2**20
+"""What a rank of the source gives at a time, about."""
+
+
+@dataclass(frozen=True, slots=True)
+class WholeWeight:
+    """A whole weight as it is in Megatron, vocabulary not padded, in a form that any process can read."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: np.ndarray
+    """[bytes] uint8."""
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> WholeWeight:
+        """Copy ``tensor`` to the host."""
+        whole = tensor.detach().cpu().contiguous()
+        data = whole.reshape(-1).view(torch.uint8).numpy()
+        return cls(name, str(whole.dtype).removeprefix("torch."), tuple(whole.shape), data)
+
+    def tensor(self) -> Tensor:
+        """Return the weight, in memory of its own."""
+        return torch.from_numpy(self.data.copy()).view(getattr(torch, self.dtype)).view(self.shape)
+
+
+@torch.no_grad()
+def rounds(model: ModelChunks, groups: ProcessGroups, nbytes: int = ROUND_BYTES) -> Iterator[list[WholeWeight]]:
+    """Yield this rank's part of each round: every weight stands in one round of one rank, the first of those that hold
+    it. All ranks of a pipeline stage go through equally many rounds, which gather, together."""
+    given: list[WholeWeight] = []
+    passed = 0
+    for weight in local_weights(model, groups):
+        if weight.is_copy:
+            continue
+        whole = gathered(weight, groups)
+        if whole is not None:
+            given.append(WholeWeight.of(weight.entry.name, whole))
+        passed += weight.tensor.nbytes  # alike on all ranks of the stage, whether they give it or not
+        if passed >= nbytes:
+            yield given
+            given, passed = [], 0
+    yield given
+
+
+class Taker:
+    """Takes this rank's share out of whole weights, until it has every one."""
+
+    def __init__(self, model: ModelChunks, groups: ProcessGroups) -> None:
+        self.groups = groups
+        self._missing: defaultdict[str, list[LocalWeight]] = defaultdict(list)
+        for weight in local_weights(model, groups):
+            self._missing[weight.entry.name].append(weight)
+
+    @torch.no_grad()
+    def take(self, weights: Iterable[WholeWeight]) -> None:
+        """Copy what belongs to this rank. Raises WeightSyncError for a weight of another shape or type."""
+        for given in weights:
+            places = self._missing.pop(given.name, [])
+            whole = given.tensor() if places else None
+            for place in places:
+                assert whole is not None
+                over = self.groups.etp if place.entry.is_expert else self.groups.tp
+                rows = place.tensor.shape[0] * over.size()
+                own = shard(whole, place.entry, over.size(), over.rank(), rows if place.entry.split.vocab else None)
+                if own.shape != place.tensor.shape or own.dtype != place.tensor.dtype:
+                    raise WeightSyncError(
+                        f"{given.name} is {own.dtype} {list(own.shape)} in the policy and {place.tensor.dtype} "
+                        f"{list(place.tensor.shape)} in the reference: give both roles one model and one type"
+                    )
+                place.tensor.copy_(own)
+
+    def finish(self) -> None:
+        """Raise WeightSyncError naming a weight that never came."""
+        if self._missing:
+            name = next(iter(self._missing))
+            raise WeightSyncError(
+                f"{name} and {len(self._missing) - 1} more weights of the reference are not among the policy's: give "
+                "both roles one model"
+            )
+
 
 Part = Literal["weights", "gradients", "optimizer"]
 PARTS: tuple[Part, ...] = ("weights", "gradients", "optimizer")
@@ -168,14 +323,14 @@ def state_to_come(optimizer: Any | None) -> int:
         for inner in getattr(outer, "sub_optimizers", None) or ([] if outer is None else [outer]):
             types = getattr(inner, "name_to_dtype_map", {})
             names = ["exp_avg", "exp_avg_sq"] + ["master_param"] * getattr(inner, "master_weights", False)
-            for shard in (each for group in inner.param_groups for each in group["params"]):
-                if shard.device != device.device() or inner.state.get(shard):
+            for piece in (each for group in inner.param_groups for each in group["params"]):
+                if piece.device != device.device() or inner.state.get(piece):
                     continue
-                dtypes = {name: types.get(name, shard.dtype) for name in names}
-                if getattr(inner, "store_param_remainders", False) and shard.dtype == torch.bfloat16:
+                dtypes = {name: types.get(name, piece.dtype) for name in names}
+                if getattr(inner, "store_param_remainders", False) and piece.dtype == torch.bfloat16:
                     dtypes["master_param"] = torch.int16
                 widths = [2 if dtype == torch.uint8 else dtype.itemsize for dtype in dtypes.values()]  # memory_of
-                size += shard.numel() * sum(widths) + (0 if types else 4)  # torch's counts its steps
+                size += piece.numel() * sum(widths) + (0 if types else 4)  # torch's counts its steps
     return size
 
 

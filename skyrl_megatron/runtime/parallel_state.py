@@ -1,4 +1,8 @@
-"""Process groups of a layout: made once, passed on as an argument.
+"""Process groups of a layout, collectives with deadlines, and agreement: one rank's error becomes every rank's.
+
+Ranks of a step all take equally long, because each waits for the slowest one in every collective. Every wait of
+``torch.distributed`` on the host goes through ``Work.wait`` (``torch/distributed/distributed_c10d.py``), which on CPU
+returns when the collective is over. On GPUs it returns at once and the stream waits, so that nothing is known here.
 
 The only file that calls ``megatron.core.parallel_state.get_*``. Megatron's own modules get the same groups as a
 ``ProcessGroupCollection``.
@@ -8,7 +12,10 @@ from __future__ import annotations
 
 import gc
 import random
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +24,80 @@ from megatron.core import parallel_state as mpu
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from skyrl_megatron import device
 from skyrl_megatron.config.rules.layout import ParallelConfig, layout_problems
 from skyrl_megatron.errors import ConfigError, DistributedError
-from skyrl_megatron.runtime.cpu import megatron_patches
+from skyrl_megatron.runtime import cpu_patches as megatron_patches
+
+_waited = 0.0
+_counting = False
+
+
+def count() -> None:
+    """Count from now on. Does nothing when it is counted already."""
+    global _counting
+    if _counting:
+        return
+    _counting = True
+    from torch._C._distributed_c10d import Work
+
+    wait: Callable[..., Any] = Work.wait
+
+    def counted(self: Work, *args: Any, **kwargs: Any) -> Any:
+        global _waited
+        began = time.perf_counter()
+        try:
+            return wait(self, *args, **kwargs)
+        finally:
+            _waited += time.perf_counter() - began
+
+    Work.wait = counted  # type: ignore[method-assign]
+
+
+def own_seconds() -> float:
+    """Return a clock of this process that stands still while it waits for others; differences count alone."""
+    return time.perf_counter() - _waited
+
+
+def raise_on_all_ranks(error: Exception | None) -> None:
+    """Raise on every rank when any rank has an ``error``; collective over all ranks.
+
+    The message is that of the lowest rank with an error, preceded by its number unless all ranks have one. Without an
+    error it costs one all-reduce of a flag.
+    """
+    failed = torch.tensor([float(error is not None)], device=device.device())
+    dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+    if not failed.item():
+        return
+    found: list[Exception | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, _portable(error))
+    errors = [(rank, each) for rank, each in enumerate(found) if each is not None]
+    rank, first = errors[0]
+    raise first if len(errors) == len(found) else type(first)(f"rank {rank}: {first}")
+
+
+def group_maximum(values: Sequence[int], group: dist.ProcessGroup) -> list[int]:
+    """Return the largest of each value over the ranks of ``group``; collective."""
+    largest = torch.tensor(values, device=device.device())
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return [int(value) for value in largest]
+
+
+def _portable(error: Exception | None) -> Exception | None:
+    """Make an error that travels between processes: a ValueError if its constructor takes more than a message."""
+    if error is None:
+        return None
+    try:
+        return type(error)(str(error))
+    except TypeError:
+        return ValueError(f"{type(error).__name__}: {error}")
+
+
+def from_rank_0(value: Any) -> Any:
+    """Return rank 0's ``value`` on every rank."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
 
 
 @dataclass(frozen=True, slots=True)

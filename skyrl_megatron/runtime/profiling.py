@@ -1,17 +1,28 @@
-"""Profiles of a training step: torch profiler traces and snapshots of CUDA memory."""
+"""Profiles of steps, and recorders of expert routes and layer outputs.
+
+A rank has its own layers, its part of the sequence (tp) and its part of each row (cp). A :class:`Recorder` puts tokens
+together again on all tp and cp ranks; layers of other pipeline stages are on other ranks.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from torch import Tensor, nn
 
 from skyrl_megatron import device
+from skyrl_megatron.data.batch import recorded_name
 from skyrl_megatron.errors import SkyRLMegatronWarning
+from skyrl_megatron.runtime.forward_step import LogprobHead, LogprobStep, MicroBatch
+from skyrl_megatron.runtime.model.moe import routers_of
+from skyrl_megatron.runtime.model.routing_replay import RoutingReplay
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import MegatronTorchProfilerConfig
@@ -57,3 +68,82 @@ class MemoryRecorder:
         if self.enabled:
             self.folder.mkdir(parents=True, exist_ok=True)
             torch.cuda.memory._dump_snapshot(str(self.folder / f"{name}_rank{rank}.pickle"))
+
+
+class Recorder:
+    """Records while it is entered: experts [n, K] of every layer that can replay routes, as ``routes.<layer>``, and
+    with ``layers`` what flows into the first layer (``embedding``), what attention and MLP of each layer give
+    (``<layer>.attention``, ``<layer>.mlp``), what flows out of the layer (``<layer>.output``) and out of the last norm
+    (``norm``), [n, H]. Layers count from 0."""
+
+    def __init__(self, chunks: Sequence[nn.Module], *, layers: bool = False) -> None:
+        self.chunks, self.layers = chunks, layers
+        self.found: dict[str, dict[int, np.ndarray]] = {}
+        """Name → row of the batch → its tokens: int32 or float32."""
+        self._seen: dict[str, Tensor] = {}
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> Recorder:
+        for replay in self._replays():
+            replay.listener = partial(self._see, recorded_name(replay.layer))
+        for chunk in self.chunks if self.layers else ():
+            self._watch(chunk)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for replay in self._replays():
+            replay.listener = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def keep(self, micro_batch: MicroBatch, rows: np.ndarray) -> None:
+        """Put away what was seen of a micro-batch. ``rows``: of the batch, that the micro-batch's count in."""
+        width, lengths = micro_batch.packed.tokens.shape[0], micro_batch.batch.lengths
+        for name, seen in self._seen.items():
+            whole = micro_batch.packed.to_rows(seen.reshape(-1, width, seen.shape[-1]))
+            for row, tokens, length in zip(micro_batch.rows, whole, lengths, strict=False):
+                self.found.setdefault(name, {})[int(rows[row])] = tokens[:length].cpu().numpy()
+        self._seen.clear()
+
+    def _replays(self) -> list[RoutingReplay]:
+        routers = routers_of(self.chunks)
+        return [router.router_replay for router in routers if isinstance(router.router_replay, RoutingReplay)]
+
+    def _watch(self, chunk: Any) -> None:
+        """Watch the layers of a model chunk (megatron/core/transformer/transformer_layer.py)."""
+        for layer in chunk.decoder.layers:
+            number = layer.layer_number - 1
+            if number == 0:
+                self._hooks.append(layer.register_forward_pre_hook(self._see_input, with_kwargs=True))
+            for part, module in (("attention", layer.self_attention), ("mlp", layer.mlp), ("output", layer)):
+                hook = partial(self._see_output, f"{number}.{part}")
+                self._hooks.append(module.register_forward_hook(hook))
+        if chunk.post_process and chunk.decoder.final_layernorm is not None:
+            hook = partial(self._see_output, "norm")
+            self._hooks.append(chunk.decoder.final_layernorm.register_forward_hook(hook))
+
+    def _see_input(self, _: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
+        self._see("embedding", keywords["hidden_states"] if "hidden_states" in keywords else arguments[0])
+
+    def _see_output(self, name: str, _: nn.Module, arguments: Any, output: Any) -> None:
+        parts = output if isinstance(output, tuple) else (output,)  # a bias that is still to be added comes beside
+        value = sum(part.detach().float() for part in parts if isinstance(part, Tensor))
+        assert isinstance(value, Tensor)
+        self._see(name, value)
+
+    def _see(self, name: str, value: Tensor) -> None:
+        self._seen[name] = (
+            value.detach().float().clone() if value.is_floating_point() else value.int()
+        )  # no backend gathers int16
+
+
+class RecordingStep(LogprobStep):
+    """Log-probs, while a recorder watches. ``rows``: of the recorder's batch, that this step gets."""
+
+    def __init__(self, head: LogprobHead, recorder: Recorder, rows: np.ndarray) -> None:
+        super().__init__(head)
+        self.recorder, self.rows = recorder, rows
+
+    def passed(self, micro_batch: MicroBatch) -> None:
+        self.recorder.keep(micro_batch, self.rows)

@@ -1,4 +1,4 @@
-"""Log-probs of a few given tokens, and how far rounding alone moves them: trainer and engines are compared by them."""
+"""Score given tokens on a rank: log-probs at temperature 1, also with perturbed embeddings."""
 
 from __future__ import annotations
 

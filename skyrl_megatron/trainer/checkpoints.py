@@ -1,21 +1,23 @@
-"""The checkpoints of a run, as its configuration asks for them."""
+"""When checkpoints and HF exports of a run are written, and where to."""
 
 from __future__ import annotations
 
 import contextlib
+import shutil
 import warnings
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bridges.assets import HF_SUBFOLDER, asset_files
+from bridges.source import HF_SUBFOLDER, asset_files
 from skyrl_megatron.errors import CheckpointError
 from skyrl_megatron.hub import cached_folder
 from skyrl_megatron.runtime.checkpoint.checkpointer import Checkpointer, RoleRanks
-from skyrl_megatron.runtime.checkpoint.resume import choose
-from skyrl_megatron.runtime.checkpoint.store import CheckpointStore, SavedCheckpoint
+from skyrl_megatron.runtime.checkpoint.store import CheckpointStore, SavedCheckpoint, choose
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
+
 
 CONFIG = "config.json"
 
@@ -67,3 +69,27 @@ def resumed_checkpoint(cfg: SkyRLTrainConfig) -> SavedCheckpoint | None:
         warnings.simplefilter("ignore")
         return next(choose(CheckpointStore(trainer.ckpt_path), trainer.resume_mode, trainer.resume_path))
     return None
+
+
+def export_due(step: int, interval: int, *, is_last: bool) -> bool:
+    """Return whether to export: every ``interval`` steps (``hf_save_interval``) and at the end; 0 or -1: never."""
+    return interval > 0 and (is_last or step % interval == 0)
+
+
+def export_folder(export_path: str | Path, step: int, role: str = "policy") -> Path:
+    """Return the folder of a role's export: ``export_path/global_step_<step>/<role>``."""
+    return Path(export_path).expanduser() / f"global_step_{step}" / role
+
+
+def prepare_export(export_path: str | Path, step: int, role: str = "policy") -> Path:
+    """Return :func:`export_folder`, freed of what an earlier run exported. Called on one rank.
+
+    Raises CheckpointError when the old export cannot be removed.
+    """
+    target = export_folder(export_path, step, role)
+    try:
+        if target.exists():
+            shutil.rmtree(target)
+    except OSError as error:
+        raise CheckpointError(f"{target} cannot be replaced ({error.strerror}); check trainer.export_path") from error
+    return target

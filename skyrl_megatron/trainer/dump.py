@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from skyrl_megatron.config import SkyRLTrainConfig
-from skyrl_megatron.config.run_folder import private_folder
+from skyrl_megatron.config.resolve import private_folder
 from skyrl_megatron.types import TokenSupport, TrainingBatch
 
 type Versions = list[list[tuple[str, int, int]]]

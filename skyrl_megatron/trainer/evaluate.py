@@ -7,18 +7,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skyrl_megatron.config.adapters import ADAPTER_KEY
-from skyrl_megatron.config.run_folder import private_folder
-from skyrl_megatron.inference.sampling import engine_sampling
-from skyrl_megatron.rollout.interface import GeneratorInterface, GeneratorOutput
+from skyrl_megatron.config.resolve import private_folder
+from skyrl_megatron.config.roles import ADAPTER_KEY
+from skyrl_megatron.inference.sampling_params import engine_sampling
+from skyrl_megatron.rollout.interface import (
+    GeneratorInterface,
+    GeneratorOutput,
+    get_metrics_from_generator_output,
+    total_reward,
+)
 from skyrl_megatron.rollout.outputs import (
     concatenate_generator_outputs,
     prepare_generator_input,
     row_uids,
     select_rows,
 )
-from skyrl_megatron.rollout.rewards import get_metrics_from_generator_output, total_reward
-from skyrl_megatron.trainer.loop_thread import within
+from skyrl_megatron.trainer.event_loop import within
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig

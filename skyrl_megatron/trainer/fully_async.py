@@ -11,18 +11,16 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from skyrl_megatron.config.rules.fully_async import runs_ahead
+from skyrl_megatron.config.rules.training_rules import runs_ahead
 from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.rollout.dynamic_sampling import distinct_uids, groups
 from skyrl_megatron.rollout.interface import GeneratorOutput
 from skyrl_megatron.rollout.outputs import concatenate_generator_outputs, row_uids
 from skyrl_megatron.trainer.ppo import RayPPOTrainer
-from skyrl_megatron.trainer.stream.concurrency import Concurrency
-from skyrl_megatron.trainer.stream.durable import DurableGroups, Kept
-from skyrl_megatron.trainer.stream.group import Group
-from skyrl_megatron.trainer.stream.lag import lag_metrics, token_lags
-from skyrl_megatron.trainer.stream.replay import ReplayedRollouts
-from skyrl_megatron.trainer.stream.rollouts import RolloutStream, StalePolicy, StreamLimits
+from skyrl_megatron.trainer.rollout_replay import ReplayedRollouts
+from skyrl_megatron.trainer.rollout_store import DurableGroups, Kept
+from skyrl_megatron.trainer.rollout_stream import Group, RolloutStream, StalePolicy, StreamLimits
+from skyrl_megatron.trainer.staleness import Concurrency, lag_metrics, token_lags
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,68 +18,62 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from skyrl_megatron import start_times
+from skyrl_megatron import progress as start_times
 from skyrl_megatron.algorithms.advantages import compute_advantages_and_returns, normalize_advantages
-from skyrl_megatron.algorithms.checks import finite_samples
 from skyrl_megatron.algorithms.kl import get_kl_controller, penalize_rewards
+from skyrl_megatron.algorithms.masked import finite_samples
 from skyrl_megatron.algorithms.metrics import metric_values
 from skyrl_megatron.algorithms.objective import PolicyObjective
-from skyrl_megatron.config.adapters import adapter_names
-from skyrl_megatron.config.rules.role_layout import (
+from skyrl_megatron.config.resolve import run_folder
+from skyrl_megatron.config.roles import (
     active_roles,
+    adapter_names,
     engine_ranks,
     is_frozen,
     needs_reference,
     policy_is_reference,
+    role_configs,
     shares_policy_gpus,
     weight_path,
 )
-from skyrl_megatron.config.run_folder import run_folder
-from skyrl_megatron.config.teachers import role_configs
-from skyrl_megatron.data.loader import PromptLoader, warn_of_changes
-from skyrl_megatron.data.splitting import PROMPT_UIDS, counted_rows, mini_batches, trainable
+from skyrl_megatron.data.packing import PROMPT_UIDS, counted_rows, mini_batches, trainable
+from skyrl_megatron.data.prompts import PromptLoader, warn_of_changes
 from skyrl_megatron.errors import MemoryAheadError
+from skyrl_megatron.interrupts import report_end
 from skyrl_megatron.progress import under_way
 from skyrl_megatron.rollout.dynamic_sampling import DynamicSampler
 from skyrl_megatron.rollout.interface import GeneratorInput, GeneratorOutput, TrainingPhase
 from skyrl_megatron.rollout.outputs import prepare_generator_input, to_training_batch
-from skyrl_megatron.trainer.batches import (
-    for_each_adapter,
-    mask_groups_without_variety,
-    training_pass_is_enough,
-    with_token_rewards,
-)
 from skyrl_megatron.trainer.callbacks import TrainerCallback, notify
-from skyrl_megatron.trainer.checkpoints import run_checkpointer
-from skyrl_megatron.trainer.diagnosis import write_stacks
+from skyrl_megatron.trainer.checkpoints import export_due, prepare_export, run_checkpointer
+from skyrl_megatron.trainer.console import Phases, StartUp
 from skyrl_megatron.trainer.dump import dump_batch, dump_path
 from skyrl_megatron.trainer.evaluate import evaluate
-from skyrl_megatron.trainer.healing import Healing, Rewound
-from skyrl_megatron.trainer.hf_export import export_due, prepare_export
-from skyrl_megatron.trainer.lessons import Lessons
-from skyrl_megatron.trainer.limits import leftover, step_limit
-from skyrl_megatron.trainer.loop_thread import LoopThread
-from skyrl_megatron.trainer.memory_ahead import MemoryAhead
-from skyrl_megatron.trainer.metrics import (
+from skyrl_megatron.trainer.event_loop import LoopThread
+from skyrl_megatron.trainer.hang import write_stacks
+from skyrl_megatron.trainer.observe import RunWatch
+from skyrl_megatron.trainer.recovery import Healing, MemoryAhead, Rewound, Stragglers
+from skyrl_megatron.trainer.step_batch import (
+    Lessons,
     advantage_metrics,
+    for_each_adapter,
     logprob_diff_metrics,
+    mask_groups_without_variety,
     optimizer_metrics,
     reward_metrics,
     route_bytes,
     sequence_lengths,
+    training_pass_is_enough,
     value_metrics,
+    with_token_rewards,
 )
-from skyrl_megatron.trainer.phases import Phases, StartUp
-from skyrl_megatron.trainer.report import last_lines, write_curves
-from skyrl_megatron.trainer.stop import StopRequested, StopSignal
-from skyrl_megatron.trainer.stragglers import Stragglers
+from skyrl_megatron.trainer.stopping import StopRequested, StopSignal, leftover, step_limit
+from skyrl_megatron.trainer.summary import last_lines, write_curves
 from skyrl_megatron.trainer.teachers import Teachers, with_teacher_rewards
 from skyrl_megatron.trainer.tracking import as_numbers
-from skyrl_megatron.trainer.watch import RunWatch
 from skyrl_megatron.types import OWN_LOGPROBS, TrainingBatch
 from skyrl_megatron.workers.policy_rank import policy_ranks, weight_synchronizer
-from skyrl_megatron.workers.speed import Speed
-from skyrl_megatron.workers.worker_group import WorkerGroup
+from skyrl_megatron.workers.worker_group import Speed, WorkerGroup
 
 if TYPE_CHECKING:
     import numpy as np
@@ -666,6 +660,7 @@ class RayPPOTrainer:
         """Save a checkpoint of the last complete step, unless there is one."""
         if self.global_step > 0 and self.checkpoints is not None and self.checkpoints.saved_step != self.global_step:
             self.save_checkpoints()
+        report_end()
         self.tracker.say(f"stopped after step {self.global_step}; the same command continues from there")
 
     def log_step(self) -> None:

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from skyrl_megatron.algorithms.distillation import teacher_rewards
 from skyrl_megatron.algorithms.metrics import metric_values
-from skyrl_megatron.config.teachers import role_key, teacher_addresses, teacher_names, teachers_on_ranks
+from skyrl_megatron.config.roles import role_key, teacher_addresses, teacher_names, teachers_on_ranks
 from skyrl_megatron.errors import DataError
-from skyrl_megatron.inference.teacher import RemoteTeacher
+from skyrl_megatron.inference.remote_teacher import RemoteTeacher
 from skyrl_megatron.types import TrainingBatch
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.trainer.loop_thread import LoopThread
+    from skyrl_megatron.trainer.event_loop import LoopThread
     from skyrl_megatron.workers.worker_group import WorkerGroup
 
 

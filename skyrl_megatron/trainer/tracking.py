@@ -1,24 +1,244 @@
-"""Logging a run's numbers: to ``metrics.jsonl``, TensorBoard, the console, and a tracker by name."""
+"""Log metrics to ``metrics.jsonl``, TensorBoard and the console, and to wandb, mlflow or swanlab.
+
+Each is told from a thread of its own, so that one that is slow or away holds up no step. A run that is continued goes
+on as the same run there: its id is in ``tracker.json`` in the run's folder.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import queue
+import threading
+import uuid
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from skyrl_megatron.config.run_folder import run_folder
-from skyrl_megatron.errors import SkyRLMegatronWarning
+from skyrl_megatron.config import get_config_as_dict, get_config_as_yaml_str
+from skyrl_megatron.config.resolve import run_folder, trackers
+from skyrl_megatron.errors import LaunchError, SkyRLMegatronWarning, install_command
 from skyrl_megatron.trainer.checkpoints import resumed_step
 from skyrl_megatron.trainer.console import ConsoleSink
 from skyrl_megatron.trainer.exporters import PrometheusEndpoint
-from skyrl_megatron.trainer.trackers import ShownSample, named_trackers
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
+
+
+ID_FILE = "tracker.json"
+COLUMNS = ("uid", "reward", "stop", "prompt", "response")
+"""Of a sample, in the order of :data:`ShownSample`."""
+type ShownSample = tuple[str, float | None, str, str, str]
+WAITING = 1000
+"""Steps and tables that wait for a tracker; more are left out."""
+FINISH_S = 60.0
+"""How long the end of a run waits for its tracker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """What is called of a tracker, from one thread."""
+
+    run_id: str
+    log: Callable[[dict[str, float], int], Any]
+    """Numbers of a step."""
+    samples: Callable[[Sequence[ShownSample], int], Any]
+    finish: Callable[[], Any]
+
+
+class NamedTracker:
+    """Gives a client what comes, in its order. One that fails or falls behind is warned of once, and gets no more."""
+
+    def __init__(self, name: str, client: Client) -> None:
+        self.name, self._client, self._failed = name, client, False
+        self._waiting: queue.Queue[Callable[[], Any] | None] = queue.Queue(WAITING)
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        given = dict(metrics)
+        self._soon(lambda: self._client.log(given, step))
+
+    def samples(self, rows: Sequence[ShownSample], step: int) -> None:
+        """Give it samples of a step, as a table."""
+        self._soon(lambda: self._client.samples(rows, step))
+
+    def finish(self) -> None:
+        """Write what waits, for a while at most, and end its run, in this thread: swanlab sets signal handlers."""
+        self._soon(None)
+        self._thread.join(FINISH_S)
+        if self._thread.is_alive():
+            self._fail(f"it was not done {FINISH_S:.0f} s after the run")
+        elif not self._failed:
+            self._try(self._client.finish)
+
+    def _soon(self, call: Callable[[], Any] | None) -> None:
+        if not self._failed:
+            try:
+                self._waiting.put_nowait(call)
+            except queue.Full:
+                self._fail(f"{WAITING} calls wait for it")
+
+    def _work(self) -> None:
+        while not self._failed and (call := self._waiting.get()) is not None:
+            self._try(call)
+
+    def _try(self, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except Exception as error:
+            self._fail(str(error))
+
+    def _fail(self, why: str) -> None:
+        if not self._failed:
+            self._failed = True
+            said = f"trainer.logger={self.name} failed and gets no more numbers: {why}; metrics.jsonl has them all"
+            warnings.warn(said, SkyRLMegatronWarning, stacklevel=2)
+
+
+def named_trackers(cfg: SkyRLTrainConfig, *, resumed: bool = False) -> list[NamedTracker]:
+    """Return the trackers of ``trainer.logger``. ``resumed``: the run continues from a checkpoint, and so does what is
+    there already.
+
+    Raises LaunchError when the package of one is not installed or it refuses to start.
+    """
+    path = run_folder(cfg) / ID_FILE
+    known, ids = _known_ids(path) if resumed else {}, dict[str, str]()
+    started = []
+    for name in trackers(cfg):
+        try:
+            client = CLIENTS[name](cfg, known.get(name))
+        except ImportError as error:
+            raise LaunchError(
+                f"trainer.logger={name}: its package is not installed ({error}): {install_command(name)}, or set "
+                "trainer.logger=tensorboard"
+            ) from error
+        except Exception as error:
+            raise LaunchError(
+                f"trainer.logger={name} did not start: {error}; or set trainer.logger=tensorboard"
+            ) from error
+        ids[name] = client.run_id
+        started.append(NamedTracker(name, client))
+    if ids:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        (name, of_first), *others = ids.items()
+        path.write_text(json.dumps({"tracker": name, "id": of_first} | ({"others": dict(others)} if others else {})))
+    return started
+
+
+def _known_ids(path: Path) -> dict[str, str]:
+    """Return tracker → the id that it gave the run; {} where there is none that can be read."""
+    try:
+        known = json.loads(path.read_text())
+        return {str(known["tracker"]): str(known["id"]), **known.get("others", {})}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _wandb(cfg: SkyRLTrainConfig, known: str | None) -> Client:
+    """Let its own steps count lines, as they never go back; charts are over ``trainer/global_step``, which a run that
+    was resumed takes up again."""
+    import wandb
+
+    folder = os.environ.get("WANDB_DIR") or str(run_folder(cfg))
+    running = wandb.init(
+        project=cfg.trainer.project_name,
+        name=cfg.trainer.run_name,
+        config=get_config_as_dict(cfg),
+        id=known or uuid.uuid4().hex[:12],
+        resume="allow",
+        dir=folder,
+    )
+    running.define_metric("trainer/global_step")
+    running.define_metric("*", step_metric="trainer/global_step")
+
+    def log(metrics: dict[str, float], step: int) -> None:
+        running.log({**metrics, "trainer/global_step": step})
+
+    def samples(rows: Sequence[ShownSample], step: int) -> None:
+        table = wandb.Table(columns=list(COLUMNS), data=[list(row) for row in rows])
+        running.log({"samples": table, "trainer/global_step": step}, commit=False)
+
+    return Client(running.id, log, samples, running.finish)
+
+
+def _mlflow(cfg: SkyRLTrainConfig, known: str | None) -> Client:
+    """Use the client with an explicit run: the module's active one belongs to a thread."""
+    import time
+
+    from mlflow import MlflowClient
+    from mlflow.entities import Metric, Param
+    from mlflow.exceptions import MlflowException
+
+    client, project = MlflowClient(), cfg.trainer.project_name
+    run_id = known
+    if known is not None:
+        try:
+            client.update_run(known, status="RUNNING")
+        except MlflowException:  # of another store, or deleted there
+            run_id = None
+    if run_id is None:
+        found = client.get_experiment_by_name(project)
+        experiment = client.create_experiment(project) if found is None else found.experiment_id
+        run_id = client.create_run(experiment, run_name=cfg.trainer.run_name).info.run_id
+        params = [Param(key, text[:500]) for key, text in _flat("", get_config_as_dict(cfg)) if text]
+        for first in range(0, len(params), 100):  # which is what a call may have
+            client.log_batch(run_id, params=params[first : first + 100])
+    client.log_text(run_id, get_config_as_yaml_str(cfg), "config.yaml")
+
+    def log(metrics: dict[str, float], step: int) -> None:
+        now = int(time.time() * 1000)
+        client.log_batch(run_id, [Metric(name, value, now, step) for name, value in metrics.items()])
+
+    def samples(rows: Sequence[ShownSample], step: int) -> None:
+        columns = dict(zip(COLUMNS, map(list, zip(*rows, strict=True)), strict=True))
+        client.log_table(run_id, columns, f"samples/step_{step}.json")
+
+    return Client(run_id, log, samples, lambda: client.set_terminated(run_id))
+
+
+def _swanlab(cfg: SkyRLTrainConfig, known: str | None) -> Client:
+    """Give samples as texts with captions: it has no tables."""
+    import swanlab
+
+    folder = None if "SWANLAB_LOGDIR" in os.environ or "SWANLAB_LOG_DIR" in os.environ else run_folder(cfg) / "swanlog"
+    running = swanlab.init(
+        project=cfg.trainer.project_name,
+        name=cfg.trainer.run_name,
+        config=get_config_as_dict(cfg),
+        id=known or uuid.uuid4().hex[:21],
+        resume="allow",
+        log_dir=None if folder is None else str(folder),
+        settings=swanlab.Settings(interactive=False),
+    )
+
+    def samples(rows: Sequence[ShownSample], step: int) -> None:
+        texts = [
+            swanlab.Text(f"{prompt}{response}", caption=f"{uid} · reward {reward} · {stop}")
+            for uid, reward, stop, prompt, response in rows
+        ]
+        running.log({"samples": texts}, step=step)
+
+    return Client(running.id, lambda metrics, step: running.log(metrics, step=step), samples, running.finish)
+
+
+CLIENTS: Mapping[str, Callable[[SkyRLTrainConfig, str | None], Client]] = {
+    "wandb": _wandb,
+    "mlflow": _mlflow,
+    "swanlab": _swanlab,
+}
+"""``trainer.logger`` → what starts it, with the id of the run that it goes on with."""
+
+
+def _flat(key: str, value: Any) -> list[tuple[str, str]]:
+    if isinstance(value, dict):
+        return [pair for name, inner in value.items() for pair in _flat(f"{key}.{name}" if key else name, inner)]
+    return [(key, str(value))]
+
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -111,7 +331,7 @@ class TensorBoard:
 def _prometheus(cfg: SkyRLTrainConfig) -> PrometheusEndpoint | None:
     if (port := cfg.trainer.prometheus_port) is None:
         return None
-    from skyrl_megatron.inference.http_server import endpoint_token
+    from skyrl_megatron.inference.http_endpoint import endpoint_token
 
     return PrometheusEndpoint(port, endpoint_token(run_folder(cfg) / "prometheus_token", "prometheus_token"))
 

@@ -42,7 +42,7 @@ from skyrl_megatron.algorithms.skyrl import (
 )
 
 if TYPE_CHECKING:
-    from skyrl_megatron.algorithms.registry_sync import RegistryActor
+    from skyrl_megatron.algorithms.registry import RegistryActor
 
 __all__ = [
     "AdaptiveKLController",
@@ -82,7 +82,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "RegistryActor":  # a Ray actor class, which needs Ray
-        from skyrl_megatron.algorithms.registry_sync import registry_actor_class
+        from skyrl_megatron.algorithms.registry import registry_actor_class
 
         return registry_actor_class()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,17 +15,20 @@ from torch import Tensor
 
 from skyrl_megatron.config.hf_model import ENGINE_KWARGS
 from skyrl_megatron.errors import WeightSyncError
-from skyrl_megatron.runtime.lora.adapter import Adapter, Factor
 from skyrl_megatron.runtime.lora.attach import Adapters, adapter_modules
-from skyrl_megatron.runtime.lora.names import entry_of
+from skyrl_megatron.runtime.lora.folder import entry_of
+from skyrl_megatron.runtime.lora.layers import Adapter, Factor
 from skyrl_megatron.runtime.model.build import ModelChunks
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
 from skyrl_megatron.weight_sync.adapter_tensors import FactorName, stacked
-from skyrl_megatron.weight_sync.bucket import TensorMeta
-from skyrl_megatron.weight_sync.megatron_source import MegatronWeightSource, ranges_in_shards
-from skyrl_megatron.weight_sync.merged_source import MergedWeightSource
-from skyrl_megatron.weight_sync.quantised_source import QuantisedWeightSource
-from skyrl_megatron.weight_sync.source import RowRange, TensorShard, WeightSource, as_rows, dtype_name, place_of
+from skyrl_megatron.weight_sync.buckets import TensorMeta
+from skyrl_megatron.weight_sync.megatron_source import (
+    MegatronWeightSource,
+    MergedWeightSource,
+    QuantisedWeightSource,
+    ranges_in_shards,
+)
+from skyrl_megatron.weight_sync.tensors import RowRange, TensorShard, WeightSource, as_rows, dtype_name, place_of
 
 
 class AdapterSource:

@@ -21,12 +21,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bridges.plan import Plan
-from skyrl_megatron.config.adapters import adapter_configs
+from bridges.rows import Shape
 from skyrl_megatron.config.hf_model import read_hf_config
+from skyrl_megatron.config.roles import adapter_configs
 from skyrl_megatron.errors import WeightSyncError
 from skyrl_megatron.runtime.lora.targets import Selection, adapted, configured_selection, expert_rank
-from skyrl_megatron.weight_sync.bucket import TensorMeta
-from skyrl_megatron.weight_sync.metadata import Shape, named_some, wholes
+from skyrl_megatron.weight_sync.buckets import TensorMeta
+from skyrl_megatron.weight_sync.tensors import named_some, wholes
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig

@@ -16,7 +16,7 @@ EPSILON = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11, QUANTI
 LIMITS = {"float32": 1e-4, "bfloat16": 0.15, "float16": 0.05, QUANTISED: 0.3}
 """How far log-probs may be apart on average, nats, whatever the model (float16: not measured) …"""
 ROUNDINGS = 3.0
-"""… and how many times as far as rounding moves the trainer's own (``runtime/scoring.py``), where that is more.
+"""… and how many times as far as rounding moves the trainer's own (``runtime/forward_step.py``), where that is more.
 
 Only the mean tells: a router's near-ties fall either way in half precision and move single log-probs far, and in fp32
 single tokens of two correct implementations are 3e-4 apart. How much of it is rounding depends on the model. Measured

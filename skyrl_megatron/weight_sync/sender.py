@@ -1,4 +1,4 @@
-"""The sending side of a weight update, in a trainer rank: every rank sends the tensors it owns, bucket by bucket.
+"""A trainer rank's end of a weight sync. Copies and messages of a pass are planned once, then repeated.
 
 A rank's broadcasts wait for the receivers, which take the buckets of all ranks in one order (``bucket.py``). The order
 of a whole sync is that of ``workers/weight_synchronizer.py``.
@@ -16,13 +16,11 @@ import torch
 from skyrl_megatron import device
 from skyrl_megatron.errors import DistributedError, EngineGoneError, SkyRLMegatronError, WeightSyncError
 from skyrl_megatron.weight_sync import DEFAULT_BUCKET_BYTES
-from skyrl_megatron.weight_sync.bucket import TensorMeta, checksum
-from skyrl_megatron.weight_sync.exchange import Exchange, ExchangingSender
-from skyrl_megatron.weight_sync.parcel_sender import ParcelSender
-from skyrl_megatron.weight_sync.parcels import Parcels
-from skyrl_megatron.weight_sync.plan import ExportPlan
-from skyrl_megatron.weight_sync.routes import Holdings, Unroutable
-from skyrl_megatron.weight_sync.source import WeightSource
+from skyrl_megatron.weight_sync.buckets import TensorMeta, checksum
+from skyrl_megatron.weight_sync.export_plan import ExportPlan
+from skyrl_megatron.weight_sync.point_to_point import Exchange, ExchangingSender, ParcelSender
+from skyrl_megatron.weight_sync.slices import Holdings, Parcels, Unroutable
+from skyrl_megatron.weight_sync.tensors import WeightSource
 from skyrl_megatron.weight_sync.transport import (
     DEFAULT_TIMEOUT_S,
     GroupMember,

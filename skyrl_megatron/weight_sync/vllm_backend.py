@@ -1,4 +1,4 @@
-"""The worker's end of a weight sync in vLLM 0.32: our weight-transfer backend, and what engines ask of it.
+"""The worker's end of a weight sync in vLLM 0.32: the weight-transfer backend, and the layers that draft tokens.
 
 Importing it registers the backend.
 """
@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -23,17 +24,16 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.models.utils import get_spec_layer_idx_from_weight_name
 from vllm.platforms import current_platform
 
 from skyrl_megatron import device
 from skyrl_megatron.errors import WeightSyncError
 from skyrl_megatron.weight_sync import DEFAULT_BUCKET_BYTES
-from skyrl_megatron.weight_sync.bucket import TensorMeta
-from skyrl_megatron.weight_sync.metadata import metadata_of
-from skyrl_megatron.weight_sync.parcel_receiver import ParcelReceiver
-from skyrl_megatron.weight_sync.parcels import Parcels, check_parcels
-from skyrl_megatron.weight_sync.receiver import WeightReceiver
-from skyrl_megatron.weight_sync.routes import FilledTensor, Route, Unroutable
+from skyrl_megatron.weight_sync.buckets import TensorMeta, WeightReceiver
+from skyrl_megatron.weight_sync.point_to_point import ParcelReceiver
+from skyrl_megatron.weight_sync.slices import FilledTensor, Parcels, Route, Unroutable, check_parcels
+from skyrl_megatron.weight_sync.tensors import as_on_disk, metadata_of
 from skyrl_megatron.weight_sync.transport import (
     DEFAULT_TIMEOUT_S,
     GroupMember,
@@ -42,10 +42,48 @@ from skyrl_megatron.weight_sync.transport import (
     measure,
     open_transport,
 )
-from skyrl_megatron.weight_sync.turned import as_on_disk
-from skyrl_megatron.weight_sync.vllm_drafts import DraftedModel, drafted_model
-from skyrl_megatron.weight_sync.vllm_routes import record_route
-from skyrl_megatron.weight_sync.vllm_targets import ModelTargets
+from skyrl_megatron.weight_sync.vllm_reshard import ModelTargets, record_route
+
+_EMBEDDING = "model.embed_tokens.weight"
+
+
+class DraftedModel(torch.nn.Module):
+    """Both models as one that weights are loaded into: ``modules()`` has what they share once."""
+
+    def __init__(self, target: torch.nn.Module, draft: torch.nn.Module) -> None:
+        super().__init__()
+        self.target: Any = target
+        self.draft: Any = draft
+
+    def takes(self, name: str) -> bool:
+        """Tell whether a tensor, by its HF name, belongs to the draft layer."""
+        return get_spec_layer_idx_from_weight_name(self.draft.config, name) is not None
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Load (HF name, tensor), each by the loaders of the model that it belongs to."""
+        self.target.load_weights(self._of_target(tensors))
+
+    def _of_target(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the target's tensors, and load the others, each before the next is asked for."""
+        # the last of several pipeline stages drafts with an embedding of its own (_maybe_share_embeddings)
+        apart = self.draft.model.embed_tokens is not getattr(self.target.model, "embed_tokens", None)
+        for name, tensor in tensors:
+            of_draft = self.takes(name)
+            if of_draft or (apart and name == _EMBEDDING):
+                self.draft.load_weights([(name, tensor)])
+            if not of_draft:
+                yield name, tensor
+
+
+def drafted_model(worker: Any) -> DraftedModel | None:
+    """Return a worker's model with what it drafts with; None where that is none of the folder's layers, or none at
+    all."""
+    own, speculative = worker.vllm_config.model_config, worker.vllm_config.speculative_config
+    if speculative is None or speculative.method != "mtp" or speculative.draft_model_config.model != own.model:
+        return None
+    draft = worker.get_draft_model()
+    return None if draft is None else DraftedModel(worker.get_model(), draft)
+
 
 __all__ = ["BACKEND", "WeightExtension", "WeightTransferInitRequest", "WeightTransferUpdateRequest"]
 BACKEND = "skyrl_megatron"
@@ -81,7 +119,7 @@ class BroadcastTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     the model's loaders, or each worker's own, copied to where those would have.
 
     What goes wrong is kept for :meth:`WeightExtension.skyrl_checksums` and :meth:`WeightExtension.skyrl_connected`:
-    ``inference/vllm/answers.py`` says why.
+    ``inference/vllm/requests.py`` says why.
     """
 
     init_info_cls = InitInfo

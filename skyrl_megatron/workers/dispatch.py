@@ -1,20 +1,23 @@
-"""A batch cut for the data-parallel replicas of a role, sent once a replica, and results put back in its order."""
+"""A batch split over the data-parallel replicas of a role, sent once per replica, and results in its order."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
 import torch
 from torch import Tensor
 
-from skyrl_megatron.data.splitting import rows_by_adapter, split_for_dp
+from skyrl_megatron.data.packing import rows_by_adapter, split_for_dp
 from skyrl_megatron.runtime.flops import ModelFlops
 from skyrl_megatron.types import TrainingBatch
+
+if TYPE_CHECKING:
+    pass
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,27 +17,27 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from skyrl_megatron import spans
-from skyrl_megatron.config.adapters import role_part
+from skyrl_megatron import progress as spans
+from skyrl_megatron.config.roles import role_part
 from skyrl_megatron.errors import SkyRLMegatronWarning
 from skyrl_megatron.hub import model_card
 from skyrl_megatron.plugins import load_plugins
-from skyrl_megatron.spans import timed
+from skyrl_megatron.progress import timed
 from skyrl_megatron.workers.actor_group import WATCH
-from skyrl_megatron.workers.ports import take_port
+from skyrl_megatron.workers.processes import take_port
 
 if TYPE_CHECKING:
     import numpy as np
 
     from skyrl_megatron.algorithms.registry import RegistryVersions
     from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.progress import Span
     from skyrl_megatron.runtime.engine import RoleName
     from skyrl_megatron.runtime.flops import ModelFlops
     from skyrl_megatron.runtime.offload import Part
-    from skyrl_megatron.spans import Span
-    from skyrl_megatron.weight_sync.bucket import TensorMeta
-    from skyrl_megatron.weight_sync.exchange import Exchange
-    from skyrl_megatron.weight_sync.routes import Holdings
+    from skyrl_megatron.weight_sync.buckets import TensorMeta
+    from skyrl_megatron.weight_sync.point_to_point import Exchange
+    from skyrl_megatron.weight_sync.slices import Holdings
     from skyrl_megatron.weight_sync.transport import GroupMember
     from skyrl_megatron.workers.dispatch import RankInfo
 
@@ -91,7 +91,7 @@ class RankProcess:
         import torch.distributed as dist
 
         from skyrl_megatron import device
-        from skyrl_megatron.runtime import waits
+        from skyrl_megatron.runtime import parallel_state as waits
         from skyrl_megatron.runtime.critic import CriticEngine
         from skyrl_megatron.runtime.engine import MegatronEngine
         from skyrl_megatron.workers.dispatch import RankInfo
@@ -129,8 +129,8 @@ class RankProcess:
     @timed
     def keep_state(self, distance: int) -> int:
         """Copy this rank's state and give it to the rank ``distance`` behind; returns the bytes of host memory that
-        copies hold (``runtime/state_copy.py``)."""
-        from skyrl_megatron.runtime.state_copy import RankCopies
+        copies hold (``runtime/peer_checkpoint.py``)."""
+        from skyrl_megatron.runtime.peer_checkpoint import RankCopies
 
         if not hasattr(self, "copies"):
             self.copies = RankCopies()
@@ -139,7 +139,7 @@ class RankProcess:
     @timed
     def roll_back(self, holders: Mapping[int, int]) -> None:
         """Go back to the copied state; ``holders``: rank that is new → the rank that has its copy."""
-        from skyrl_megatron.runtime.state_copy import RankCopies
+        from skyrl_megatron.runtime.peer_checkpoint import RankCopies
 
         if not hasattr(self, "copies"):
             self.copies = RankCopies()
@@ -185,10 +185,10 @@ class RankProcess:
         self, temperature: float | None, layers: bool, perturbation: float, chunk: Arrays
     ) -> tuple[np.ndarray | None, dict[str, dict[int, np.ndarray]] | None]:
         """Return log-probs as :meth:`compute_logprobs` does, and on one rank of each pipeline stage of a replica what
-        its layers chose and, with ``layers``, gave (``runtime/recording.py``), by the rows of the chunk.
+        its layers chose and, with ``layers``, gave (``runtime/profiling.py``), by the rows of the chunk.
 
-        ``perturbation``: relative change of every embedding first (``runtime/scoring.py``)."""
-        from skyrl_megatron.runtime.recording import Recorder
+        ``perturbation``: relative change of every embedding first (``runtime/forward_step.py``)."""
+        from skyrl_megatron.runtime.profiling import Recorder
         from skyrl_megatron.runtime.scoring import perturbed_embeddings
         from skyrl_megatron.workers.dispatch import from_arrays
 
@@ -202,7 +202,7 @@ class RankProcess:
     def layer_weights(self, layer: int | None) -> dict[str, np.ndarray]:
         """Return what this rank gathers of the tensors of a layer, by HF's names, as float32; None: of all that no
         layer has. Of one that all experts share, each expert's as ``<name>.<expert>``."""
-        from skyrl_megatron.runtime.hf.export import stream_hf
+        from skyrl_megatron.runtime.hf_weights import stream_hf
 
         engine, found = self.engine, {}
         for piece in stream_hf(engine.model, engine.groups):
@@ -223,9 +223,9 @@ class RankProcess:
 
     @timed
     def compute_scores(self, k: int, chunk: Arrays) -> np.ndarray | None:
-        """Return what a teacher says of this replica's rows, [rows, T, 1 + 2k] float32 (``runtime/teacher.py``), on
+        """Return what a teacher says of this replica's rows, [rows, T, 1 + 2k] float32 (``runtime/critic.py``), on
         the rank that collects."""
-        from skyrl_megatron.runtime.teacher import score_responses
+        from skyrl_megatron.runtime.critic import score_responses
         from skyrl_megatron.workers.dispatch import from_arrays
 
         scores = score_responses(self.engine, from_arrays(chunk), k)
@@ -242,7 +242,7 @@ class RankProcess:
         """
         from skyrl_megatron import device
         from skyrl_megatron.algorithms.registry import ensure_registry_versions
-        from skyrl_megatron.runtime.waits import own_seconds
+        from skyrl_megatron.runtime.parallel_state import own_seconds
         from skyrl_megatron.workers.dispatch import from_arrays
 
         began = own_seconds()
@@ -302,7 +302,7 @@ class RankProcess:
     def weight_metadata(self) -> list[TensorMeta]:
         """List what this rank sends to the engines, in order."""
         from skyrl_megatron.config.hf_model import engines_quantise
-        from skyrl_megatron.config.rules.role_layout import weight_bucket_sizes, weight_transport
+        from skyrl_megatron.config.roles import weight_bucket_sizes, weight_transport
         from skyrl_megatron.weight_sync.adapter_source import weight_source
         from skyrl_megatron.weight_sync.sender import WeightSender
 
@@ -353,7 +353,7 @@ class RankProcess:
 
     @timed
     def score(self, token_ids: Sequence[int], perturbation: float, adapter: str = "") -> list[float] | None:
-        """Score tokens, see ``runtime/scoring.py``."""
+        """Score tokens, see ``runtime/forward_step.py``."""
         from skyrl_megatron.runtime.scoring import score_tokens
 
         return score_tokens(self.engine, token_ids, perturbation=perturbation, adapter=adapter)
@@ -363,7 +363,7 @@ class RankProcess:
     def next_weights(self, first: bool) -> list[Any] | None:
         """Return a reference to this rank's part of the ``first``, or the next, round of its weights; None when there
         are no more. The bytes stay with this process until somebody asks for them."""
-        from skyrl_megatron.runtime.weight_copy import rounds
+        from skyrl_megatron.runtime.offload import rounds
 
         if first:
             self.engine.onload("weights")
@@ -375,7 +375,7 @@ class RankProcess:
     def take_weights(self, first: bool, given: Sequence[Any]) -> None:
         """Take this rank's share of the ``first``, or a later, round that ``given`` refers to. An empty one is the
         last: raises WeightSyncError when a weight never came."""
-        from skyrl_megatron.runtime.weight_copy import Taker
+        from skyrl_megatron.runtime.offload import Taker
 
         if first:
             self.engine.onload("weights")
@@ -409,7 +409,7 @@ class RankProcess:
     def save_checkpoint(self, adapter: str, folder: str, step: int, background: bool) -> None:
         """Write this rank's share of the role, or of one of its named adapters, into ``folder``; with ``background``,
         return once it has been copied."""
-        from skyrl_megatron.runtime.checkpoint.rank_writer import RankWriter
+        from skyrl_megatron.runtime.checkpoint.rank_files import RankWriter
 
         if not hasattr(self, "writers"):
             self.writers = {name: RankWriter() for name in self.engine.adapter_names}
@@ -424,7 +424,7 @@ class RankProcess:
     @timed
     def load_checkpoint(self, adapter: str, folder: str) -> int:
         """Fill weights, moments, schedule and random states; returns the step they are of."""
-        from skyrl_megatron.runtime.checkpoint.rank_reader import read_rank
+        from skyrl_megatron.runtime.checkpoint.rank_files import read_rank
 
         part = role_part(self.role, adapter)
         return read_rank(folder, part, self._state(adapter), seed=self.cfg.trainer.seed)
@@ -433,7 +433,7 @@ class RankProcess:
     def export_hf(self, folder: str) -> None:
         """Write the model as a HF folder, with the adapter in its weights; it goes to ``adapter`` beside it as well.
         Named adapters go to ``adapters/<name>`` beside the folder alone, which then is not written."""
-        from skyrl_megatron.runtime.hf.export import save_hf
+        from skyrl_megatron.runtime.hf_weights import save_hf
         from skyrl_megatron.runtime.lora.folder import save_adapter
 
         engine, card = self.engine, model_card(self.cfg)
@@ -454,8 +454,8 @@ class RankProcess:
 
         import torch
 
-        from skyrl_megatron.runtime.checkpoint import rng
-        from skyrl_megatron.runtime.checkpoint.local_state import blocks_to_save
+        from skyrl_megatron.runtime.checkpoint import rank_files as rng
+        from skyrl_megatron.runtime.checkpoint.rank_state import blocks_to_save
 
         hashes: dict[str, Any] = {}
         for name in self.engine.adapter_names:
@@ -463,11 +463,11 @@ class RankProcess:
             for block in blocks_to_save(state.model_chunks, state.optimizer, state.groups):
                 data: np.ndarray = block.data.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
                 hashes.setdefault(f"{prefix}{block.key}", hashlib.sha256()).update(data.tobytes())
-            hashes[f"{prefix}rng"] = hashlib.sha256(rng.capture())
+            hashes[f"{prefix}rng"] = hashlib.sha256(rng.capture_rng())
         return {name: digest.hexdigest() for name, digest in hashes.items()}
 
     def _state(self, adapter: str) -> Any:
-        from skyrl_megatron.runtime.checkpoint.rank_writer import RankState
+        from skyrl_megatron.runtime.checkpoint.rank_files import RankState
 
         engine = self.engine
         engine.onload("weights", "optimizer")

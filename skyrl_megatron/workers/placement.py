@@ -1,4 +1,4 @@
-"""Where each role's ranks and the engines run: placement groups, and who shares which devices.
+"""Where ranks and engines run: placement groups, shared devices, and which rank keeps a copy of whose state.
 
 Whether there are GPUs is asked of the cluster: the process that places a run may be on a node without any, and Ray
 shows none to an actor that asked for none.
@@ -16,12 +16,12 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from skyrl_megatron.config.rules.role_layout import engine_ranks, role_world_size
-from skyrl_megatron.config.teachers import role_configs
+from skyrl_megatron.config.roles import engine_ranks, role_configs, role_world_size
 from skyrl_megatron.errors import LaunchError
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
+
 
 log = logging.getLogger(__name__)
 READY_TIMEOUT_S = 60.0
@@ -81,7 +81,7 @@ class BundleAllocation:
     def visible_gpus(self, number: int, devices: int) -> list[str] | None:
         """Return ids of the GPUs that engine ``number`` of ``devices`` GPUs should see; None: those that Ray shows it.
 
-        Its own come first, then the others of its node, whose weights it reads (``weight_sync/transport_ipc.py``).
+        Its own come first, then the others of its node, whose weights it reads (``weight_sync/transport.py``).
 
         Raises LaunchError for an engine that would lie on two nodes and cannot.
         """
@@ -255,3 +255,20 @@ def _gpus(group: PlacementGroup, bundles: Sequence[int], share: float) -> tuple[
 def _own_gpu() -> tuple[str, str]:
     context = ray.get_runtime_context()
     return context.get_node_id(), str(context.get_accelerator_ids()["GPU"][0])
+
+
+def distance_to_neighbour(nodes: Sequence[str]) -> int:
+    """Return how far behind each rank its neighbour is; ``nodes``: where the ranks are. The smallest distance with the
+    most pairs on two nodes; 0 for one rank, which has no neighbour."""
+    count = len(nodes)
+
+    def apart(distance: int) -> int:
+        return sum(nodes[rank] != nodes[(rank + distance) % count] for rank in range(count))
+
+    return max(range(1, count), key=lambda distance: (apart(distance), -distance), default=0)
+
+
+def holders(new: Sequence[int], distance: int, count: int) -> dict[int, int] | None:
+    """Return which rank has the copy of each ``new`` one of ``count``; None where such a rank is new itself."""
+    found = {rank: (rank + distance) % count for rank in new}
+    return None if set(found.values()) & set(new) else found

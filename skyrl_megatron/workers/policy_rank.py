@@ -8,12 +8,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from skyrl_megatron.config.hf_model import engines_quantise, read_hf_config
-from skyrl_megatron.config.rules.role_layout import (
-    ranks_exchange_weights,
-    trains_draft,
-    weight_bucket_sizes,
-    weight_transport,
-)
+from skyrl_megatron.config.roles import ranks_exchange_weights, trains_draft, weight_bucket_sizes, weight_transport
 from skyrl_megatron.errors import RankLostError
 from skyrl_megatron.weight_sync.adapter_tensors import configured_pairs
 from skyrl_megatron.weight_sync.probe import QUANTISED
@@ -24,9 +19,9 @@ if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.inference.pool import EnginePool
     from skyrl_megatron.runtime.offload import Part
-    from skyrl_megatron.weight_sync.bucket import TensorMeta
-    from skyrl_megatron.weight_sync.exchange import Exchange
-    from skyrl_megatron.weight_sync.routes import Holdings
+    from skyrl_megatron.weight_sync.buckets import TensorMeta
+    from skyrl_megatron.weight_sync.point_to_point import Exchange
+    from skyrl_megatron.weight_sync.slices import Holdings
     from skyrl_megatron.weight_sync.transport import GroupMember
     from skyrl_megatron.workers.worker_group import WorkerGroup
 

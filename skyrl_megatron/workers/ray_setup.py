@@ -8,27 +8,31 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import ray
+from ray._private import utils as ray_utils
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_megatron import device
 from skyrl_megatron.algorithms.registry import exchange_changes
-from skyrl_megatron.config.dict_config import AnyConfig, typed_config
-from skyrl_megatron.config.rules.role_layout import active_roles, engine_ranks, role_world_size
+from skyrl_megatron.config.hardware import lockable_bytes, own_memory
+from skyrl_megatron.config.resolve import AnyConfig, typed_config
+from skyrl_megatron.config.roles import active_roles, engine_ranks, role_world_size
 from skyrl_megatron.errors import LaunchError
 from skyrl_megatron.interrupts import hangups_blocked
-from skyrl_megatron.workers.environment import joined_environment, user_sets_threads, worker_environment
-from skyrl_megatron.workers.node_check import check_nodes
-from skyrl_megatron.workers.ports import LOOPBACK
+from skyrl_megatron.workers.nodes import check_nodes
+from skyrl_megatron.workers.processes import LOOPBACK, joined_environment, user_sets_threads, worker_environment
 from skyrl_megatron.workers.ray_guard import guard_agents
 
 if TYPE_CHECKING:
@@ -147,7 +151,7 @@ def _start(slots: int, environment: dict[str, Any], store_bytes: int | None, *, 
     os.environ.update(device.compiler_environment())  # which Ray's processes inherit, and all actors from them
     for attempt in range(START_ATTEMPTS):
         try:
-            with hangups_blocked():
+            with hangups_blocked(), _sigterm_kept():
                 ray.init(
                     address="local",
                     num_cpus=slots,
@@ -166,6 +170,19 @@ def _start(slots: int, environment: dict[str, Any], store_bytes: int | None, *, 
                 raise LaunchError(f"Ray did not start on {LOOPBACK}: {_first_line(error)}") from error
 
 
+@contextlib.contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    """Keep the handler of SIGTERM that a command has set. ``ray.init`` sets its own in a main thread
+    (ray/_private/worker.py), which exits with code 15."""
+    given = ray_utils.set_sigterm_handler
+    if signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN, None):
+        ray_utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        ray_utils.set_sigterm_handler = given
+
+
 def join(address: str, environment: dict[str, Any] | None = None, *, show_output: bool = False) -> None:
     """Join the cluster at ``address``. Raises LaunchError when none answers there, or not to this token."""
     told = f"RAY_ADDRESS={address}"
@@ -173,7 +190,8 @@ def join(address: str, environment: dict[str, Any] | None = None, *, show_output
         address, told = named, f"RAY_ADDRESS=auto, which {CURRENT_CLUSTER} says is {named}"
     try:
         _require_listener(address)
-        ray.init(address=address, runtime_env=environment, log_to_driver=show_output, logging_level=logging.ERROR)
+        with _sigterm_kept():
+            ray.init(address=address, runtime_env=environment, log_to_driver=show_output, logging_level=logging.ERROR)
     except Exception as error:
         ray.shutdown()
         if any(word in repr(error).lower() for word in ("token", "authenticat")):
@@ -205,3 +223,48 @@ def _require_listener(address: str) -> None:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[-1 if "Traceback" in str(error) else 0]
+
+
+SIZES_S = 30.0
+"""Seconds that nodes have to tell sizes: the start of a worker process. Those that do not are not known."""
+
+
+def _sizes(nodes: Sequence[str]) -> list[dict[str, Any]]:
+    """Ask each node for the sizes of its GPUs, its memory and what may be locked; empty for one that does not tell."""
+    ask: Any = ray.remote(num_cpus=0, max_retries=0)(_own_sizes)
+    where = (NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes)
+    answers = [ask.options(scheduling_strategy=strategy).remote() for strategy in where]
+    ray.wait(answers, num_returns=len(answers), timeout=SIZES_S)
+    return [_answered(answer) for answer in answers]
+
+
+def _answered(answer: Any) -> dict[str, Any]:
+    try:
+        sizes: dict[str, Any] = ray.get(answer, timeout=0)
+    except ray.exceptions.RayError:  # lost, late, or a node without this package
+        return {}
+    return sizes
+
+
+def _own_sizes() -> dict[str, Any]:
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides GPUs from a task that takes none
+    return {"gpu_bytes": device.driver_gpu_bytes(), "host_bytes": own_memory(), "lockable_bytes": lockable_bytes()}
+
+
+def print_nodes(address: str) -> int:
+    """Print what the cluster at ``address`` says of its living nodes; returns the exit code."""
+    try:
+        join(address)
+    except LaunchError as error:
+        print(error, file=sys.stderr)
+        return 1
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    found = [{"gpus": int(node["Resources"].get("GPU", 0))} for node in nodes]
+    asked = [node["NodeID"] for node, has in zip(nodes, found, strict=True) if has["gpus"]]
+    sizes = dict(zip(asked, _sizes(asked), strict=True))
+    print(json.dumps([has | sizes.get(node["NodeID"], {}) for node, has in zip(nodes, found, strict=True)]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(print_nodes(sys.argv[1]))

@@ -24,14 +24,13 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.errors import EngineError, WeightSyncError
-from skyrl_megatron.inference.health import SILENT_S
+from skyrl_megatron.inference.client import SILENT_S
 from skyrl_megatron.inference.pool import EnginePool, EngineSlot, same_failure
 from skyrl_megatron.inference.protocol import INITIAL_VERSION, InferenceEngine
 from skyrl_megatron.plugins import TRANSPORTS
 from skyrl_megatron.weight_sync import DEFAULT_BUCKET_BYTES
 from skyrl_megatron.weight_sync.adapter_tensors import Pairs, check_adapters, of_adapters
-from skyrl_megatron.weight_sync.bucket import TensorMeta
-from skyrl_megatron.weight_sync.metadata import check_metadata
+from skyrl_megatron.weight_sync.buckets import TensorMeta
 from skyrl_megatron.weight_sync.probe import (
     EPSILON,
     LogprobDiff,
@@ -40,9 +39,19 @@ from skyrl_megatron.weight_sync.probe import (
     logprob_diff,
     probe_tokens,
 )
+from skyrl_megatron.weight_sync.tensors import check_metadata
 from skyrl_megatron.weight_sync.transport import default_transport
-from skyrl_megatron.workers.sync_calls import AttemptFailed, EnginesDisagree, EnginesLost, SyncCalls, TrainerRank
-from skyrl_megatron.workers.weight_routes import RoutePlanner, WorkerRoutes, compare_parcels, connect_routes
+from skyrl_megatron.workers.sync_calls import (
+    AttemptFailed,
+    EnginesDisagree,
+    EnginesLost,
+    RoutePlanner,
+    SyncCalls,
+    TrainerRank,
+    WorkerRoutes,
+    compare_parcels,
+    connect_routes,
+)
 
 if TYPE_CHECKING:
     from skyrl_megatron.runtime.offload import Part
@@ -97,7 +106,7 @@ class WeightSynchronizer:
     what rounding explains. ``bucket_sizes``: bytes, ascending; the first sync measures them and chooses one where
     ranks and workers send point to point over a network, else the last one counts. ``shared_gpus``: trainer and
     engines take turns on the same GPUs, and engines sleep while the trainer works. ``exchange``: ranks of a node,
-    where ranks give one another what is for the workers on their GPUs (``weight_sync/exchange.py``); else 0.
+    where ranks give one another what is for the workers on their GPUs (``weight_sync/point_to_point.py``); else 0.
     ``adapters``: projections of those that travel alone, by their names, to engines that hold the base; None: all
     weights travel. ``routes``: each worker gets its own bytes alone, where that can be planned (``weight_routes.py``).
     ``draft``: the ranks train the layer of multi-token prediction, which goes to engines with the rest. ``look``,

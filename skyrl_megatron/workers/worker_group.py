@@ -1,36 +1,73 @@
-"""One role of a run (policy, reference, critic): its rank actors behind calls that take and give whole batches."""
+"""One role of a run: its rank actors behind calls that take and return whole batches."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from torch import Tensor
+
 from skyrl_megatron.algorithms.registry import registry_versions
-from skyrl_megatron.config.adapters import adapter_names, role_part
 from skyrl_megatron.config.hf_model import model_dimensions, read_hf_config
-from skyrl_megatron.config.rules.role_layout import active_roles, role_world_size, shares_policy_gpus
-from skyrl_megatron.data.routes import routes_of
+from skyrl_megatron.config.roles import active_roles, adapter_names, role_part, role_world_size, shares_policy_gpus
+from skyrl_megatron.data.batch import routes_of
+from skyrl_megatron.runtime.flops import ModelFlops
 from skyrl_megatron.runtime.offload import PARTS
+from skyrl_megatron.types import TrainingBatch
 from skyrl_megatron.workers.actor_group import ActorGroup
 from skyrl_megatron.workers.dispatch import RankInfo, ShardedBatch, dispatch
-from skyrl_megatron.workers.forked import runtime_environment
 from skyrl_megatron.workers.megatron_worker import OWN_SECONDS, MegatronWorker, ReplaceableWorker
-from skyrl_megatron.workers.neighbours import distance_to_neighbour, holders
-from skyrl_megatron.workers.placement import cores_per_gpu
+from skyrl_megatron.workers.placement import cores_per_gpu, distance_to_neighbour, holders
+from skyrl_megatron.workers.processes import runtime_environment
 from skyrl_megatron.workers.ray_setup import rank_environment
-from skyrl_megatron.workers.speed import Speed
 
 if TYPE_CHECKING:
-    import numpy as np
-    from torch import Tensor
-
     from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.progress import Span
     from skyrl_megatron.runtime.checkpoint.checkpointer import RoleRanks
     from skyrl_megatron.runtime.offload import Part
-    from skyrl_megatron.spans import Span
-    from skyrl_megatron.types import TrainingBatch
     from skyrl_megatron.workers.placement import BundleAllocation
+
+
+class Speed:
+    """Sums the forward passes of a phase; :meth:`metrics` tells and starts anew."""
+
+    def __init__(self) -> None:
+        self.tokens, self.flops, self.seconds = 0.0, 0.0, 0.0
+
+    def add(self, lengths: np.ndarray, flops: ModelFlops, seconds: float = 0.0) -> None:
+        """Count sequences. ``lengths``: [B] int, tokens; ``seconds``: what they took, unless it is told at the end."""
+        self.tokens += float(lengths.sum())
+        self.flops += float(flops.forward(lengths).sum())
+        self.seconds += seconds
+
+    def timed[T](self, lengths: np.ndarray, flops: ModelFlops, result: Callable[[], T]) -> Callable[[], T]:
+        """Return ``result``, which counts the sequences and the seconds from now until it has returned."""
+        began = time.perf_counter()
+
+        def finish() -> T:
+            found = result()
+            self.add(lengths, flops, time.perf_counter() - began)
+            return found
+
+        return finish
+
+    def metrics(self, prefix: str, ranks: int, peak: float | None, seconds: float | None = None) -> dict[str, float]:
+        """Return ``<prefix>tokens_per_second_per_rank``, ``flops_per_second_per_rank`` and, with the ``peak`` of a
+        rank in FLOP/s, ``mfu``; {} when nothing was done. ``seconds``: of all of it, where they were not counted."""
+        took = self.seconds if seconds is None else seconds
+        found: dict[str, float] = {}
+        if self.tokens and took > 0:
+            found[f"{prefix}tokens_per_second_per_rank"] = self.tokens / took / ranks
+            found[f"{prefix}flops_per_second_per_rank"] = self.flops / took / ranks
+            if peak is not None:
+                found[f"{prefix}mfu"] = self.flops / took / ranks / peak
+        self.tokens = self.flops = self.seconds = 0.0
+        return found
+
 
 AVERAGED = ("tokens_per_second_per_rank", "flops_per_second_per_rank", "mfu")
 """Metrics of a rank's own speed, averaged over replicas; those that name a peak are the largest."""
@@ -115,7 +152,7 @@ class WorkerGroup:
         phase: str = "",
     ) -> tuple[Tensor, list[dict[str, np.ndarray]]]:
         """Return log-probs as :meth:`compute_logprobs` does, and what was recorded of each row on the way
-        (``runtime/recording.py``): routes, where routers can replay them, and with ``layers`` what layers gave.
+        (``runtime/profiling.py``): routes, where routers can replay them, and with ``layers`` what layers gave.
 
         ``temperature``: ``algorithm.temperature`` unless given. ``perturbation``: relative change of every embedding.
         """

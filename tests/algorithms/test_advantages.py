@@ -89,7 +89,7 @@ def test_suffix_sum_equals_the_recurrence(length, factor):
 def test_gae_equals_the_recurrence(gamma, lambd):
     import torch
 
-    from skyrl_megatron.algorithms.advantages.gae import gae
+    from skyrl_megatron.algorithms.advantages import gae
     from skyrl_megatron.algorithms.masked import masked_whiten
 
     rewards, mask, values = random_case(7, 77)
@@ -111,7 +111,7 @@ def test_gae_with_lambdas_of_its_own(critic_lambd, alpha):
     """Returns by the critic's λ, advantages by one that depends on the length of the response, each as a loop."""
     import torch
 
-    from skyrl_megatron.algorithms.advantages.gae import gae
+    from skyrl_megatron.algorithms.advantages import gae
     from skyrl_megatron.algorithms.masked import masked_whiten
     from skyrl_megatron.config import AlgorithmConfig, GAEConfig
 
@@ -217,7 +217,7 @@ def test_gae_learns_nothing_from_the_values_of_untrained_tokens():
     assert np.abs(through[1] - moved[1])[valid].max() > 0.5
     assert abs(moved[0][valid].mean()) > 0.1
     # As without a loss mask, where the recorded outputs of SkyRL hold (test_equals_the_reference).
-    from skyrl_megatron.algorithms.advantages.gae import gae
+    from skyrl_megatron.algorithms.advantages import gae
 
     plain = gae(tensor(rewards), tensor(response), tensor(values), 1.0, 0.95)
     for found, want in zip(through, plain, strict=True):
@@ -285,7 +285,7 @@ def test_estimators_without_such_parameters_get_no_loss_mask():
 
 @pytest.mark.parametrize("lambd", [-0.1, 1.1])
 def test_a_lambda_outside_0_to_1_is_named(lambd):
-    from skyrl_megatron.algorithms.advantages.gae import gae
+    from skyrl_megatron.algorithms.advantages import gae
 
     rewards, mask, values = random_case(3, 5)
     with pytest.raises(ValueError, match=rf"trainer.algorithm.lambd={lambd}: must lie between 0 and 1"):
@@ -296,7 +296,7 @@ def test_a_lambda_outside_0_to_1_is_named(lambd):
 def test_reinforce_plus_plus_stops_at_gaps(gamma):
     import torch
 
-    from skyrl_megatron.algorithms.advantages.reinforce import reinforce_plus_plus
+    from skyrl_megatron.algorithms.advantages import reinforce_plus_plus
 
     rewards, mask, _ = random_case(7, 77)
     running, expected = torch.zeros(7, dtype=torch.float64), torch.empty_like(rewards)
@@ -396,7 +396,7 @@ def test_samples_that_are_not_finite():
     import torch
 
     from skyrl_megatron.algorithms.advantages import compute_advantages_and_returns
-    from skyrl_megatron.algorithms.checks import finite_rows
+    from skyrl_megatron.algorithms.masked import finite_rows
 
     rewards = torch.zeros(5, 3)
     rewards[:, -1] = torch.tensor([1.0, 2.0, float("nan"), 4.0, float("inf")])
@@ -419,7 +419,7 @@ def test_samples_that_are_not_finite():
 def test_log_probs_that_are_not_finite():
     import torch
 
-    from skyrl_megatron.algorithms.checks import finite_samples
+    from skyrl_megatron.algorithms.masked import finite_samples
     from skyrl_megatron.types import TrainingBatch
 
     mask = torch.tensor([[0.0, 1.0], [1.0, 1.0], [1.0, 1.0]])

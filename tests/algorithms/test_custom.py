@@ -37,8 +37,8 @@ def reinforce(log_probs, old_log_probs, advantages, config, loss_mask=None, roll
 
 
 def test_a_scalar_counts_as_the_mean_of_its_micro_batch():
-    from skyrl_megatron.algorithms.losses.custom import _warned
     from skyrl_megatron.algorithms.metrics import metric_values
+    from skyrl_megatron.algorithms.objective import _warned
     from skyrl_megatron.algorithms.reduction import StepTotals
     from skyrl_megatron.errors import SkyRLMegatronWarning
 
@@ -114,7 +114,7 @@ def test_wrapping_a_builtin_loss():
         loss, metrics = PolicyLossRegistry.get("regular")(log_probs, old_log_probs, advantages, config, loss_mask)
         return 2 * masked_token_mean(loss, loss_mask), metrics
 
-    from skyrl_megatron.algorithms.losses.custom import _warned
+    from skyrl_megatron.algorithms.objective import _warned
 
     _warned.clear()
     log_probs, old, advantages, mask = micro_batch()
@@ -150,7 +150,7 @@ def test_wrong_returns(result, message):
     "function", [lambda a, b, c: None, lambda a, b, c, d, weights: None, lambda a, b, c, d, *, tau: None]
 )
 def test_wrong_parameters(function):
-    from skyrl_megatron.algorithms.losses.custom import accepted_keywords
+    from skyrl_megatron.algorithms.objective import accepted_keywords
 
     with pytest.raises(ValueError, match=r"has parameters \(a, b, c.* it must take \(log_probs, old_log_probs"):
         accepted_keywords("mine", function)

@@ -257,8 +257,7 @@ def test_float32_loss_keeps_its_precision():
 def test_losses_that_depend_on_the_cut_say_so_once():
     import warnings
 
-    from skyrl_megatron.algorithms.losses.custom import _warned
-    from skyrl_megatron.algorithms.objective import PolicyObjective
+    from skyrl_megatron.algorithms.objective import PolicyObjective, _warned
     from skyrl_megatron.errors import SkyRLMegatronWarning
 
     _warned.clear()

@@ -217,7 +217,7 @@ def test_the_actor_itself_answers(ray, workers, losses):
 def test_an_actor_of_ones_own_is_a_plain_store():
     import cloudpickle
 
-    from skyrl_megatron.algorithms.registry_sync import RegistryActor
+    from skyrl_megatron.algorithms.registry import RegistryActor
 
     actor = RegistryActor()
     actor.register("f", cloudpickle.dumps(len))
@@ -227,7 +227,7 @@ def test_an_actor_of_ones_own_is_a_plain_store():
 
 
 def test_a_known_name_sends_no_message(ray, losses, monkeypatch):
-    from skyrl_megatron.algorithms.registry_sync import RegistryClient
+    from skyrl_megatron.algorithms.registry import RegistryClient
 
     losses.register("known", len)
 

@@ -56,8 +56,7 @@ def compare(
 
     from skyrl_megatron.config.rules.layout import ParallelConfig
     from skyrl_megatron.runtime import parallel_state
-    from skyrl_megatron.runtime.hf.export import stream_hf
-    from skyrl_megatron.runtime.hf.load import load_hf
+    from skyrl_megatron.runtime.hf_weights import load_hf, stream_hf
     from skyrl_megatron.runtime.model.build import build_model
     from tests.runtime.parity import forward_backward
 
@@ -128,15 +127,11 @@ def compare_with_fault(fault: str, *arguments: Any) -> tuple[float | None, dict[
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
     from bridges import conversions
-    from skyrl_megatron.runtime.model import (
-        attention,
-        context_parallel,
-        delta_net,
-        latent_attention,
-        norm,
-        router,
-        selected_attention,
-    )
+    from skyrl_megatron.runtime.model import attention, delta_net, norm
+    from skyrl_megatron.runtime.model import attention as context_parallel
+    from skyrl_megatron.runtime.model import family_attention as latent_attention
+    from skyrl_megatron.runtime.model import family_attention as selected_attention
+    from skyrl_megatron.runtime.model import moe as router
 
     def one_sequence(lengths: tuple[int, ...], device: Any) -> Any:
         from skyrl_megatron.runtime.model.delta_rule import chunk_plan

@@ -265,7 +265,7 @@ MISTYPED = {
 def test_fields_of_another_type(key, tmp_path, good):
     """Of the file, whoever reads it, and of a configuration that was changed: the key and its value are named."""
     from bridges.errors import BridgeError
-    from bridges.json_file import read_hf_config
+    from bridges.files import read_hf_config
     from bridges.plan import Plan
 
     right = json.loads((good / "plain" / "config.json").read_text())

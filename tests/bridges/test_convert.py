@@ -36,7 +36,7 @@ def convert(hf, tmp_path, **options):
 
 @pytest.mark.parametrize("model_type", TINY)
 def test_folders_round_trip_bitwise(model_type, tmp_path):
-    from bridges.verify import compare
+    from bridges.convert import compare
 
     hf = save_tiny(model_type, tmp_path / "hf")
     (hf / "tokenizer.json").write_text("{}")
@@ -78,8 +78,7 @@ def test_dtype_is_cast_and_written_to_the_config(model_type, tmp_path):
 def test_prediction_layers_are_carried_byte_for_byte_or_dropped(tmp_path):
     import torch
 
-    from bridges.convert import export_megatron
-    from bridges.verify import compare
+    from bridges.convert import compare, export_megatron
 
     hf = save_tiny("glm4_moe", tmp_path / "plain")
     tensors = tensors_of(hf)
@@ -100,8 +99,7 @@ def test_prediction_layers_are_carried_byte_for_byte_or_dropped(tmp_path):
 def test_prediction_layers_come_from_the_template_if_training_lost_them(tmp_path):
     import torch
 
-    from bridges.convert import export_megatron, import_hf
-    from bridges.verify import compare
+    from bridges.convert import compare, export_megatron, import_hf
 
     plain = save_tiny("glm4_moe", tmp_path / "plain")
     tensors = tensors_of(plain) | {"model.layers.3.enorm.weight": torch.arange(48.0)}
@@ -206,9 +204,8 @@ def sharded_state(folder, tp, tp_rank, keep, make):
     leading axes, gate and up are two shards, the vocabulary is padded (here to 1024), experts are not split over etp.
     """
     from bridges.hf_io import HfFolder
-    from bridges.places import checkpoint_place
     from bridges.plan import Plan
-    from bridges.shard import shard
+    from bridges.rules import checkpoint_place, shard
 
     hf = HfFolder(folder / "hf")
     plan = Plan.of(hf.config)
@@ -291,7 +288,7 @@ def save_body(folder, tp):
     from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    from skyrl_megatron.runtime.cpu import megatron_patches
+    from skyrl_megatron.runtime import cpu_patches as megatron_patches
 
     rank = dist.get_rank()
     state = {"iteration": 7, "extra": ShardedObject("decoder.layers.mlp._extra_state", b"", (1,), (0,), rank)}
@@ -319,8 +316,7 @@ def save_body(folder, tp):
 @pytest.mark.parametrize("model_type", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.full_matrix)])
 def test_export_of_a_checkpoint_that_megatron_wrote(model_type, ranks, tmp_path):
     """Shards of tp=2, a padded vocabulary, optimizer state and extra state: only the weights come out, bit for bit."""
-    from bridges.convert import export_megatron
-    from bridges.verify import compare
+    from bridges.convert import compare, export_megatron
 
     hf = save_tiny(model_type, tmp_path / "hf", num_key_value_heads=2)
     ranks(2, save_body, tmp_path, 2)

@@ -76,7 +76,7 @@ def models(tmp_path_factory):
 @pytest.mark.full_matrix
 @pytest.mark.parametrize("model_type, layout", [("deepseek_v32", "tp2"), ("glm_moe_dsa", "single")])
 def test_recomputed_layers_have_it_once(ranks, models, model_type, layout):
-    from bridges.json_file import read_hf_config
+    from bridges.files import read_hf_config
     from bridges.plan import Plan
 
     folder, expected = models(model_type)
@@ -90,7 +90,7 @@ def test_recomputed_layers_have_it_once(ranks, models, model_type, layout):
 @pytest.mark.parametrize("model_type, layout", CASES)
 def test_gradients_equal_transformers(ranks, models, model_type, layout):
     """Of the indexer those of its loss; all others have none of it, to the bit."""
-    from bridges.json_file import read_hf_config
+    from bridges.files import read_hf_config
     from bridges.plan import Plan
 
     folder, expected = models(model_type)

@@ -16,7 +16,7 @@ def load_body(hf, imported, layout):
 
     from skyrl_megatron.config.rules.layout import ParallelConfig
     from skyrl_megatron.runtime import parallel_state
-    from skyrl_megatron.runtime.hf.load import load_hf
+    from skyrl_megatron.runtime.hf_weights import load_hf
     from skyrl_megatron.runtime.model.build import build_model
 
     groups = parallel_state.initialize(ParallelConfig(dist.get_world_size(), **layout), timeout_s=120)
@@ -67,7 +67,7 @@ def train_body(hf, root, layout):
     """A step of training, then a checkpoint, and the same weights written by the runtime's own exporter."""
     import os
 
-    from skyrl_megatron.runtime.hf.export import save_hf
+    from skyrl_megatron.runtime.hf_weights import save_hf
     from tests.checkpoint import training
     from tests.checkpoint.ranks import RankCheckpointer
 
@@ -83,8 +83,7 @@ def train_body(hf, root, layout):
 
 def test_export_of_a_training_checkpoint(ranks, tmp_path):
     """The optimizer cuts weights into arbitrary runs of rows; the two exporters share no code but the table."""
-    from bridges.convert import export_megatron
-    from bridges.verify import compare
+    from bridges.convert import compare, export_megatron
     from tests.checkpoint import training
 
     hf = training.save_model(tmp_path / "hf")

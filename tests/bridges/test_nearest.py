@@ -96,7 +96,7 @@ class GatedMoeBridge(MegatronModelBridge):
 
 def bridge_folder(folder, *, missing=""):
     """A folder as ``pip install --target`` leaves it, with the signatures that the guide's steps call."""
-    from bridges.megatron_bridge import CALLED
+    from bridges.nearest import CALLED
 
     root = folder / "megatron" / "bridge" / "models"
     for place in "conversion", "gated":
@@ -125,7 +125,7 @@ def test_another_interface_and_another_folder_are_refused(unknown, capsys, tmp_p
 
 def test_without_it_the_conflict_is_named(unknown, capsys):
     """Or, where it is installed, its interface is the one that was read."""
-    from bridges.megatron_bridge import located
+    from bridges.nearest import located
 
     _, out, _ = cli(capsys, "inspect", unknown)
     if located(None) is None:

@@ -1,6 +1,6 @@
 """Every family built in Megatron: names equal the table, logits and gradients equal transformers'.
 
-The layouts are those of ``bridges.verified``, which ``python -m bridges list`` and BRIDGES.md print.
+The layouts are those of ``bridges.catalog``, which ``python -m bridges list`` and BRIDGES.md print.
 """
 
 import json

@@ -15,7 +15,7 @@ FORMS = {
 
 
 def form_of(config):
-    from bridges.engine_form import EngineForm
+    from bridges.quantisation import EngineForm
 
     return EngineForm.of({"quantization_config": config}, "config.json")
 
@@ -79,7 +79,7 @@ def same_bits(found, expected):
 def test_it_is_vllms(form):
     import torch
 
-    from bridges.quantiser import quantise
+    from bridges.quantized import quantise
 
     form = form_of(FORMS[form])
     for name, weight in matrices(form.method == "mxfp8").items():
@@ -98,7 +98,7 @@ def test_it_is_vllms_compiled(form):
     import torch
     from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
-    from bridges.quantiser import quantise
+    from bridges.quantized import quantise
 
     form = form_of(FORMS[form])
     for name, weight in matrices(False).items():
@@ -114,7 +114,7 @@ def test_shards_make_the_whole(form):
     """Rows and columns are split where they are no multiple of a block; a rank has its rows in an order of its own."""
     import torch
 
-    from bridges.quantiser import add_largest, as_sent, no_largest, quantise, quantised_rows, scales_of
+    from bridges.quantized import add_largest, as_sent, no_largest, quantise, quantised_rows, scales_of
 
     form = form_of(FORMS[form])
     weight = torch.randn(203, 352, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -140,7 +140,7 @@ def test_a_folder_of_it_is_read_as_near_as_8_bits_are(form, tmp_path):
     import torch
     from safetensors.torch import save_file
 
-    from bridges.quantiser import quantise
+    from bridges.quantized import quantise
     from bridges.source import open_hf
     from tests.bridges.tiny_models import tiny_config
 

@@ -58,7 +58,7 @@ def test_fp8_is_dequantised_as_by_transformers(pair):
 def test_shares_of_columns_begin_inside_of_blocks(size):
     import torch
 
-    from bridges.scaled import of_blocks
+    from bridges.quantized import of_blocks
 
     generator = torch.Generator().manual_seed(0)
     values = torch.randint(-128, 128, (40, 48), generator=generator, dtype=torch.int8)

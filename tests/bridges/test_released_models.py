@@ -80,8 +80,8 @@ RELEASED = {
 @pytest.mark.parametrize("name", RELEASED)
 def test_parameter_count(name):
     from bridges.names import canonical
-    from bridges.places import module_name
     from bridges.plan import Plan
+    from bridges.rules import module_name
 
     count, config = RELEASED[name]
     plan = Plan.of(config)

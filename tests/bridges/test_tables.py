@@ -71,7 +71,7 @@ def test_unshard_inverts_shard(folder, plan):
     import torch
 
     from bridges.errors import BridgeError
-    from bridges.shard import local_shape, shard, unshard
+    from bridges.rules import local_shape, shard, unshard
 
     split = 0
     for entry in plan.entries:
@@ -93,8 +93,8 @@ def test_a_share_is_read_as_it_is_cut(folder, plan):
     import torch
 
     from bridges.errors import BridgeError
-    from bridges.shard import padded_rows, shard
-    from skyrl_megatron.runtime.hf.load import read_shard
+    from bridges.rules import padded_rows, shard
+    from skyrl_megatron.runtime.hf_weights import read_shard
 
     read_entries = 0
     for entry in plan.entries:
@@ -113,7 +113,7 @@ def test_a_share_is_read_as_it_is_cut(folder, plan):
 
 def test_every_module_spelling_leads_back_to_the_entry(plan):
     from bridges.names import canonical
-    from bridges.places import module_name
+    from bridges.rules import module_name
 
     for spec in ("local", "te", "local_grouped"):
         for entry in plan.entries:
@@ -138,7 +138,7 @@ def test_gate_and_up_are_split_separately():
     import torch
 
     from bridges.plan import Plan
-    from bridges.shard import shard
+    from bridges.rules import shard
 
     plan = Plan.of(tiny_config("qwen3"))
     entry = plan.by_name["decoder.layers.0.mlp.linear_fc1.weight"]

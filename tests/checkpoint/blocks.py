@@ -5,7 +5,7 @@ def plain_blocks(tensors: int, mib: int, rank: int = 0, ranks: int = 1, seed: in
     """``tensors`` fp32 tensors of ``mib`` MiB on this rank, each the ``rank``-th part of a global one."""
     import torch
 
-    from skyrl_megatron.runtime.checkpoint.local_state import Block
+    from skyrl_megatron.runtime.checkpoint.rank_state import Block
 
     generator = torch.Generator().manual_seed(seed + rank)
     rows = mib * 2**20 // 4096

@@ -10,7 +10,7 @@ def watch(reached: Callable[[str], None]) -> None:
     """Call ``reached`` with the name of each place, from now on in this process, whose saves go to local folders."""
     from skyrl_megatron.runtime.checkpoint import store
     from skyrl_megatron.runtime.checkpoint.manifest import MANIFEST
-    from skyrl_megatron.runtime.checkpoint.rank_writer import ChunkFile
+    from skyrl_megatron.runtime.checkpoint.rank_files import ChunkFile
     from skyrl_megatron.runtime.checkpoint.storage import LocalStorage
 
     create, append, write, rename = LocalStorage.create, ChunkFile.append, LocalStorage.write, LocalStorage.rename

@@ -10,7 +10,7 @@ class GroupRanks:
     """
 
     def __init__(self, state, seed, role="policy"):
-        from skyrl_megatron.runtime.checkpoint.rank_writer import RankWriter
+        from skyrl_megatron.runtime.checkpoint.rank_files import RankWriter
 
         self._state, self.seed, self.role, self.writer = state, seed, role, RankWriter()
 
@@ -40,7 +40,7 @@ class GroupRanks:
 
     def run(self, method, *arguments):
         """This rank's part of a call; a rank's failure is raised on all."""
-        from skyrl_megatron.runtime.checkpoint.rank_reader import agree
+        from skyrl_megatron.runtime.checkpoint.rank_files import agree
 
         return agree(lambda: getattr(self, f"_{method}")(*arguments))[0]
 
@@ -51,7 +51,7 @@ class GroupRanks:
         self.writer.wait(60)
 
     def _read(self, folder):
-        from skyrl_megatron.runtime.checkpoint.rank_reader import read_rank
+        from skyrl_megatron.runtime.checkpoint.rank_files import read_rank
 
         return read_rank(folder, self.role, self.state, seed=self.seed)
 

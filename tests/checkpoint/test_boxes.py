@@ -11,7 +11,7 @@ shapes = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
 
 @given(shapes, st.data())
 def test_boxes_are_the_range(shape, data):
-    from skyrl_megatron.runtime.checkpoint.boxes import boxes
+    from skyrl_megatron.runtime.checkpoint.rank_state import boxes
 
     numel = math.prod(shape)
     start = data.draw(st.integers(0, numel))
@@ -32,7 +32,7 @@ def test_boxes_are_the_range(shape, data):
 
 
 def test_example():
-    from skyrl_megatron.runtime.checkpoint.boxes import boxes
+    from skyrl_megatron.runtime.checkpoint.rank_state import boxes
 
     made = [(box.offsets, box.sizes) for box in boxes((4, 3), 2, 8)]
     assert made == [

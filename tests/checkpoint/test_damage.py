@@ -286,10 +286,9 @@ def test_a_file_is_closed_while_it_is_read_ahead(tmp_path):
     """As after damage in its first block: the thread that reads ahead ends, wherever it is."""
     import threading
 
-    from skyrl_megatron.runtime.checkpoint.host_memory import HostBuffer
     from skyrl_megatron.runtime.checkpoint.manifest import BLOCK_BYTES, hash_bytes
+    from skyrl_megatron.runtime.checkpoint.reader import HostBuffer, VerifiedFile
     from skyrl_megatron.runtime.checkpoint.storage import open_storage
-    from skyrl_megatron.runtime.checkpoint.verified_file import VerifiedFile
 
     content = bytes(range(256)) * (BLOCK_BYTES // 256) * 8
     (tmp_path / "file").write_bytes(content)

@@ -280,7 +280,7 @@ def loses_a_writer(folder, root, pipe):
     """The rank that writes a save in the background is lost half way, and another process has its place."""
     import threading
 
-    from skyrl_megatron.runtime.checkpoint.rank_writer import RankWriter
+    from skyrl_megatron.runtime.checkpoint.rank_files import RankWriter
     from tests.checkpoint import places_of_a_save
 
     join_group()

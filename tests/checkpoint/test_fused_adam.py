@@ -21,7 +21,7 @@ def cut(bits):
 def test_halves_are_those_of_the_kernel():
     import torch
 
-    from skyrl_megatron.runtime.checkpoint.fused_adam import joined, remainder
+    from skyrl_megatron.runtime.checkpoint.rank_state import joined, remainder
 
     bits = masters()
     upper, lower = cut(bits)
@@ -34,7 +34,7 @@ def test_weights_that_torch_rounded():
     """To even, half-way between two: such a master has no lower half, and the nearest is one unit away."""
     import torch
 
-    from skyrl_megatron.runtime.checkpoint.fused_adam import joined, remainder
+    from skyrl_megatron.runtime.checkpoint.rank_state import joined, remainder
 
     bits = masters()
     master = torch.from_numpy(bits.view(np.float32))

@@ -26,7 +26,7 @@ def body(folder, root, options, way):
 
     import torch
 
-    from skyrl_megatron.runtime.checkpoint.optimizer_state import parts
+    from skyrl_megatron.runtime.checkpoint.rank_state import parts
     from skyrl_megatron.runtime.offload import PARTS, Offload, optimizer_tensors
     from tests.checkpoint.ranks import RankCheckpointer
     from tests.support.fake_gpu import fake_gpu

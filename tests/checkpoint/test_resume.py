@@ -62,7 +62,7 @@ def megatron_loads(folder, root, layout):
     import torch
     from megatron.core import dist_checkpointing
 
-    from skyrl_megatron.runtime.checkpoint.local_state import CONTENT
+    from skyrl_megatron.runtime.checkpoint.rank_state import CONTENT
 
     engine = training.engine(folder, layout)
     training.train(engine, [1, 2])
@@ -84,7 +84,7 @@ def megatron_loads(folder, root, layout):
 
 def _put_back(engine, loaded):
     """Weights through ``load_state_dict``, moments through Megatron's own loader; returns the number of optimizers."""
-    from skyrl_megatron.runtime.checkpoint.local_state import unwrapped
+    from skyrl_megatron.runtime.checkpoint.rank_state import unwrapped
 
     for index, chunk in enumerate(engine.chunks):
         result = unwrapped(chunk).load_state_dict(loaded[f"model{index}"], strict=False)
@@ -116,7 +116,7 @@ def memory_body(root, background):
 
     import torch
 
-    from skyrl_megatron.runtime.checkpoint.rank_writer import RankWriter, _write_rank
+    from skyrl_megatron.runtime.checkpoint.rank_files import RankWriter, _write_rank
     from skyrl_megatron.runtime.checkpoint.store import CheckpointStore
     from tests.checkpoint.blocks import plain_blocks
 
@@ -150,7 +150,7 @@ def memory_body(root, background):
 @pytest.mark.parametrize("background", [False, True])
 def test_memory_is_bounded(ranks, tmp_path, background):
     """In the foreground at most a bucket; in the background one copy of the rank's own state and a bucket."""
-    from skyrl_megatron.runtime.checkpoint.local_state import BUCKET_BYTES
+    from skyrl_megatron.runtime.checkpoint.rank_state import BUCKET_BYTES
 
     grown, state = ranks(1, memory_body, str(tmp_path / "c"), background)[0]
     assert state == 384 * 2**20

@@ -12,7 +12,7 @@ from tests.checkpoint.ranks import newest
 
 def write(store, step, *, ranks=1, role="policy", more_roles=(), **extras):
     """A checkpoint of plain blocks, written as ranks write theirs."""
-    from skyrl_megatron.runtime.checkpoint.rank_writer import _write_rank
+    from skyrl_megatron.runtime.checkpoint.rank_files import _write_rank
     from tests.checkpoint.blocks import plain_blocks
 
     roles = {name: ranks for name in (role, *more_roles)}
@@ -37,7 +37,7 @@ def read(store, checkpoint, role="policy"):
     """All tensors of a role, by key."""
     import torch
 
-    from skyrl_megatron.runtime.checkpoint.local_state import Block
+    from skyrl_megatron.runtime.checkpoint.rank_state import Block
     from skyrl_megatron.runtime.checkpoint.reader import RoleReader
 
     reader = RoleReader(store.storage, checkpoint.folder, checkpoint.manifest, role)
@@ -212,7 +212,7 @@ def test_no_checkpoint_of_a_step_that_was_not_finite(tmp_path):
 
 
 def test_failed_and_late_ranks_are_named(tmp_path):
-    from skyrl_megatron.runtime.checkpoint.rank_writer import _note_failure
+    from skyrl_megatron.runtime.checkpoint.rank_files import _note_failure
     from skyrl_megatron.runtime.checkpoint.store import CheckpointStore
 
     store = CheckpointStore(tmp_path)
@@ -234,7 +234,7 @@ def test_a_gap_or_an_overlap_is_refused(tmp_path):
     """The blocks of all ranks must cover every tensor exactly once."""
     from dataclasses import replace
 
-    from skyrl_megatron.runtime.checkpoint.rank_writer import _write_rank
+    from skyrl_megatron.runtime.checkpoint.rank_files import _write_rank
     from skyrl_megatron.runtime.checkpoint.store import CheckpointStore
     from tests.checkpoint.blocks import plain_blocks
 
@@ -256,8 +256,7 @@ def test_object_store(tmp_path, scheme):
     """No renames there: a prefix is a checkpoint once it has its manifest. Addresses are never taken for paths."""
     import fsspec
 
-    from skyrl_megatron.runtime.checkpoint.resume import choose
-    from skyrl_megatron.runtime.checkpoint.store import CheckpointStore
+    from skyrl_megatron.runtime.checkpoint.store import CheckpointStore, choose
 
     root = f"memory://bucket{tmp_path}" if scheme == "memory" else f"file://{tmp_path}/run"
     store = CheckpointStore(root, keep=2)
@@ -349,7 +348,7 @@ def test_manifest_refuses_damage_and_other_formats():
 
 
 def test_export_schedule(tmp_path):
-    from skyrl_megatron.trainer.hf_export import export_due, prepare_export
+    from skyrl_megatron.trainer.checkpoints import export_due, prepare_export
 
     assert [step for step in range(1, 8) if export_due(step, 3, is_last=step == 7)] == [3, 6, 7]
     assert not any(export_due(step, never, is_last=step == 7) for step in range(1, 8) for never in (0, -1))

@@ -49,7 +49,7 @@ def by_name(engine):
     """
     import re
 
-    from skyrl_megatron.runtime.checkpoint.optimizer_state import owned_ranges
+    from skyrl_megatron.runtime.checkpoint.rank_state import owned_ranges
 
     first, names = 2 * engine.groups.pp.rank(), {}
     for name, parameter in engine.chunks[0].module.named_parameters():
@@ -120,10 +120,10 @@ def bf16_state(folder, degrees, seed, options=None, dtype="bfloat16"):
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.runtime import cpu_patches as megatron_patches
     from skyrl_megatron.runtime import parallel_state
-    from skyrl_megatron.runtime.checkpoint.rank_writer import RankState
-    from skyrl_megatron.runtime.cpu import megatron_patches
-    from skyrl_megatron.runtime.hf.load import load_hf
+    from skyrl_megatron.runtime.checkpoint.rank_files import RankState
+    from skyrl_megatron.runtime.hf_weights import load_hf
     from skyrl_megatron.runtime.model.build import build_model
     from skyrl_megatron.runtime.optimizer import build_lr_schedule, build_optimizer
 

@@ -65,7 +65,7 @@ def engine(folder, layout: str, *, seed: int = 42, dropout: float = 0.0, **overr
 
 def state_of(engine):
     """What a checkpoint of the engine holds."""
-    from skyrl_megatron.runtime.checkpoint.rank_writer import RankState
+    from skyrl_megatron.runtime.checkpoint.rank_files import RankState
 
     return RankState(engine.chunks, engine.groups, engine.optimizer, engine.lr_schedule)
 
@@ -98,7 +98,7 @@ def synthetic_batch(seed: int):
 
 def train(engine, steps) -> list[tuple[float, float]]:
     """Take the given steps, each on a batch drawn from its number. Returns (loss, gradient norm) of each."""
-    from skyrl_megatron.data.splitting import split_for_dp
+    from skyrl_megatron.data.packing import split_for_dp
 
     seen = []
     for step in steps:
@@ -117,7 +117,7 @@ def digest(tensor) -> str:
 
 def held_by_name(engine) -> dict[str, str]:
     """Digest of every weight, and of master and moments of the range that this rank's optimizer owns of it."""
-    from skyrl_megatron.runtime.checkpoint.optimizer_state import owned_ranges
+    from skyrl_megatron.runtime.checkpoint.rank_state import owned_ranges
 
     names = {id(p): f"{i}.{name}" for i, chunk in enumerate(engine.chunks) for name, p in chunk.named_parameters()}
     held = {name: digest(p) for i, chunk in enumerate(engine.chunks) for name, p in chunk.named_parameters()}
@@ -147,8 +147,8 @@ def loaded(folder, root, overrides, fault=None, *, stepped=True):
     import warnings
     from unittest import mock
 
-    from skyrl_megatron.runtime.checkpoint import rank_reader
-    from skyrl_megatron.runtime.checkpoint.local_state import blocks_to_load
+    from skyrl_megatron.runtime.checkpoint import rank_files as rank_reader
+    from skyrl_megatron.runtime.checkpoint.rank_state import blocks_to_load
     from tests.checkpoint.ranks import RankCheckpointer
 
     trained = engine(folder, "single", seed=7, **overrides)
@@ -224,7 +224,7 @@ def global_digests(engine) -> dict[str, str] | None:
 
 def megatron_state(engine, *, is_loading: bool) -> dict[str, Any]:
     """Megatron's own sharded state dict of weights and optimizer, in its ``fully_reshardable`` format."""
-    from skyrl_megatron.runtime.checkpoint.local_state import CONTENT, unwrapped
+    from skyrl_megatron.runtime.checkpoint.rank_state import CONTENT, unwrapped
 
     def metadata():
         return CONTENT | {"dp_cp_group": engine.groups.dp_cp}

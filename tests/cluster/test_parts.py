@@ -8,11 +8,19 @@ import stat
 import psutil
 import pytest
 
-from skyrl_megatron.cluster.addresses import Ports, address_of, interface_of, require_rails
-from skyrl_megatron.cluster.folder import ClusterFolder, HeadAddress, Member
-from skyrl_megatron.cluster.hosts import on_host, read_hosts
-from skyrl_megatron.cluster.ray_node import last_words, network_variables
 from skyrl_megatron.errors import LaunchError
+from skyrl_megatron_tools.cluster.hosts import (
+    ClusterFolder,
+    HeadAddress,
+    Member,
+    Ports,
+    address_of,
+    interface_of,
+    on_host,
+    read_hosts,
+    require_rails,
+)
+from skyrl_megatron_tools.cluster.member import last_words, network_variables
 
 
 def numbers(options):
@@ -130,7 +138,7 @@ def test_a_command_on_another_host_keeps_its_words(tmp_path, monkeypatch):
 
 # ------------------------------------------------------------------ what nodes are compared in
 def test_what_a_node_has_otherwise_is_named(tmp_path):
-    from skyrl_megatron.workers.node_check import HERE, NodeReport, differences, versions
+    from skyrl_megatron.workers.nodes import HERE, NodeReport, differences, versions
 
     own = versions()
     assert {"Python", "torch", "megatron-core", "ray"} <= own.keys()
@@ -149,30 +157,30 @@ def test_what_a_node_has_otherwise_is_named(tmp_path):
 
 
 def test_a_folder_that_is_not_shared_is_missing(tmp_path):
-    from skyrl_megatron.workers import shared_folders
-    from skyrl_megatron.workers.node_check import report
+    from skyrl_megatron.workers import nodes as shared_folders
+    from skyrl_megatron.workers.nodes import report
 
     shared, own = str(tmp_path / "shared"), str(tmp_path / "own")
-    shared_folders.begin([shared], ".token")
+    shared_folders.begin_trial([shared], ".token")
     found = report([shared, own], ".token").folders
     assert found.missing == [own] and found.speed.keys() == {shared} and found.speed[shared] > 0
     assert (tmp_path / "shared" / f".token.{found.host}").exists()
-    shared_folders.end([shared], ".token")
+    shared_folders.end_trial([shared], ".token")
     assert list((tmp_path / "shared").iterdir()) == []
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(LaunchError, match=r"file/sub: cannot be written \(.*; choose another folder"):
-        shared_folders.begin([str(file / "sub")], ".token")
+        shared_folders.begin_trial([str(file / "sub")], ".token")
 
 
 def test_the_order_of_what_is_seen(tmp_path):
     """No file system here shows a later file first: what it would show is laid down instead."""
-    from skyrl_megatron.workers import shared_folders
+    from skyrl_megatron.workers import nodes as shared_folders
 
     good, torn, late, unseen = (str(tmp_path / name) for name in ("good", "torn", "late", "unseen"))
     folders = [good, torn, late, unseen]
-    shared_folders.begin(folders, ".t")
-    shared_folders.show_in_order(folders, ".t")
+    shared_folders.begin_trial(folders, ".t")
+    shared_folders.show_order(folders, ".t")
     with (tmp_path / "torn" / ".t.data").open("r+b") as file:
         file.truncate(shared_folders.PROBE_BYTES // 2)
     (tmp_path / "late" / ".t.data").unlink()
@@ -181,7 +189,7 @@ def test_the_order_of_what_is_seen(tmp_path):
 
 
 def test_json_of_a_member_is_whole(tmp_path):
-    from skyrl_megatron.cluster.folder import write_whole
+    from skyrl_megatron_tools.cluster.hosts import write_whole
 
     write_whole(tmp_path / "a.json", {"a": 1})
     write_whole(tmp_path / "a.json", {"a": 2})

@@ -4,8 +4,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from skyrl_megatron.config import SkyRLTrainConfig, get_config_as_dict
-from skyrl_megatron.config.dict_config import accepts_dict_config, typed_config
 from skyrl_megatron.config.hardware import Hardware
+from skyrl_megatron.config.resolve import accepts_dict_config, typed_config
 from skyrl_megatron.config.validate import find_problems
 from skyrl_megatron.errors import ConfigError
 from skyrl_megatron.utils import validate_cfg

@@ -38,8 +38,7 @@ def test_algorithms():
     """An estimator gives what it computes; a loss that returns a scalar counts, with and without the last argument."""
     import torch
 
-    from skyrl_megatron.algorithms.losses.custom import _warned
-    from skyrl_megatron.algorithms.objective import PolicyObjective
+    from skyrl_megatron.algorithms.objective import PolicyObjective, _warned
     from skyrl_megatron.algorithms.reduction import StepTotals
     from skyrl_megatron.config import AlgorithmConfig
     from skyrl_megatron.errors import SkyRLMegatronWarning
@@ -69,7 +68,7 @@ def test_algorithms():
 
 
 def test_the_registry():
-    from skyrl_megatron.config.names import AdvantageEstimator, PolicyLossType
+    from skyrl_megatron.config.schema.algorithm import AdvantageEstimator, PolicyLossType
 
     names = script("registry")
     ours = {*AdvantageEstimator, *PolicyLossType}

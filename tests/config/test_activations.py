@@ -53,10 +53,8 @@ def kept_and_predicted(config, dtype, recompute, layout, lora=None):
     from bridges.plan import Plan
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.rules.layout import ParallelConfig
-    from skyrl_megatron.entrypoints.memory.activations import Recompute, kept_in_flight
-    from skyrl_megatron.entrypoints.memory.adapters import AdapterTable
-    from skyrl_megatron.entrypoints.memory.layers import Kernels, LayerActivations
-    from skyrl_megatron.entrypoints.memory.parameters import ParameterTable
+    from skyrl_megatron.preflight.memory_activations import Kernels, LayerActivations, Recompute, kept_in_flight
+    from skyrl_megatron.preflight.memory_parameters import AdapterTable, ParameterTable
     from skyrl_megatron.runtime import parallel_state
     from skyrl_megatron.runtime.engine_settings import attach_adapters
     from skyrl_megatron.runtime.model.build import build_model
@@ -150,8 +148,8 @@ def peaks(folder, settings):
 
     from skyrl_megatron.config import SkyRLTrainConfig, resolve
     from skyrl_megatron.config.hardware import local_hardware
-    from skyrl_megatron.entrypoints.memory.budget import parameter_tables
-    from skyrl_megatron.entrypoints.memory.roles import RoleModel
+    from skyrl_megatron.preflight.memory_budget import parameter_tables
+    from skyrl_megatron.preflight.memory_phases import RoleModel
     from skyrl_megatron.runtime.engine import MegatronEngine
     from skyrl_megatron.types import TrainingBatch
 

@@ -38,7 +38,7 @@ def run_args(tmp_path_factory):
 
 def test_report(run_args, capsys):
     from skyrl_megatron.config.hardware import Hardware
-    from skyrl_megatron.entrypoints import check
+    from skyrl_megatron.preflight import check
 
     layout = [f"{M}pipeline_model_parallel_size=2", f"{M}expert_model_parallel_size=2", "trainer.logger=console"]
     layout += ["trainer.placement.policy_num_gpus_per_node=4", "generator.inference_engine.num_engines=4"]
@@ -106,7 +106,7 @@ def test_yaml_syntax_names_the_line(tmp_path):
 
 
 def test_unsupported_model(tmp_path, capsys):
-    from skyrl_megatron.entrypoints import check
+    from skyrl_megatron.preflight import check
 
     (tmp_path / "config.json").write_text(
         '{"model_type": "qwen3_mo", "num_hidden_layers": 2, "num_attention_heads": 2}'
@@ -122,7 +122,7 @@ def test_unsupported_model(tmp_path, capsys):
 
 
 def test_check_for_another_machine(run_args, capsys):
-    from skyrl_megatron.entrypoints import check
+    from skyrl_megatron.preflight import check
 
     args = [*run_args, "trainer.logger=console", "trainer.placement.policy_num_nodes=2"]
     args += ["trainer.placement.policy_num_gpus_per_node=8", "generator.inference_engine.num_engines=16"]

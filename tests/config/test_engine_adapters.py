@@ -12,7 +12,7 @@ LORA = "trainer.policy.model.lora."
 
 def problems_of(tmp_path, model_type, *args, rank=8):
     from bridges.plan import Plan
-    from skyrl_megatron.entrypoints.checks.engine_adapters import engine_adapters
+    from skyrl_megatron.preflight.adapter_checks import engine_adapters
     from skyrl_megatron.runtime.lora.targets import configured_selection
 
     (tmp_path / "config.json").write_text(json.dumps(tiny_config(model_type)))
@@ -63,7 +63,7 @@ def test_what_engines_can_hold_is_not(tmp_path):
 
 def test_engines_are_started_for_the_adapter(tmp_path):
     from bridges.plan import Plan
-    from skyrl_megatron.inference.vllm.adapters import adapter_slots
+    from skyrl_megatron.inference.vllm.adapter_versions import adapter_slots
     from skyrl_megatron.weight_sync.adapter_tensors import configured_pairs
 
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen3_moe")))
@@ -82,7 +82,7 @@ def test_ranks_are_those_that_vllm_declares():
     from importlib.util import find_spec
     from pathlib import Path
 
-    from skyrl_megatron.inference.vllm.adapters import RANKS
+    from skyrl_megatron.inference.vllm.adapter_versions import RANKS
 
     text = (Path(find_spec("vllm").origin).parent / "config/lora.py").read_text()
     [declared] = [line for line in text.splitlines() if line.startswith("MaxLoRARanks = ")]
@@ -109,7 +109,7 @@ def test_names_are_read_as_they_are_written():
 def test_an_adapter_that_is_not_whole_is_never_sent(sent, message):
     from skyrl_megatron.errors import WeightSyncError
     from skyrl_megatron.weight_sync.adapter_tensors import PairShape, check_adapters
-    from skyrl_megatron.weight_sync.bucket import TensorMeta
+    from skyrl_megatron.weight_sync.buckets import TensorMeta
 
     expected = {"m.q": PairShape(4, rows=6, columns=8)}
     with pytest.raises(WeightSyncError, match=message):
@@ -117,7 +117,7 @@ def test_an_adapter_that_is_not_whole_is_never_sent(sent, message):
 
 
 def test_versions_serve_until_nobody_uses_them():
-    from skyrl_megatron.inference.vllm.adapters import HeldAdapters
+    from skyrl_megatron.inference.vllm.adapter_versions import HeldAdapters
 
     held = HeldAdapters(slots=2)
 
@@ -142,7 +142,7 @@ def test_versions_serve_until_nobody_uses_them():
 
 
 def test_requests_of_a_version_that_leaves_are_named():
-    from skyrl_megatron.inference.vllm.adapters import HeldAdapters
+    from skyrl_megatron.inference.vllm.adapter_versions import HeldAdapters
 
     held = HeldAdapters(slots=2)
     for version in "12":
@@ -157,7 +157,7 @@ def test_requests_of_a_version_that_leaves_are_named():
 
 def test_several_adapters_switch_together():
     from skyrl_megatron.errors import RequestError
-    from skyrl_megatron.inference.vllm.adapters import HeldAdapters
+    from skyrl_megatron.inference.vllm.adapter_versions import HeldAdapters
 
     held = HeldAdapters(slots=4, names=("math", "code"))
     with held.use("before all", "code") as nothing:
@@ -178,7 +178,7 @@ def test_several_adapters_switch_together():
 
 def test_room_is_made_for_all_of_an_update():
     from skyrl_megatron.errors import WeightSyncError
-    from skyrl_megatron.inference.vllm.adapters import HeldAdapters
+    from skyrl_megatron.inference.vllm.adapter_versions import HeldAdapters
 
     held = HeldAdapters(slots=4, names=("math", "code"))
 
@@ -199,7 +199,7 @@ def test_room_is_made_for_all_of_an_update():
 
 
 def test_engines_are_started_for_all_adapters(tmp_path):
-    from skyrl_megatron.inference.vllm.adapters import adapter_slots
+    from skyrl_megatron.inference.vllm.adapter_versions import adapter_slots
     from skyrl_megatron.weight_sync.adapter_tensors import configured_pairs
 
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("qwen3_moe")))
@@ -213,9 +213,8 @@ def test_engines_are_started_for_all_adapters(tmp_path):
 @pytest.mark.parametrize("names, refused", [("{math,code}", True), ("{math}", False)])
 def test_a_generator_that_knows_of_no_adapters_is_refused(names, refused):
     from skyrl_megatron.config.hardware import local_hardware
-    from skyrl_megatron.entrypoints.checks.features import features
-    from skyrl_megatron.entrypoints.checks.planned_run import PlannedRun
     from skyrl_megatron.plugins import GENERATORS
+    from skyrl_megatron.preflight.option_checks import PlannedRun, features
 
     class Older:
         def __init__(self, generator_cfg, skyrl_gym_cfg, inference_engine_client, tokenizer, *, seed, nonfinite):

@@ -12,11 +12,10 @@ import pytest
 
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.fields import leaves
-from skyrl_megatron.config.rules.idle import idle_settings
-from skyrl_megatron.config.rules.unavailable import require_available
-from skyrl_megatron.config.validate import find_problems
-from skyrl_megatron.entrypoints.checks import PlannedRun, look
+from skyrl_megatron.config.rules.ineffective import idle_settings
+from skyrl_megatron.config.validate import find_problems, require_available
 from skyrl_megatron.errors import ConfigError
+from skyrl_megatron.preflight import PlannedRun, look
 from tests.config.settings import base
 from tests.config.settings.table import NO_EFFECT, REFUSED, REFUSED_BY_RANKS, ROWS
 from tests.config.test_idle import IDLE_BY_DEFAULT

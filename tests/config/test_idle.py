@@ -7,7 +7,7 @@ import pytest
 from skyrl_megatron.config import SkyRLTrainConfig, get_config_as_yaml_str, make_config
 from skyrl_megatron.config.fields import field_types, leaves, owner_of
 from skyrl_megatron.config.hardware import Hardware
-from skyrl_megatron.config.rules.idle import _SWITCHES, IDLE, idle_settings
+from skyrl_megatron.config.rules.ineffective import _SWITCHES, IDLE, idle_settings
 from skyrl_megatron.config.validate import find_problems
 from skyrl_megatron.errors import SkyRLMegatronWarning
 from tests.config import golden

@@ -60,7 +60,7 @@ def on_meta(config):
 @pytest.mark.parametrize("family", TINY)
 def test_totals_are_those_of_transformers(family):
     from bridges.plan import Plan
-    from skyrl_megatron.entrypoints.memory.parameters import ParameterTable
+    from skyrl_megatron.preflight.memory_parameters import ParameterTable
 
     config = config_of(family)
     assert ParameterTable(Plan.of(config)).total() == on_meta(config)
@@ -68,7 +68,7 @@ def test_totals_are_those_of_transformers(family):
 
 def test_published_total_of_qwen3_30b_a3b():
     from bridges.plan import Plan
-    from skyrl_megatron.entrypoints.memory.parameters import ParameterTable
+    from skyrl_megatron.preflight.memory_parameters import ParameterTable
 
     config = tiny_config("qwen3_moe", **QWEN3_30B_A3B)
     assert on_meta(config) == PUBLISHED
@@ -83,7 +83,7 @@ def built_and_predicted(layouts, configs):
 
     from bridges.plan import Plan
     from skyrl_megatron.config.rules.layout import ParallelConfig
-    from skyrl_megatron.entrypoints.memory.parameters import ParameterTable
+    from skyrl_megatron.preflight.memory_parameters import ParameterTable
     from skyrl_megatron.runtime import parallel_state
     from skyrl_megatron.runtime.model.build import build_model
 
@@ -131,8 +131,8 @@ def test_parameters_per_rank_in_more_layouts(ranks, name):
 def test_ranks_stand_where_megatron_puts_them():
     from megatron.core.parallel_state import RankGenerator
 
+    from skyrl_megatron.config.roles import rank_position
     from skyrl_megatron.config.rules.layout import ParallelConfig
-    from skyrl_megatron.config.rules.role_layout import rank_position
 
     for degrees in (dict(tp=2, cp=2, ep=4), dict(tp=4, pp=2, ep=2, etp=2), dict(pp=4, ep=4), dict(cp=4, tp=2, etp=2)):
         parallel = ParallelConfig(world_size=32, **degrees)

@@ -80,7 +80,7 @@ def test_recipe_fits_with_room(models, recipe, capsys):
 
 def test_a_tiny_moe_on_this_machine(tmp_path, capsys):
     from skyrl_megatron.entrypoints import run_moe
-    from skyrl_megatron.entrypoints.embedded_model import write_embedded_model
+    from skyrl_megatron.entrypoints.embedded import write_embedded_model
 
     rows = write_sums(tmp_path / "rows.parquet", 64)
     model = write_embedded_model(tmp_path / "model", 1)

@@ -8,7 +8,7 @@ import yaml
 from skyrl_megatron import device
 from skyrl_megatron.config import MegatronConfig, SamplingParams, SkyRLTrainConfig, resolve
 from skyrl_megatron.config.hardware import Hardware, local_hardware
-from skyrl_megatron.config.run_folder import run_folder, save_config
+from skyrl_megatron.config.resolve import run_folder, save_config
 from skyrl_megatron.errors import SkyRLMegatronWarning
 from tests.config import golden
 

@@ -587,13 +587,13 @@ def test_a_built_in_loss_without_a_name_or_a_function_cannot_be_imported(lacking
         functions["nameless"] = functions["regular"]
     else:
         del functions["cispo"]
-    with pytest.raises(AlgorithmError, match=r"policy loss: (nameless|cispo): .*config/names\.py"):
+    with pytest.raises(AlgorithmError, match=r"policy loss: (nameless|cispo): .*config/schema/algorithm\.py"):
         losses.PolicyLossRegistry.add_builtins(losses.PolicyLossType, functions)
     assert sorted(losses.PolicyLossRegistry.list_available()) == sorted(losses.PolicyLossType)
 
 
 def test_the_command_line_knows_every_built_in_name():
-    from skyrl_megatron.config.names import AdvantageEstimator, PolicyLossType
+    from skyrl_megatron.config.schema.algorithm import AdvantageEstimator, PolicyLossType
 
     for name in PolicyLossType:
         assert not [p for p in problems(f"{A}policy_loss_type={name}") if "not registered" in p.fix]
@@ -679,7 +679,7 @@ YARN = {"rope_scaling": {"type": "yarn", "factor": 4.0}}
     ids=["latent", "latent with YaRN", "YaRN", "plain"],
 )
 def test_fused_rotary_kernels_that_rotate_otherwise(hf, words):
-    from skyrl_megatron.config.rules.megatron import megatron_problems
+    from skyrl_megatron.config.rules.megatron_rules import megatron_problems
 
     cfg = SkyRLTrainConfig.from_cli_overrides([f"{K}apply_rope_fusion=true"])
     found = list(megatron_problems(cfg, "policy", M, GPUS, hf))
@@ -697,7 +697,7 @@ def test_fused_rotary_kernels_that_rotate_otherwise(hf, words):
     ids=["sparse", "dense", "no indexer"],
 )
 def test_the_loss_of_an_indexer(args, hf, words):
-    from skyrl_megatron.config.rules.megatron import megatron_problems
+    from skyrl_megatron.config.rules.megatron_rules import megatron_problems
 
     cfg = SkyRLTrainConfig.from_cli_overrides([f"{K}dsa_indexer_loss_coeff=0.1", *args])
     found = list(megatron_problems(cfg, "policy", M, GPUS, hf))

@@ -107,7 +107,7 @@ def metrics(step: int, total: int, rng: random.Random, *, many: int = 0) -> dict
 
 def write_run(folder: Path, steps: int = 40, *, name: str = "run", tokens: int = 400, many: int = 0, **overrides):
     """Write a run of so many steps, with samples of ``tokens`` tokens every ten steps; return its folder."""
-    from skyrl_megatron.config.run_folder import run_folder, save_config
+    from skyrl_megatron.config.resolve import run_folder, save_config
 
     cfg = config(folder, name, **({"trainer__max_training_steps": steps} | overrides))
     save_config(cfg)
@@ -128,7 +128,7 @@ def write_run(folder: Path, steps: int = 40, *, name: str = "run", tokens: int =
 
 
 def write_lanes(run, steps, rng):
-    from skyrl_megatron.trainer.lanes import lanes
+    from skyrl_megatron.trainer.observe import lanes
 
     with (run / "spans.jsonl").open("w") as file:
         for step in steps:
@@ -209,7 +209,7 @@ def batch_of(
 
 
 def write_samples(cfg, steps, tokens, rng):
-    from skyrl_megatron.trainer.samples import SampleLog
+    from skyrl_megatron.trainer.observe import SampleLog
 
     tokenizer = byte_tokenizer()
     log = SampleLog(cfg, tokenizer, max(steps))

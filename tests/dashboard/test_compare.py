@@ -25,7 +25,7 @@ def folders(tmp_path):
     ids=["equal", "within", "below", "better", "not a number"],
 )
 def test_exit_codes(folders, capsys, own, code):
-    from skyrl_megatron.entrypoints.compare import main
+    from skyrl_megatron_tools.compare_runs import main
 
     assert main(folders(own, [0.5, 0.5])) == code
     out = capsys.readouterr()
@@ -34,21 +34,21 @@ def test_exit_codes(folders, capsys, own, code):
 
 
 def test_nan_itself_is_an_error(folders, capsys):
-    from skyrl_megatron.entrypoints.compare import main
+    from skyrl_megatron_tools.compare_runs import main
 
     assert main(folders([float("nan")], [0.5])) == 2
     assert "not a number" in capsys.readouterr().err
 
 
 def test_means_of_the_last_steps_are_compared(folders):
-    from skyrl_megatron.entrypoints.compare import main
+    from skyrl_megatron_tools.compare_runs import main
 
     both = folders([0.0, 0.0, 0.5, 0.5], [0.5])
     assert main([*both, "--last", "2"]) == 0 and main([*both, "--last", "4"]) == 1
 
 
 def test_a_metric_whose_better_side_is_not_known_may_leave_on_either(tmp_path):
-    from skyrl_megatron.trainer.compare import Compared
+    from skyrl_megatron_tools.compare_runs import Compared
 
     for run, leaves in ((1.2, True), (0.8, True), (1.05, False)):
         assert Compared("policy/policy_entropy", run, 1.0, 0.1).leaves == leaves
@@ -66,14 +66,14 @@ def test_a_metric_whose_better_side_is_not_known_may_leave_on_either(tmp_path):
     ],
 )
 def test_bad_input_is_one_message(folders, capsys, given, said):
-    from skyrl_megatron.entrypoints.compare import main
+    from skyrl_megatron_tools.compare_runs import main
 
     assert main([*folders([0.5], [0.5]), *given]) == 2
     assert said in capsys.readouterr().err
 
 
 def test_a_folder_without_metrics(tmp_path, capsys):
-    from skyrl_megatron.entrypoints.compare import main
+    from skyrl_megatron_tools.compare_runs import main
 
     assert main([str(tmp_path), str(tmp_path)]) == 1
     assert "no metrics.jsonl" in capsys.readouterr().err

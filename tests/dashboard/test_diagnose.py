@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -14,8 +15,8 @@ def test_processes_of_a_run_are_told_with_stack_and_log(tmp_path, capsys):
     """Two real processes that write into the folder, one in a child's wait; another run's process is left out."""
     import psutil
 
-    from skyrl_megatron.entrypoints.diagnose import main
-    from skyrl_megatron.trainer.diagnosis import write_stacks
+    from skyrl_megatron.trainer.hang import write_stacks
+    from skyrl_megatron_tools.diagnose import main
 
     logs = tmp_path / "run" / "workers"
     logs.mkdir(parents=True)
@@ -90,13 +91,13 @@ def test_every_host_of_a_cluster_is_asked(tmp_path):
     ],
 )
 def test_what_a_stack_waits_for(frames, meaning):
-    from skyrl_megatron.trainer.diagnosis import Diagnosed
+    from skyrl_megatron.trainer.hang import Diagnosed
 
     assert meaning in Diagnosed(1, "x", None, 0.0, frames).waits_for
 
 
 def test_a_run_that_is_not_under_way(tmp_path, capsys):
-    from skyrl_megatron.entrypoints.diagnose import main
+    from skyrl_megatron_tools.diagnose import main
 
     assert main([str(tmp_path)]) == 1
     assert "no process of it on this host" in capsys.readouterr().err
@@ -105,9 +106,12 @@ def test_a_run_that_is_not_under_way(tmp_path, capsys):
 def test_every_verb_has_a_command(capsys):
     import importlib
 
-    from skyrl_megatron.entrypoints.verbs import VERBS, main
+    from skyrl_megatron.cli import ALIASES, VERBS, main
 
-    for module, _ in VERBS.values():
-        assert importlib.util.find_spec(f"skyrl_megatron.{module}") is not None, module
+    for place, _ in VERBS.values():
+        module, _, function = place.partition(":")
+        text = Path(importlib.util.find_spec(module).origin).read_text()
+        assert f"\ndef {function or 'main'}(" in text, place
+    assert set(ALIASES.values()) <= set(VERBS) and not set(ALIASES) & set(VERBS)
     assert main(["colour"]) == 2 and main([]) == 2 and main(["--help"]) == 0
     assert "VERB=colour: no such verb" in capsys.readouterr().err

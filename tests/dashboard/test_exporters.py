@@ -97,7 +97,7 @@ def test_a_collector_that_is_away_costs_no_run():
 
 
 def test_spans_of_one_name_that_touch_are_one():
-    from skyrl_megatron import spans
+    from skyrl_megatron import progress as spans
 
     spans.take()
     for begin in (1.0, 1.5, 3.0):
@@ -110,7 +110,7 @@ def test_spans_of_one_name_that_touch_are_one():
 
 
 def test_lanes_have_the_trainer_first_and_long_spans_before_what_they_hold():
-    from skyrl_megatron.trainer.lanes import lanes
+    from skyrl_megatron.trainer.observe import lanes
 
     found = [
         ("policy rank 10", "train", 101.0, 102.0),

@@ -42,8 +42,7 @@ MARKS = "document.querySelector({}).querySelectorAll('path.curve[d^=M], path.lay
 
 
 def export(folder, *runs):
-    from skyrl_megatron.trainer.dashboard.page import write_page
-    from skyrl_megatron.trainer.dashboard.reading import RunReader
+    from skyrl_megatron.trainer.run_report import RunReader, write_page
 
     readers = [RunReader(run) for run in runs]
     for reader in readers:
@@ -229,8 +228,8 @@ def test_runs_are_compared(quiet, made, tmp_path):
 
 def test_a_run_is_followed(quiet, tmp_path):
     """From the server: a step that is written appears without a reload; a run that begins anew replaces the old."""
-    from skyrl_megatron.trainer.dashboard.reading import RunReader
-    from skyrl_megatron.trainer.dashboard.server import DashboardServer
+    from skyrl_megatron.trainer.run_report import RunReader
+    from skyrl_megatron_tools.dashboard import DashboardServer
     from tests.dashboard.made_run import write_run
 
     run = write_run(tmp_path, 5)

@@ -12,7 +12,7 @@ def lines(path, *entries):
 
 
 def reader(folder):
-    from skyrl_megatron.trainer.dashboard.reading import RunReader
+    from skyrl_megatron.trainer.run_report import RunReader
 
     return RunReader(folder)
 
@@ -52,7 +52,7 @@ def test_a_run_that_begins_anew_replaces_what_was_read(tmp_path):
     ],
 )
 def test_a_folder_that_is_no_run_is_one_message(tmp_path, capsys, make, error):
-    from skyrl_megatron.entrypoints.dashboard import main
+    from skyrl_megatron_tools.dashboard import main
 
     make(tmp_path / "folder")
     assert main([str(tmp_path / "folder"), "--export", str(tmp_path / "page.html")]) == 1
@@ -68,7 +68,7 @@ def lines_below(folder):
 def test_a_port_in_use_is_one_message(tmp_path, capsys):
     import socket
 
-    from skyrl_megatron.entrypoints.dashboard import main
+    from skyrl_megatron_tools.dashboard import main
 
     lines(tmp_path / "metrics.jsonl", {"step": 1})
     with socket.socket() as taken:
@@ -93,7 +93,7 @@ def test_samples_of_another_version_are_refused(tmp_path):
 
 def test_a_run_that_is_half_written_is_shown_without_what_is_not_there(tmp_path, capsys):
     """Cut off while it wrote, its lanes and loads those of another version: a line for the samples, and a page."""
-    from skyrl_megatron.entrypoints.dashboard import main
+    from skyrl_megatron_tools.dashboard import main
 
     lines(tmp_path / "metrics.jsonl", {"step": 1, "timing/step": 1.0}, {"loss": 3}, ["no", "line"])
     (tmp_path / "metrics.jsonl").open("a").write('{"step": 2, "timing/st')
@@ -117,7 +117,7 @@ def test_a_configuration_that_cannot_be_read_is_said(tmp_path):
 
 def test_long_runs_are_thinned_with_their_extremes():
     """Against the largest and smallest of every stretch, one by one."""
-    from skyrl_megatron.trainer.dashboard.columns import thinned
+    from skyrl_megatron.trainer.run_report import thinned
 
     rng = np.random.default_rng(0)
     values = rng.standard_normal((3, 1000)).astype(np.float32)

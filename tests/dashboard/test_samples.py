@@ -10,7 +10,7 @@ import pytest
 
 def kept(tmp_path, step=1, **overrides):
     """A step's file, its batch, and the trainer's log-probs of all rows."""
-    from skyrl_megatron.trainer.samples import SampleLog
+    from skyrl_megatron.trainer.observe import SampleLog
     from tests.dashboard.made_run import batch_of, byte_tokenizer, config
 
     tokenizer = byte_tokenizer()
@@ -54,7 +54,7 @@ def test_groups_are_measured_as_one_by_one(tmp_path):
     ("steps", "per_step", "per_run", "every"), [(10, 8, 2000, 1), (10_000, 8, 2000, 40), (10, 0, 5, 0), (10, 8, 1, 10)]
 )
 def test_a_run_keeps_so_many_samples(tmp_path, steps, per_step, per_run, every):
-    from skyrl_megatron.trainer.samples import look_interval
+    from skyrl_megatron.trainer.observe import look_interval
     from tests.dashboard.made_run import config
 
     cfg = config(tmp_path, trainer__samples_per_step=per_step, trainer__samples_per_run=per_run)
@@ -62,7 +62,7 @@ def test_a_run_keeps_so_many_samples(tmp_path, steps, per_step, per_run, every):
 
 
 def test_a_resumed_run_forgets_the_steps_that_came_to_nothing(tmp_path):
-    from skyrl_megatron.trainer.watch import RunWatch
+    from skyrl_megatron.trainer.observe import RunWatch
     from tests.dashboard.made_run import config, write_run
 
     run = write_run(tmp_path, 20)

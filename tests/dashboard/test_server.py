@@ -12,8 +12,8 @@ import pytest
 
 @pytest.fixture
 def server(tmp_path):
-    from skyrl_megatron.trainer.dashboard.reading import RunReader
-    from skyrl_megatron.trainer.dashboard.server import DashboardServer
+    from skyrl_megatron.trainer.run_report import RunReader
+    from skyrl_megatron_tools.dashboard import DashboardServer
 
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "a": 0.5}\n{"step": 2, "a": 0.25}\n')
     with DashboardServer([RunReader(tmp_path)]) as server:
@@ -69,7 +69,7 @@ def test_what_is_not_there_is_refused(server, path, code):
 
 def test_idle_connections_end_and_make_room(server, monkeypatch):
     """More of them than there may be: a request is answered, the oldest are closed, and in time all are."""
-    from skyrl_megatron.trainer import threaded_http
+    from skyrl_megatron.trainer import exporters as threaded_http
 
     monkeypatch.setattr(threaded_http, "CONNECTIONS", 5)
     monkeypatch.setattr(threaded_http, "CONNECTION_S", 1.0)

@@ -16,7 +16,7 @@ GB = 10**9
 # ---------------------------------------------------------------------- software
 @pytest.mark.process
 def test_a_package_that_fails_dies_or_hangs_is_named_and_the_others_go_on(tmp_path, monkeypatch):
-    from skyrl_megatron.entrypoints.doctor.imports import import_all
+    from skyrl_megatron_tools.doctor.software import import_all
 
     for package, body in {
         "apex": "raise ImportError('undefined symbol: _ZN3c105ErrorC2')",
@@ -34,8 +34,7 @@ def test_a_package_that_fails_dies_or_hangs_is_named_and_the_others_go_on(tmp_pa
 
 
 def judged(**imported):
-    from skyrl_megatron.entrypoints.doctor.imports import Imported
-    from skyrl_megatron.entrypoints.doctor.software import packages, software
+    from skyrl_megatron_tools.doctor.software import Imported, packages, software
 
     facts = {"runtime": [13, 0], "driver": [13, 0], "collectives": "2.29.7", "devices": [{}], "reason": ""}
     outcomes = {name: Imported(True, "1.0") for name in packages(gpu=True)}
@@ -45,7 +44,7 @@ def judged(**imported):
 
 
 def test_what_a_gpu_run_needs_and_what_it_does_not():
-    from skyrl_megatron.entrypoints.doctor.imports import Imported
+    from skyrl_megatron_tools.doctor.software import Imported
 
     fine = judged()
     assert {finding.state for finding in fine.values()} == {"ok"}, fine
@@ -76,7 +75,7 @@ def test_what_a_gpu_run_needs_and_what_it_does_not():
     ],
 )
 def test_driver_and_runtime(facts, state, word):
-    from skyrl_megatron.entrypoints.doctor.imports import Imported
+    from skyrl_megatron_tools.doctor.software import Imported
 
     usual = {"runtime": [13, 0], "driver": [13, 0], "collectives": None, "devices": [{}], "reason": ""}
     found = judged(torch=Imported(True, "2.13.0", "", usual | facts))
@@ -85,7 +84,7 @@ def test_driver_and_runtime(facts, state, word):
 
 
 def test_other_pythons_are_refused():
-    from skyrl_megatron.entrypoints.doctor.software import python
+    from skyrl_megatron_tools.doctor.software import python
 
     assert python(sys.version_info[:2]).state == "ok"
     assert python((3, 11)).state == python((3, 14)).state == "FAIL"
@@ -93,7 +92,7 @@ def test_other_pythons_are_refused():
 
 def test_a_package_of_another_version_is_named(tmp_path, monkeypatch):
     """As after ``pip install --upgrade`` beside the set-up."""
-    from skyrl_megatron.entrypoints.doctor.software import requirements
+    from skyrl_megatron_tools.doctor.software import requirements
 
     assert requirements().state == "ok"
     (tmp_path / "ray-1.13.0.dist-info").mkdir()
@@ -105,7 +104,7 @@ def test_a_package_of_another_version_is_named(tmp_path, monkeypatch):
 
 # ---------------------------------------------------------------------- the machine
 def gpus(*devices):
-    from skyrl_megatron.entrypoints.doctor.machine import gpus
+    from skyrl_megatron_tools.doctor.machine import gpus
 
     return next(gpus(devices))
 
@@ -130,7 +129,7 @@ NIC0\tPIX\tSYS\t X
     "link, state, word", [("NV18", "ok", "NVLink"), ("PHB", "warn", "PHB"), (None, "warn", "no nvidia-smi")]
 )
 def test_links_of_gpus(tmp_path, monkeypatch, link, state, word):
-    from skyrl_megatron.entrypoints.doctor.machine import links
+    from skyrl_megatron_tools.doctor.machine import links
 
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin" if link else str(tmp_path))
     if link:
@@ -142,7 +141,7 @@ def test_links_of_gpus(tmp_path, monkeypatch, link, state, word):
 
 
 def test_shared_memory_without_room(monkeypatch):
-    from skyrl_megatron.entrypoints.doctor import machine
+    from skyrl_megatron_tools.doctor import machine
 
     monkeypatch.setattr(machine, "SHARED_MEMORY", "/proc")  # has no room
     assert machine.shared_memory(gpu=False).state == "FAIL" and "--shm-size" in machine.shared_memory(gpu=True).fix
@@ -151,7 +150,7 @@ def test_shared_memory_without_room(monkeypatch):
 
 
 def test_locked_memory_matters_to_rdma(tmp_path):
-    from skyrl_megatron.entrypoints.doctor.machine import locked_memory
+    from skyrl_megatron_tools.doctor.machine import locked_memory
 
     limits = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     cards, user, root = (tmp_path / name for name in ("infiniband", "user", "root"))
@@ -170,7 +169,7 @@ def test_locked_memory_matters_to_rdma(tmp_path):
 
 
 def test_an_occupied_port_of_the_endpoint():
-    from skyrl_megatron.entrypoints.doctor.machine import ports
+    from skyrl_megatron_tools.doctor.machine import ports
 
     assert ports().state != "FAIL"
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -179,7 +178,7 @@ def test_an_occupied_port_of_the_endpoint():
 
 
 def test_checkpoint_folders_that_cannot_be_written(tmp_path):
-    from skyrl_megatron.entrypoints.doctor.machine import checkpoint_folder
+    from skyrl_megatron_tools.doctor.machine import checkpoint_folder
 
     size = 8 << 20
     fine = checkpoint_folder(tmp_path / "not" / "yet", gpu=False, size=size)
@@ -195,7 +194,7 @@ def test_checkpoint_folders_that_cannot_be_written(tmp_path):
 
 
 def test_a_slow_folder_matters_to_a_gpu_run(tmp_path, monkeypatch):
-    from skyrl_megatron.entrypoints.doctor import machine
+    from skyrl_megatron_tools.doctor import machine
 
     monkeypatch.setattr(machine, "SLOW_WRITE", 1e15)  # no disk is that fast
     assert machine.checkpoint_folder(tmp_path, gpu=True, size=8 << 20).state == "warn"
@@ -203,7 +202,7 @@ def test_a_slow_folder_matters_to_a_gpu_run(tmp_path, monkeypatch):
 
 
 def test_rays_token(tmp_path):
-    from skyrl_megatron.entrypoints.doctor.machine import ray_token
+    from skyrl_megatron_tools.doctor.machine import ray_token
 
     joined = {"RAY_ADDRESS": "10.0.0.1:6379"}
     assert ray_token({}, tmp_path).state == "ok"
@@ -217,7 +216,7 @@ def test_rays_token(tmp_path):
 
 # ---------------------------------------------------------------------- the cluster
 def test_unlike_nodes_and_clocks():
-    from skyrl_megatron.entrypoints.doctor.cluster import clocks, gpus_of_nodes
+    from skyrl_megatron_tools.doctor.machine import clocks, gpus_of_nodes
 
     assert gpus_of_nodes({"10.0.0.1": 8, "10.0.0.2": 8, "head": 0}).state == "ok"
     assert gpus_of_nodes({"10.0.0.1": 8, "10.0.0.2": 4}).state == "warn"
@@ -229,8 +228,8 @@ def test_unlike_nodes_and_clocks():
 
 @pytest.mark.process
 def test_a_cluster_is_asked():
-    from skyrl_megatron.entrypoints.doctor.cluster import cluster
     from skyrl_megatron.workers.ray_setup import local_ray
+    from skyrl_megatron_tools.doctor.machine import cluster
 
     with local_ray(2):
         nodes, clock = cluster()

@@ -13,7 +13,7 @@ import pytest
 
 pytestmark = pytest.mark.process
 ROOT = Path(__file__).resolve().parents[2]
-COMMAND = [sys.executable, "-m", "skyrl_megatron.entrypoints.doctor"]
+COMMAND = [sys.executable, "-m", "skyrl_megatron_tools.doctor"]
 
 
 def doctor(*arguments, timeout=560, **environment):
@@ -59,9 +59,9 @@ def test_this_machine_and_the_self_test(tmp_path):
 
 FAULTS = """
 import sys, torch, torch.distributed as dist
-from skyrl_megatron.entrypoints.doctor import layer_rung, rungs
+from skyrl_megatron_tools.doctor import self_test as layer_rung, self_test as rungs
 from skyrl_megatron.runtime.model.local_weights import local_weights
-from skyrl_megatron.workers.ports import free_port
+from skyrl_megatron.workers.processes import free_port
 
 def told(body, *arguments):
     try:
@@ -85,7 +85,7 @@ told(layer_rung.layer)
 
 LOST_UPDATE = """
 import sys
-from skyrl_megatron.entrypoints.doctor import rungs
+from skyrl_megatron_tools.doctor import self_test as rungs
 
 port, end = int(sys.argv[1]), int(sys.argv[2])
 made = rungs.Tensors.__init__
@@ -96,7 +96,7 @@ rungs._sync_end(end, "gloo", 0, port)
 
 def test_wrong_results_are_told(tmp_path):
     """A sum that is off by one, a projection 1.2 times too large, weights that are not those that were sent."""
-    from skyrl_megatron.workers.ports import free_port
+    from skyrl_megatron.workers.processes import free_port
 
     run = [sys.executable, "-W", "ignore", "-c"]
     options = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
@@ -111,7 +111,7 @@ def test_wrong_results_are_told(tmp_path):
 
 
 def test_a_rung_that_hangs_is_ended_with_all_it_started(tmp_path, monkeypatch):
-    from skyrl_megatron.entrypoints.doctor.self_test import run_rung
+    from skyrl_megatron_tools.doctor.self_test import run_rung
 
     (tmp_path / "sitecustomize.py").write_text("import time; time.sleep(600)")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
@@ -122,7 +122,7 @@ def test_a_rung_that_hangs_is_ended_with_all_it_started(tmp_path, monkeypatch):
 
 
 def test_a_rung_that_fails_says_its_error(tmp_path, monkeypatch):
-    from skyrl_megatron.entrypoints.doctor.self_test import run_rung
+    from skyrl_megatron_tools.doctor.self_test import run_rung
 
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libcudnn.so.9: cannot open')")

@@ -42,7 +42,7 @@ from skyrl_megatron.entrypoints import experiment
 experiment.last_words = lambda *args: contextlib.nullcontext()
 """
 RAY_THAT_HANGS = """
-from skyrl_megatron.entrypoints import last_words
+from skyrl_megatron.entrypoints import crash_report as last_words
 last_words._Head.look = lambda self: ""
 """
 DEADLINE = """
@@ -51,7 +51,7 @@ make = ActorGroup.__init__
 ActorGroup.__init__ = lambda self, role, actors, timeout_s: make(self, role, actors, 1e6)
 """
 DEADLINE_OF_A_START = """
-from skyrl_megatron.trainer import loop_thread
+from skyrl_megatron.trainer import event_loop as loop_thread
 loop_thread.within = lambda work, timeout_s, phase: work
 """
 CAUSE = """
@@ -70,7 +70,7 @@ WorkerGroup.stop = ask
 ENGINES_KILLED_AT_THE_END = """
 import asyncio
 from skyrl_megatron.inference.pool import EnginePool
-from skyrl_megatron.workers import inference_engine_client
+from skyrl_megatron.workers import engines as inference_engine_client
 async def ask(self):
     await asyncio.gather(*(slot.engine.health() for slot in self.slots))
 EnginePool.shutdown, inference_engine_client.STOP_TIMEOUT_S = ask, 1e6
@@ -81,11 +81,11 @@ from skyrl_megatron.workers import ray_setup
 ray_setup.END_TIMEOUT_S = 1e6
 """
 STRAGGLERS = """
-from skyrl_megatron.trainer import stragglers
+from skyrl_megatron.trainer import recovery as stragglers
 stragglers.RATIO = float("inf")
 """
 HEALTH = """
-from skyrl_megatron.inference.health import HealthMonitor
+from skyrl_megatron.inference.client import HealthMonitor
 HealthMonitor.start = lambda self: None
 """
 ENVIRONMENTS_MAY_FAIL = """
@@ -103,11 +103,11 @@ for module in (manifest, storage, store):
     module.CheckpointError = type("Other", (Exception,), {})
 """
 HASHES = """
-from skyrl_megatron.weight_sync import versions
+from skyrl_megatron_tools import weight_versions as versions
 versions.hash_of = lambda tensor: "the same"
 """
 SUMS_OF_BUCKETS = """
-from skyrl_megatron.workers import weight_routes, weight_synchronizer
+from skyrl_megatron.workers import sync_calls as weight_routes, weight_synchronizer
 weight_synchronizer._compare = weight_synchronizer.compare_parcels = weight_routes.compare_parcels = lambda *args: None
 """
 OLD_CHECKPOINTS = """
@@ -129,7 +129,7 @@ from skyrl_megatron.trainer import tracking
 tracking.read_metrics = lambda path: [json.loads(line) for line in Path(path).read_bytes().splitlines()]
 """
 SUMS_OF_RECORDS = """
-from skyrl_megatron.trainer.stream import segment
+from skyrl_megatron.trainer import journal as segment
 segment.zlib = type("Same", (), {"crc32": lambda *args: 0})
 """
 MONOTONIC = """

@@ -59,7 +59,7 @@ def arm(who: str, what: str, when: str, step: int = 0, *, delay_s: float = 0.05,
 
     In a rank ``exit``, ``exception`` and ``out of memory`` (of a petabyte, which its allocator refuses) come with its
     next call, as that is where its own code runs; in an engine wherever its main thread is."""
-    from skyrl_megatron.trainer.phases import Phases
+    from skyrl_megatron.trainer.console import Phases
     from skyrl_megatron.trainer.ppo import RayPPOTrainer
     from skyrl_megatron.workers.worker_group import WorkerGroup
 
@@ -119,8 +119,8 @@ def arm(who: str, what: str, when: str, step: int = 0, *, delay_s: float = 0.05,
 def find(trainer, who: str) -> list[psutil.Process]:
     """Return the processes of ``who`` in a run: ``driver``, ``policy 1`` (a role and a rank), ``engine core``,
     ``engine worker``, ``engine actor``, ``gcs_server`` or ``raylet``."""
-    from skyrl_megatron.config.run_folder import run_folder
-    from skyrl_megatron.trainer.diagnosis import processes
+    from skyrl_megatron.config.resolve import run_folder
+    from skyrl_megatron.trainer.hang import processes
 
     own = psutil.Process()
     if who == "driver":
@@ -206,7 +206,7 @@ def _in_registry(trainer, what: str) -> None:
     is a line of ``registry.txt``."""
     import httpx
 
-    from skyrl_megatron.config.run_folder import run_folder
+    from skyrl_megatron.config.resolve import run_folder
 
     end = time.monotonic() + FOUND_S
     while (registry := getattr(getattr(trainer, "inference_engine_client", None), "_registry", None)) is None:

@@ -5,12 +5,11 @@ import ast
 from tests.structure.source import modules
 
 WRITTEN_DOWN = {
-    "skyrl_megatron.spans",
-    "skyrl_megatron.start_times",
+    "skyrl_megatron.progress",
     "skyrl_megatron.inference.pool",
-    "skyrl_megatron.trainer.trackers",
-    "skyrl_megatron.trainer.dashboard.reading",
-    "skyrl_megatron.entrypoints.doctor.cluster",
+    "skyrl_megatron.trainer.tracking",
+    "skyrl_megatron.trainer.run_report",
+    "skyrl_megatron_tools.doctor.machine",
 }
 """Modules that read it: spans of lanes, the start of a run, a page's age, and how far clocks of hosts are apart."""
 

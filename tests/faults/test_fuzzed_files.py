@@ -110,9 +110,8 @@ def distributed(tmp_path_factory):
     """A ``torch_dist`` checkpoint of two tensors, one in two chunks."""
     import torch
 
-    from bridges.megatron_io import write_metadata
     from bridges.staging import LocalFile
-    from bridges.torch_dist import ChunkFile
+    from bridges.torch_dist import ChunkFile, write_metadata
 
     folder = tmp_path_factory.mktemp("distributed")
     file = ChunkFile("__0_0.distcp", LocalFile(folder / "__0_0.distcp"))
@@ -125,9 +124,8 @@ def distributed(tmp_path_factory):
 
 def all_read(folder):
     """Open a ``torch_dist`` checkpoint and read every tensor and what is none."""
-    from bridges.megatron_io import DistCheckpoint
     from bridges.metadata import parse_common_state, parse_metadata
-    from bridges.torch_dist import common_state_chunk
+    from bridges.torch_dist import DistCheckpoint, common_state_chunk
 
     checkpoint = DistCheckpoint(folder)
     for key, stored in checkpoint.tensors.items():
@@ -208,9 +206,9 @@ def test_an_archive_that_inflates():
 
     import torch
 
-    from bridges.archive import parse_archive
     from bridges.errors import BridgeError
     from bridges.metadata import parse_common_state
+    from bridges.torch_dist import parse_archive
 
     content = zip_of(bytes(40 << 20), zipfile.ZIP_DEFLATED)
     tracemalloc.start()
@@ -231,7 +229,7 @@ def test_the_archive_of_a_tensor(data):
 
     import torch
 
-    from bridges.archive import parse_archive
+    from bridges.torch_dist import parse_archive
 
     buffer = io.BytesIO()
     torch.save(torch.arange(6.0).view(2, 3).t(), buffer)
@@ -272,7 +270,7 @@ def test_metadata_of_more_than_its_files(distributed, tmp_path, change):
     import pickle
 
     from bridges.errors import BridgeError
-    from bridges.megatron_io import DistCheckpoint
+    from bridges.torch_dist import DistCheckpoint
 
     folder = tmp_path / "copy"
     shutil.copytree(distributed, folder)
@@ -359,7 +357,7 @@ def adapter(model, tmp_path_factory):
 @mutated
 def test_an_adapter_folder(model, adapter, tmp_path, data):
     from bridges.errors import BridgeError
-    from bridges.peft_folder import PeftFolder
+    from bridges.peft import PeftFolder
     from bridges.plan import Plan
 
     plan = Plan.of(json.loads((model / "config.json").read_text()))

@@ -73,7 +73,7 @@ def use_tokenizer(folder):
     from pathlib import Path
 
     from skyrl_megatron.data.tokenizer import load_tokenizer
-    from skyrl_megatron.entrypoints.checks.vocabularies import _tokens
+    from skyrl_megatron.preflight.data_checks import _tokens
     from skyrl_megatron.rollout.templates import ChatFormat
 
     warnings.simplefilter("ignore")
@@ -159,8 +159,8 @@ def read_model(folder):
     """Read ``config.json`` as a run and its engines do."""
     from pathlib import Path
 
-    from skyrl_megatron.inference.vllm.model_folder import cpu_kv_cache_bytes, cpu_weight_bytes
-    from skyrl_megatron.runtime.hf.model import read_hf_model
+    from skyrl_megatron.inference.vllm.settings import cpu_kv_cache_bytes, cpu_weight_bytes
+    from skyrl_megatron.runtime.model.description import read_hf_model
 
     read_hf_model(folder)
     cpu_kv_cache_bytes(Path(folder), "auto", 128, 2), cpu_weight_bytes(Path(folder), "auto")

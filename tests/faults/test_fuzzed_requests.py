@@ -43,15 +43,12 @@ def servers(loop, tmp_path_factory):
     import threading
 
     from skyrl_megatron.inference.client import InferenceClient
-    from skyrl_megatron.inference.fleet import Fleet
-    from skyrl_megatron.inference.http import build_app
-    from skyrl_megatron.inference.http_server import HttpServer
-    from skyrl_megatron.inference.offer import Wanted
+    from skyrl_megatron.inference.fleet import Fleet, Wanted, build_registry
+    from skyrl_megatron.inference.http_endpoint import HttpServer, build_app
     from skyrl_megatron.inference.pool import EnginePool
-    from skyrl_megatron.inference.registry import build_registry
-    from skyrl_megatron.trainer.dashboard.reading import RunReader
-    from skyrl_megatron.trainer.dashboard.server import DashboardServer
     from skyrl_megatron.trainer.exporters import PrometheusEndpoint
+    from skyrl_megatron.trainer.run_report import RunReader
+    from skyrl_megatron_tools.dashboard import DashboardServer
     from tests.support.rank_pool import lasting_port
 
     async def serve():
@@ -109,7 +106,7 @@ def test_without_the_token_nothing_is_told(servers, name):
 
 def offers():
     """Bodies near to an offer of the versions that the run has."""
-    from skyrl_megatron.inference.offer import package_versions
+    from skyrl_megatron.inference.fleet import package_versions
 
     return fuzz.bodies(OFFER | {"versions": package_versions()})
 

@@ -38,7 +38,7 @@ def test_what_was_published_stays(tmp_path, store, capsys, what, code):
     import torch
     from safetensors.torch import load_file
 
-    from skyrl_megatron.entrypoints.weight_versions import main
+    from skyrl_megatron_tools.weight_versions import main
 
     folders = [exported(tmp_path / f"step {step}", float(step)) for step in (1, 2)]
     like = ["--like", str(folders[0])]

@@ -59,7 +59,7 @@ def test_a_model_folder(model, name, kind):
     from bridges.hf_io import HfFolder
     from skyrl_megatron.data.tokenizer import load_tokenizer
     from skyrl_megatron.errors import EngineError, ModelLoadError
-    from skyrl_megatron.inference.vllm.model_folder import hf_config
+    from skyrl_megatron.inference.vllm.settings import hf_config
 
     says = f"{name} {put(model / name, kind)}"
     with pytest.raises(BridgeError, match=says):
@@ -74,11 +74,10 @@ def test_a_model_folder(model, name, kind):
 def test_the_files_that_are_read_by_themselves(model, kind):
     """Whoever opens one file of a folder has not looked at the others."""
     from bridges.errors import BridgeError
+    from bridges.files import read_hf_config
     from bridges.hf_io import map_file, read_header
-    from bridges.json_file import read_hf_config
-    from skyrl_megatron.entrypoints.checks.vocabularies import _embeddings, _tokens
-    from skyrl_megatron.runtime.lora.base import fingerprint
-    from skyrl_megatron.runtime.lora.folder_fit import BASE, base_misfit
+    from skyrl_megatron.preflight.data_checks import _embeddings, _tokens
+    from skyrl_megatron.runtime.lora.targets import BASE, base_misfit, fingerprint
 
     (model / BASE).write_text("{}")
     for name in ("config.json", "model.safetensors", "tokenizer.json", BASE):
@@ -94,7 +93,7 @@ def test_the_files_that_are_read_by_themselves(model, kind):
 
 def test_a_header_of_more_than_its_file(model):
     """Of the file that is hashed to know a base model by."""
-    from skyrl_megatron.runtime.lora.base import fingerprint
+    from skyrl_megatron.runtime.lora.targets import fingerprint
 
     (model / "model.safetensors").write_bytes((2**62).to_bytes(8, "little") + b"{}")
     assert len(fingerprint(model)) == 64
@@ -102,9 +101,9 @@ def test_a_header_of_more_than_its_file(model):
 
 def test_links_of_the_hub_cache(model, tmp_path):
     """A snapshot's files are links to blobs beside it; one to any other place is refused there too."""
-    from bridges.assets import copy_assets
     from bridges.errors import BridgeError
     from bridges.files import check_folder
+    from bridges.source import copy_assets
 
     snapshot, blobs = tmp_path / "models--a--b/snapshots/abc", tmp_path / "models--a--b/blobs"
     snapshot.mkdir(parents=True), blobs.mkdir()
@@ -124,8 +123,8 @@ def test_links_of_the_hub_cache(model, tmp_path):
 
 @pytest.mark.parametrize("kind", ["outside", "pipe"])
 def test_nothing_from_elsewhere_is_exported(model, tmp_path, kind):
-    from bridges.assets import copy_assets
     from bridges.errors import BridgeError
+    from bridges.source import copy_assets
 
     put(model / "tokenizer.json", kind)
     with pytest.raises(BridgeError, match=f"tokenizer.json {KINDS[kind][1]}"):
@@ -136,7 +135,7 @@ def test_nothing_from_elsewhere_is_exported(model, tmp_path, kind):
 @pytest.mark.parametrize("kind", ["pipe", "socket", "device"])
 def test_an_adapter_folder(tmp_path, kind):
     from bridges.errors import BridgeError
-    from bridges.peft_folder import PeftFolder
+    from bridges.peft import PeftFolder
 
     KINDS[kind][0](tmp_path / "adapter_config.json")
     with pytest.raises(BridgeError, match=f"adapter_config.json {KINDS[kind][1]}"):
@@ -146,7 +145,7 @@ def test_an_adapter_folder(tmp_path, kind):
 @pytest.mark.parametrize("kind", ["pipe", "socket", "device"])
 def test_a_checkpoint(tmp_path, kind):
     from bridges.errors import BridgeError
-    from bridges.megatron_io import DistCheckpoint
+    from bridges.torch_dist import DistCheckpoint
     from skyrl_megatron.errors import CheckpointError
     from skyrl_megatron.runtime.checkpoint.manifest import MANIFEST, read_manifest
     from skyrl_megatron.runtime.checkpoint.storage import open_storage
@@ -168,7 +167,7 @@ def test_a_checkpoint(tmp_path, kind):
 @pytest.mark.parametrize("kind", ["pipe", "device"])
 @pytest.mark.parametrize("name", ["train.jsonl", "train.parquet"])
 def test_a_data_set(tmp_path, name, kind):
-    from skyrl_megatron.data.rows import load_source
+    from skyrl_megatron.data.row_files import load_source
     from skyrl_megatron.errors import DataError
 
     KINDS[kind][0](tmp_path / name)

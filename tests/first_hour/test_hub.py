@@ -270,7 +270,7 @@ def test_a_checkpoints_commits_count_where_branches_moved(hub):
 def test_an_export_names_its_origin(tmp_path):
     import yaml
 
-    from bridges.peft_folder import adapter_config
+    from bridges.peft import adapter_config
 
     repo = names.origin(by_hand(tmp_path, FILES))
     assert repo == Repo("model", "acme/tiny", "0123456789abcdef0123456789abcdef01234567")
@@ -313,7 +313,7 @@ def rows(count, text):
 def test_data_by_subset_split_and_slice(hub, tmp_path, monkeypatch):
     import datasets
 
-    from skyrl_megatron.data.rows import load_source
+    from skyrl_megatron.data.row_files import load_source
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     card = CARD.replace(b"{split: train, path: easy/train.jsonl}", b"easy/train.jsonl")
@@ -348,7 +348,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def check(folder, tmp_path, capsys):
     """Exit code, report and messages of ``--check`` with a model named so."""
-    from skyrl_megatron.entrypoints import check
+    from skyrl_megatron.preflight import check
 
     def run(model, *args):
         settings = ["trainer.logger=console", "data.val_data=[]", f"data.train_data=['{folder}/prompts.jsonl']"]

@@ -11,7 +11,7 @@ RUN, ENGINE, NATURAL = ("recorded", "recorded"), ("engine", "recorded"), ("natur
 def evidence(ways, now=1e-7, jumps=None, **changes):
     """What is known where ``ways`` are so far from the record; ``jumps``: place → its relative difference, in passes
     with the engine's experts."""
-    from skyrl_megatron.entrypoints.gap.evidence import Evidence, Gap, Layers, Way
+    from skyrl_megatron_tools.logprob_mismatch.diagnosis import Evidence, Gap, Layers, Way
 
     def gap(size):
         return Gap(size, 3 * size, 0, 2)
@@ -28,7 +28,7 @@ def evidence(ways, now=1e-7, jumps=None, **changes):
 
 
 def found(*args, **kwargs):
-    from skyrl_megatron.entrypoints.gap.diagnosis import diagnose
+    from skyrl_megatron_tools.logprob_mismatch.diagnosis import diagnose
 
     return diagnose(evidence(*args, **kwargs))
 
@@ -45,7 +45,7 @@ def test_what_makes_the_gap_vanish_is_the_cause():
 
 
 def test_a_record_of_other_weights():
-    from skyrl_megatron.entrypoints.gap.evidence import Gap
+    from skyrl_megatron_tools.logprob_mismatch.diagnosis import Gap
 
     first = found({RUN: 0.1, ENGINE: 0.2})
     assert (first.cause, first.asks) == ("stale version", "versions")
@@ -76,7 +76,7 @@ def test_rounding_that_never_jumps():
 
 
 def test_differences_of_right_aligned_log_probs():
-    from skyrl_megatron.entrypoints.gap.evidence import Gap, Layers, RouteDiff
+    from skyrl_megatron_tools.logprob_mismatch.diagnosis import Gap, Layers, RouteDiff
 
     mask = np.array([[0, 1, 1], [1, 1, 1]])
     gap = Gap.of(np.array([[9.0, 1, 2], [1, 2, 3]]), np.array([[0.0, 1, 2.5], [1, 2, 3]]), mask)
@@ -94,9 +94,10 @@ def test_differences_of_right_aligned_log_probs():
     assert RouteDiff.of([routes], [moved], [0, 1]) == RouteDiff(0.25, 1, 1)
 
 
+@pytest.mark.process  # imports torch, which asks what the interpreter is
 def test_a_tensor_that_an_engine_holds_otherwise_is_named():
     """In a map of several, in half precision, in a vector of several, among experts that a kernel has packed."""
-    from skyrl_megatron.entrypoints.gap.weights import altered, rounded
+    from skyrl_megatron_tools.logprob_mismatch.replay import altered, rounded
 
     rng = np.random.default_rng(0)
 
@@ -128,6 +129,7 @@ def test_a_tensor_that_an_engine_holds_otherwise_is_named():
         assert told.startswith(name) and line in told
 
 
+@pytest.mark.process  # imports torch, which asks what the interpreter is
 @pytest.mark.parametrize(
     "run, step, message",
     [
@@ -137,9 +139,9 @@ def test_a_tensor_that_an_engine_holds_otherwise_is_named():
 )
 def test_what_it_cannot_explain_is_one_error(tmp_path, capsys, run, step, message):
     from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.config.run_folder import save_config
-    from skyrl_megatron.entrypoints.checks import load_config
-    from skyrl_megatron.entrypoints.gap.command import main
+    from skyrl_megatron.config.resolve import save_config
+    from skyrl_megatron.preflight import load_config
+    from skyrl_megatron_tools.logprob_mismatch.command import main
     from tests.job import runs
 
     runs.prepare(tmp_path)

@@ -23,7 +23,7 @@ def test_nccl_is_there():
 
 @pytest.mark.needs("te")
 def test_megatron_sees_transformer_engine():
-    from skyrl_megatron.runtime.model.layer_choice import _import_error
+    from skyrl_megatron.runtime.model.description import _import_error
 
     assert _import_error() is None
 

@@ -20,7 +20,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def factors(folder):
-    from skyrl_megatron.runtime.hf.model import read_hf_model
+    from skyrl_megatron.runtime.model.description import read_hf_model
 
     return reference.start_factors(read_hf_model(folder).plan, separate=False)
 

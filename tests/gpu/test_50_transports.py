@@ -22,7 +22,7 @@ def tensors():
 def test_checksums_are_those_of_the_cpu():
     import torch
 
-    from skyrl_megatron.weight_sync.bucket import PAGE, checksum
+    from skyrl_megatron.weight_sync.buckets import PAGE, checksum
 
     buffer = torch.randint(256, (64 * PAGE,), dtype=torch.uint8)
     assert int(checksum(buffer.cuda())) == int(checksum(buffer))
@@ -47,7 +47,7 @@ def receive(port, metadata, pipe):
     """The engine's side, in a process of its own."""
     import torch
 
-    from skyrl_megatron.weight_sync.receiver import WeightReceiver
+    from skyrl_megatron.weight_sync.buckets import WeightReceiver
     from skyrl_megatron.weight_sync.transport import open_transport
 
     transport = open_transport("ipc", "127.0.0.1", port, 1, 2, TIMEOUT_S)

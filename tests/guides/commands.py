@@ -28,6 +28,7 @@ class Row:
         return re.match(self.pattern, command) is not None
 
 
+VERB = r"(\.venv/bin/)?skyrl-megatron "
 MAIN = r"(\.venv/bin/)?python -m skyrl_megatron\."
 RUN = r"launch/run_moe\.sh"
 COMMANDS = (
@@ -54,13 +55,13 @@ COMMANDS = (
     Row(r"python launch/examples/custom_\S+ trainer", needs=GPUS),
     Row(r"python train_letters\.py", "tests/plugins/test_plugins.py::test_the_script_of_the_trainer_guide_runs"),
     Row(rf"{MAIN}entrypoints\.main_base", needs=GPUS),
-    Row(rf"{MAIN}entrypoints\.one_step", "tests/job/test_one_step.py::test_prompts_to_synced_weights"),
+    Row(rf"{VERB}one-step", "tests/job/test_one_step.py::test_prompts_to_synced_weights"),
     Row(rf"{MAIN}entrypoints\.fully_async", needs=GPUS),
     Row(
         rf"{MAIN}entrypoints\.run_moe --recipe embedded trainer\.healing",
         "tests/faults/test_healing.py::test_lost_ranks_are_replaced_and_the_numbers_are_those_of_no_fault",
     ),
-    Row(rf"{MAIN}entrypoints\.serve_engine", "tests/inference/test_fleet.py::test_an_engine_over_several_hosts"),
+    Row(rf"{VERB}serve-engine", "tests/inference/test_fleet.py::test_an_engine_over_several_hosts"),
     # after a run
     Row(r"skyrl-megatron convert", "tests/job/test_run.py::test_the_printed_checkpoint_is_converted_as_it_is"),
     Row(r"skyrl-megatron evaluate", "tests/job/test_evaluate.py::test_a_model_is_evaluated_without_places_for_ranks"),
@@ -68,11 +69,11 @@ COMMANDS = (
     Row(r"skyrl-megatron (--help|\{)", HERE + "test_a_quick_command_runs"),
     Row(r"python -m skyrl_megatron$", HERE + "test_a_quick_command_runs"),
     Row(r"curl http://127", "tests/inference/test_engines.py::test_the_openai_package_talks_to_the_endpoint"),
-    Row(rf"{MAIN}dashboard", "tests/dashboard/test_server.py::test_what_is_new_is_given"),
-    Row(rf"{MAIN}compare", "tests/dashboard/test_compare.py::test_exit_codes"),
-    Row(rf"{MAIN}diagnose", "tests/dashboard/test_diagnose.py::test_processes_of_a_run_are_told_with_stack_and_log"),
-    Row(rf"{MAIN}explain_gap", "tests/job/test_explain_gap.py::test_an_engine_with_a_wrong_weight"),
-    Row(rf"{MAIN}trainer\.simulate", "tests/trainer/test_simulate.py::test_a_table_for_people"),
+    Row(rf"{VERB}dashboard", "tests/dashboard/test_server.py::test_what_is_new_is_given"),
+    Row(rf"{VERB}compare", "tests/dashboard/test_compare.py::test_exit_codes"),
+    Row(rf"{VERB}diagnose", "tests/dashboard/test_diagnose.py::test_processes_of_a_run_are_told_with_stack_and_log"),
+    Row(rf"{VERB}explain-mismatch", "tests/job/test_explain_gap.py::test_an_engine_with_a_wrong_weight"),
+    Row(rf"{VERB}simulate", "tests/trainer/test_simulate.py::test_a_table_for_people"),
     # data, models
     Row(rf"{MAIN}data\.prepare gsm8k", "tests/prompts/test_prompts.py::test_gsm8k_from_its_files"),
     Row(

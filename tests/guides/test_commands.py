@@ -71,7 +71,7 @@ def test_a_quick_command_runs(command, tmp_path):
     status, says = QUICK[command]
     words = [PYTHON.get(word, word) for word in command.split()]
     if words[0] == "skyrl-megatron":
-        words[:1] = [sys.executable, "-m", "skyrl_megatron.entrypoints.verbs"]
+        words[:1] = [sys.executable, "-m", "skyrl_megatron.cli"]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
     done = subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=300)
     told = done.stdout + done.stderr

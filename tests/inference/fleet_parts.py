@@ -30,10 +30,8 @@ class Run:
     def __init__(
         self, engines, trainer, model, folder, *, own=1, port=0, silence_s=60.0, drain_s=60.0, **synchronizer
     ):
-        from skyrl_megatron.inference.client import InferenceClient
-        from skyrl_megatron.inference.fleet import Fleet
-        from skyrl_megatron.inference.health import HealthMonitor
-        from skyrl_megatron.inference.offer import wanted
+        from skyrl_megatron.inference.client import HealthMonitor, InferenceClient
+        from skyrl_megatron.inference.fleet import Fleet, wanted
         from skyrl_megatron.workers.weight_synchronizer import WeightSynchronizer
 
         self.loop, self.trainer, self.model, self.said = engines.loop, trainer, model, []
@@ -59,8 +57,8 @@ class Run:
         self._open(port)
 
     def _open(self, port):
-        from skyrl_megatron.inference.http_server import HttpServer, endpoint_token
-        from skyrl_megatron.inference.registry import build_registry
+        from skyrl_megatron.inference.fleet import build_registry
+        from skyrl_megatron.inference.http_endpoint import HttpServer, endpoint_token
 
         self.token = endpoint_token(self.token_file, "registry_token_path")
 
@@ -108,8 +106,8 @@ class Run:
 @contextlib.contextmanager
 def server(run, folder):
     """A server that is ready and has not joined, and what it offers when it does."""
-    from skyrl_megatron.inference.offer import package_versions
-    from skyrl_megatron.inference.vllm.server import EngineServer
+    from skyrl_megatron.inference.fleet import package_versions
+    from skyrl_megatron.inference.vllm.remote import EngineServer
     from tests.support.rank_pool import free_port
 
     settings = tiny_settings(run.model, max_num_seqs=16, log_file=folder / "vllm.log")
@@ -175,13 +173,13 @@ class HeldTransfer:
 
 
 class Command:
-    """``python -m skyrl_megatron.entrypoints.serve_engine`` in a process of its own."""
+    """``skyrl-megatron serve-engine`` in a process of its own."""
 
     def __init__(self, run, folder, *more, model=None, patience=10):
         arguments = [f"--model={model or run.model}", f"--registry={run.url}", f"--token-file={run.token_file}"]
         arguments += [f"--patience={patience}", "--max-num-seqs=16", f"--log-file={folder}/vllm.log"]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "skyrl_megatron.entrypoints.serve_engine", *arguments, *more],
+            [sys.executable, "-m", "skyrl_megatron_tools.serve_engine", *arguments, *more],
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=(folder / "stderr").open("w"),

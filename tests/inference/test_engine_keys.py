@@ -35,8 +35,7 @@ def address(monkeypatch):
 @pytest.mark.parametrize(("key", "expected"), [(None, None), ("", None), ("its own", "Bearer its own")])
 def test_an_engine_that_joins_gets_the_key_that_it_gave(address, key, expected):
     from skyrl_megatron.errors import EngineError
-    from skyrl_megatron.inference.fleet import Fleet
-    from skyrl_megatron.inference.offer import Offer, Wanted, package_versions
+    from skyrl_megatron.inference.fleet import Fleet, Offer, Wanted, package_versions
     from skyrl_megatron.inference.pool import EnginePool
 
     url, sent = address
@@ -55,7 +54,7 @@ def test_an_engine_that_joins_gets_the_key_that_it_gave(address, key, expected):
 def test_a_server_of_the_configuration_gets_the_runs_key(address):
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.errors import EngineError
-    from skyrl_megatron.workers import inference_engine_client
+    from skyrl_megatron.workers import engines as inference_engine_client
 
     url, sent = address
     key = "generator.inference_engine.external_server_urls"

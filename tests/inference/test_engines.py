@@ -76,7 +76,7 @@ def test_log_probs_of_a_truncated_distribution_are_at_temperature_only(pool, loo
 
 def test_same_seeds_give_the_same_tokens_for_any_number_of_engines_and_any_batch(pool, loop, client):
     from skyrl_megatron.inference.client import InferenceClient
-    from skyrl_megatron.inference.sampling import request_seed
+    from skyrl_megatron.inference.sampling_params import request_seed
 
     sampling = [
         {"max_tokens": 24, "temperature": 1.0, "seed": request_seed(3, f"p{i}", 0, 1)} for i in range(len(PROMPTS))
@@ -203,8 +203,7 @@ def test_a_bad_request_is_one_clear_error(client, pool, loop, prompt, sampling, 
 @pytest.fixture(scope="module")
 def endpoint(pool, loop, tmp_path_factory):
     from skyrl_megatron.inference.client import InferenceClient
-    from skyrl_megatron.inference.http import build_app
-    from skyrl_megatron.inference.http_server import HttpServer, endpoint_token
+    from skyrl_megatron.inference.http_endpoint import HttpServer, build_app, endpoint_token
 
     path = tmp_path_factory.mktemp("token") / "token"
     token = endpoint_token(path)
@@ -256,7 +255,7 @@ def test_the_endpoint_refuses(endpoint):
     import httpx
 
     from skyrl_megatron.errors import LaunchError
-    from skyrl_megatron.inference.http_server import HttpServer
+    from skyrl_megatron.inference.http_endpoint import HttpServer
 
     url, token = endpoint
     right = {"Authorization": f"Bearer {token}"}
@@ -296,8 +295,7 @@ LOSSES = [
 
 @pytest.mark.parametrize(("process", "fault", "together"), LOSSES)
 def test_requests_of_a_lost_engine_are_made_again_and_it_comes_back(pool, loop, process, fault, together):
-    from skyrl_megatron.inference.client import InferenceClient
-    from skyrl_megatron.inference.health import HealthMonitor
+    from skyrl_megatron.inference.client import HealthMonitor, InferenceClient
 
     victim = pool.slots[0]
     before = victim.engine.process_ids()
@@ -335,7 +333,7 @@ def test_a_process_that_dies_while_it_is_asked(pool, loop, process, call, said):
     """vLLM answers the call that met a worker's death with a bare Exception, "cancelled", before it knows the engine
     dead, and one that met a core's not at all."""
     from skyrl_megatron.errors import EngineGoneError
-    from skyrl_megatron.inference.health import HealthMonitor
+    from skyrl_megatron.inference.client import HealthMonitor
 
     victim = pool.slots[0]
     before = victim.engine.process_ids()
@@ -356,8 +354,7 @@ def test_a_process_that_dies_while_it_is_asked(pool, loop, process, call, said):
 
 @pytest.mark.full_matrix
 def test_an_engine_that_fails_to_start_twice_alike_is_dropped(pool, loop, model, tmp_path):
-    from skyrl_megatron.inference.client import InferenceClient
-    from skyrl_megatron.inference.health import HealthMonitor
+    from skyrl_megatron.inference.client import HealthMonitor, InferenceClient
     from skyrl_megatron.inference.vllm.engine import VLLMEngine
 
     broken = shutil.copytree(model, tmp_path / "broken")

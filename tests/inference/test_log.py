@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from skyrl_megatron.inference.vllm.log import child_output, last_errors
+from skyrl_megatron.inference.vllm.processes import child_output, last_errors
 
 DEATH = "Worker proc VllmWorker-0 died unexpectedly (exit code: 255), shutting down executor."
 AT = "(EngineCore pid=7) ERROR 11-25 18:54:27 [core.py:1702]"

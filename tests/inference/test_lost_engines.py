@@ -50,8 +50,7 @@ async def until(condition):
 
 def test_one_that_ends_its_engine_in_mid_generation_is_refused_and_those_beside_it_are_answered(pool, slot, loop):
     from skyrl_megatron.errors import RequestError
-    from skyrl_megatron.inference.client import InferenceClient
-    from skyrl_megatron.inference.health import HealthMonitor
+    from skyrl_megatron.inference.client import HealthMonitor, InferenceClient
 
     client, monitor = InferenceClient(pool), HealthMonitor(pool, interval_s=0.2)
 
@@ -85,8 +84,7 @@ looks as one that waits for its GPU: it has the time of the longest step."""
 @pytest.mark.parametrize("hang", HANGS)
 def test_one_that_hangs_is_noticed_and_its_request_is_answered(pool, slot, loop, hang):
     """As a run looks after its engines, from the time on that a request makes no progress; it is started again."""
-    from skyrl_megatron.inference.client import InferenceClient
-    from skyrl_megatron.inference.health import HealthMonitor
+    from skyrl_megatron.inference.client import HealthMonitor, InferenceClient
 
     process, changes, within_s, said = HANGS[hang]
     client, monitor = InferenceClient(pool), HealthMonitor(pool, **changes)
@@ -118,8 +116,7 @@ def test_one_that_hangs_is_noticed_and_its_request_is_answered(pool, slot, loop,
 
 def test_a_long_step_is_no_hang(pool, slot, loop):
     """Of 15 s, in which the engine answers nobody."""
-    from skyrl_megatron.inference.client import InferenceClient
-    from skyrl_megatron.inference.health import HealthMonitor
+    from skyrl_megatron.inference.client import HealthMonitor, InferenceClient
 
     client, monitor = InferenceClient(pool), HealthMonitor(pool)
 

@@ -47,7 +47,7 @@ def test_a_spawned_process_ends_with_its_owner(tmp_path, end):
 ENGINE = """
 import os, tempfile
 from pathlib import Path
-from skyrl_megatron.workers.engine_actor import _start_tracker
+from skyrl_megatron.workers.engines import _start_tracker
 from skyrl_megatron.inference.vllm.processes import own_temporary_folder
 folder = own_temporary_folder()
 _start_tracker(folder)

@@ -38,7 +38,7 @@ DEFAULTS = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.95}
 @contextlib.contextmanager
 def server(model: Path, log: Path, flags: list[str], **environment: str):
     """URL of a vLLM server on a port of its own."""
-    from skyrl_megatron.inference.vllm.platform import worker_environment
+    from skyrl_megatron.inference.vllm.settings import worker_environment
 
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={model}", f"--port={port}"]
@@ -124,7 +124,7 @@ def test_a_server_is_sampled_from_and_updated(loop, tmp_path):
 async def lose_a_worker(pool, client, url):
     """A server whose engine died answers with server errors and ends: the engine is lost, not the run."""
     from skyrl_megatron.errors import EngineError
-    from skyrl_megatron.inference.health import HealthMonitor
+    from skyrl_megatron.inference.client import HealthMonitor
 
     [slot] = pool.slots
     monitor = HealthMonitor(pool, timeout_s=30)
@@ -184,7 +184,7 @@ def test_a_server_teaches(tmp_path):
     import torch
     from transformers import AutoModelForCausalLM
 
-    from skyrl_megatron.inference.teacher import RemoteTeacher
+    from skyrl_megatron.inference.remote_teacher import RemoteTeacher
 
     model, k = write_tiny_model("qwen3_moe", tmp_path / "model", 0), 4
     with torch.no_grad():

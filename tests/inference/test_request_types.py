@@ -56,7 +56,7 @@ TOKENS = [
 
 @pytest.mark.parametrize(("given", "typed"), COERCED)
 def test_a_value_that_loses_nothing_is_coerced(given, typed):
-    from skyrl_megatron.inference.request_types import typed_sampling
+    from skyrl_megatron.inference.sampling_params import typed_sampling
 
     made = typed_sampling(given)
     assert made == typed and [type(value) for value in made.values()] == [type(value) for value in typed.values()]
@@ -65,7 +65,7 @@ def test_a_value_that_loses_nothing_is_coerced(given, typed):
 def test_numpys_numbers_are_pythons():
     import numpy as np
 
-    from skyrl_megatron.inference.request_types import typed_sampling, typed_tokens
+    from skyrl_megatron.inference.sampling_params import typed_sampling, typed_tokens
 
     made = typed_sampling({"top_k": np.int64(3), "temperature": np.float32(0.5), "ignore_eos": np.bool_(True)})
     assert made == {"top_k": 3, "temperature": 0.5, "ignore_eos": True}
@@ -76,7 +76,7 @@ def test_numpys_numbers_are_pythons():
 
 @pytest.mark.parametrize(("given", "message"), REFUSED)
 def test_a_value_of_another_type_is_refused_by_its_key(given, message):
-    from skyrl_megatron.inference.request_types import WrongType, typed_sampling
+    from skyrl_megatron.inference.sampling_params import WrongType, typed_sampling
 
     with pytest.raises(WrongType, match=message):
         typed_sampling(given)
@@ -84,7 +84,7 @@ def test_a_value_of_another_type_is_refused_by_its_key(given, message):
 
 @pytest.mark.parametrize(("given", "message"), TOKENS)
 def test_what_is_no_token_id_is_refused_by_its_place(given, message):
-    from skyrl_megatron.inference.request_types import WrongType, typed_tokens
+    from skyrl_megatron.inference.sampling_params import WrongType, typed_tokens
 
     with pytest.raises(WrongType, match=message):
         typed_tokens(given, 100)
@@ -98,7 +98,7 @@ def test_the_types_are_those_that_vllm_decodes():
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
 
-    from skyrl_megatron.inference.request_types import WrongType, sampling_types, typed_field
+    from skyrl_megatron.inference.sampling_params import WrongType, sampling_types, typed_field
 
     declared = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
     assert set(sampling_types()) == declared
@@ -231,8 +231,7 @@ class Mortal:
 def test_one_of_many_ends_its_engine_in_the_middle(engines, place, step, beside, lost):
     """The others are answered, it alone is refused. Few are given alone at once, many after their second loss."""
     from skyrl_megatron.errors import RequestError
-    from skyrl_megatron.inference.client import InferenceClient
-    from skyrl_megatron.inference.health import HealthMonitor
+    from skyrl_megatron.inference.client import HealthMonitor, InferenceClient
     from skyrl_megatron.inference.pool import EnginePool
 
     async def work():

@@ -58,9 +58,7 @@ def urls(pool, loop, served):
     """Address of a run's endpoint, and of vLLM's own server over the same engine as ``serve_engine`` guards it; new
     ones for an engine that took the place of another."""
     from skyrl_megatron.inference.client import InferenceClient
-    from skyrl_megatron.inference.http import build_app
-    from skyrl_megatron.inference.http_guard import EngineGuard
-    from skyrl_megatron.inference.http_server import HttpServer
+    from skyrl_megatron.inference.http_endpoint import EngineGuard, HttpServer, build_app
 
     async def serve(engine):
         os.environ["VLLM_API_KEY"] = KEY
@@ -258,8 +256,7 @@ def test_a_core_that_is_busy_or_stopped_for_a_while_is_not_taken_for_dead(pool, 
 def test_a_request_that_ended_two_engines_is_refused_and_the_others_are_answered(pool, loop, unchecked, together):
     """The restarts of a run's defaults (3 within an hour) are not used up, and it ends no third engine."""
     from skyrl_megatron.errors import RequestError
-    from skyrl_megatron.inference.client import InferenceClient
-    from skyrl_megatron.inference.health import HealthMonitor
+    from skyrl_megatron.inference.client import HealthMonitor, InferenceClient
 
     (slot,) = pool.slots
     slot.restarts.clear()

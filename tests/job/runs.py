@@ -63,14 +63,14 @@ class Digits(BaseTextEnv):
         return {"observations": again, "reward": reward, "done": done, "metadata": {}}
 '''
 EXPERIMENT = """\
-from skyrl_megatron.workers.forked import start_server
+from skyrl_megatron.workers.processes import start_server
 if __name__ == "__main__":
     start_server()  # what ranks and engines import is imported while this script does
 from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
 from skyrl_megatron.envs import register
 from skyrl_megatron.trainer import RayPPOTrainer
 from skyrl_megatron.config import SkyRLTrainConfig
-from skyrl_megatron.entrypoints.checks import load_config
+from skyrl_megatron.preflight import load_config
 from skyrl_megatron.entrypoints.command import run_command
 import sys
 
@@ -124,7 +124,7 @@ class Run:
 
 def prepare(folder):
     """Model, data and environment of small runs in ``folder``."""
-    from skyrl_megatron.entrypoints.embedded_model import write_embedded_model
+    from skyrl_megatron.entrypoints.embedded import write_embedded_model
 
     write_embedded_model(folder / "model", 1)
     (folder / "digits.py").write_text(DIGITS)

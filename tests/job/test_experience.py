@@ -3,7 +3,7 @@
 
 def test_prompts_with_one_reward_throughout_leave_the_loss():
     from skyrl_megatron.data.batch import collate
-    from skyrl_megatron.trainer.batches import mask_groups_without_variety
+    from skyrl_megatron.trainer.step_batch import mask_groups_without_variety
 
     def batch(rewards):
         return collate([[1]] * 4, [[2, 3], [2], [2, 3], [2]], uids=["a", "a", "b", "b"], rewards=rewards)
@@ -18,7 +18,7 @@ def test_prompts_with_one_reward_throughout_leave_the_loss():
 
 def test_rows_without_a_token_to_train_on_are_left_out():
     from skyrl_megatron.data.batch import collate
-    from skyrl_megatron.data.splitting import counted_rows
+    from skyrl_megatron.data.packing import counted_rows
 
     batch = collate([[1]] * 3, [[2, 3], [2], [4]], uids=["a", "b", "c"], rewards=[1.0, 0.0, 1.0])
     assert counted_rows(batch) is batch
@@ -31,8 +31,8 @@ def test_rows_without_a_token_to_train_on_are_left_out():
 def test_mini_batches_without_a_token_to_train_on_are_left_out():
     """As late in a run, when nearly every prompt is solved in all of its samples or in none."""
     from skyrl_megatron.data.batch import collate
-    from skyrl_megatron.data.splitting import mini_batches, trainable
-    from skyrl_megatron.trainer.batches import mask_groups_without_variety
+    from skyrl_megatron.data.packing import mini_batches, trainable
+    from skyrl_megatron.trainer.step_batch import mask_groups_without_variety
 
     rewards = [1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0]
     batch = collate([[1]] * 8, [[2, 3]] * 8, uids=list("aabbccdd"), rewards=rewards)
@@ -48,7 +48,7 @@ def test_a_step_that_taught_nothing_says_why():
 
     from skyrl_megatron.data.batch import collate
     from skyrl_megatron.errors import SkyRLMegatronWarning
-    from skyrl_megatron.trainer.lessons import Lessons, nothing_taught
+    from skyrl_megatron.trainer.step_batch import Lessons, nothing_taught
 
     def batch(rewards, advantage=0.0):
         made = collate([[1]] * 4, [[2, 3]] * 4, uids=["a", "a", "b", "b"], rewards=rewards)

@@ -113,7 +113,7 @@ def test_a_command_under_nohup_does_not_notice_that_its_terminal_is_gone():
 STEPS = """
 import os, sys, time
 from skyrl_megatron.entrypoints.command import run_command
-from skyrl_megatron.trainer.stop import StopSignal
+from skyrl_megatron.trainer.stopping import StopSignal
 
 def work():
     stop = StopSignal()

@@ -10,7 +10,7 @@ class Stepping:
     """An experiment whose trainer takes steps until it is asked to stop."""
 
     def __init__(self, cfg):
-        from skyrl_megatron.trainer.stop import StopSignal
+        from skyrl_megatron.trainer.stopping import StopSignal
 
         class Trainer:
             stop = StopSignal()
@@ -31,7 +31,7 @@ class Stepping:
 
 def test_lines_come_in_order_while_it_runs_and_noise_stays_in_the_log(tmp_path):
     from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.config.run_folder import run_folder
+    from skyrl_megatron.config.resolve import run_folder
     from skyrl_megatron.entrypoints.joined_run import RunHolder
 
     cfg = SkyRLTrainConfig.from_cli_overrides({"trainer.log_path": str(tmp_path)})

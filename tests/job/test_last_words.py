@@ -11,7 +11,7 @@ pytestmark = pytest.mark.process
 SCRIPT = """
 import os, sys
 from pathlib import Path
-from skyrl_megatron.entrypoints.last_words import last_words
+from skyrl_megatron.entrypoints.crash_report import last_words
 with last_words(Path({log!r}), 2):
     {end}
 """

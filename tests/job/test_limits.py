@@ -29,7 +29,7 @@ def config(folder, **overrides):
 )
 def test_the_setting_that_ends_a_run(epochs, most, steps, setting, says):
     from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.trainer.limits import step_limit
+    from skyrl_megatron.trainer.stopping import step_limit
 
     cfg = SkyRLTrainConfig()
     cfg.trainer.epochs, cfg.trainer.max_training_steps = epochs, most
@@ -58,7 +58,7 @@ def finished(tmp_path):
 
 
 def test_a_finished_run_has_nothing_left_to_do(finished):
-    from skyrl_megatron.trainer.limits import leftover
+    from skyrl_megatron.trainer.stopping import leftover
 
     left = leftover(config(finished))
     assert left.nothing and str(left).startswith("nothing left to do: the checkpoint of step 2 of 2 is there")
@@ -74,7 +74,7 @@ def test_a_finished_run_has_nothing_left_to_do(finished):
     ],
 )
 def test_what_is_asked_for_later_is_left_to_do(finished, overrides, due):
-    from skyrl_megatron.trainer.limits import leftover
+    from skyrl_megatron.trainer.stopping import leftover
 
     left = leftover(config(finished, **overrides))
     assert not left.nothing and str(left).startswith(due), left
@@ -92,7 +92,7 @@ def test_what_is_asked_for_later_is_left_to_do(finished, overrides, due):
 )
 def test_what_only_the_run_can_tell_is_left_to_it(finished, overrides):
     """Steps that are left, a start anew, and data or batches that are not those of the checkpoint."""
-    from skyrl_megatron.trainer.limits import leftover
+    from skyrl_megatron.trainer.stopping import leftover
 
     if overrides.get("data__train_data"):
         with (finished / "prompts.jsonl").open("a") as file:

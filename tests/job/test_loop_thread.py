@@ -9,7 +9,7 @@ import pytest
 def test_work_goes_on_while_the_caller_computes():
     import asyncio
 
-    from skyrl_megatron.trainer.loop_thread import LoopThread
+    from skyrl_megatron.trainer.event_loop import LoopThread
 
     ticked, ended = threading.Event(), threading.Event()
 
@@ -41,8 +41,8 @@ def test_a_signal_cancels_what_is_under_way():
     import os
     import signal
 
-    from skyrl_megatron.trainer.loop_thread import LoopThread
-    from skyrl_megatron.trainer.stop import StopRequested, StopSignal
+    from skyrl_megatron.trainer.event_loop import LoopThread
+    from skyrl_megatron.trainer.stopping import StopRequested, StopSignal
 
     cancelled = threading.Event()
 

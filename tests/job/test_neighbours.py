@@ -2,20 +2,22 @@
 
 import pytest
 
-from skyrl_megatron.workers.neighbours import distance_to_neighbour, holders
-
 
 @pytest.mark.parametrize(
     ("nodes", "distance"),
     [("a", 0), ("aa", 1), ("ab", 1), ("aabb", 2), ("aaaabbbb", 4), ("aabbcc", 2), ("aaab", 1), ("abcd", 1)],
 )
 def test_the_nearest_that_is_elsewhere(nodes, distance):
+    from skyrl_megatron.workers.placement import distance_to_neighbour
+
     assert distance_to_neighbour(nodes) == distance
     if len(set(nodes)) > 1 and all(nodes.count(node) == nodes.count(nodes[0]) for node in nodes):
         assert all(nodes[rank] != nodes[(rank + distance) % len(nodes)] for rank in range(len(nodes)))
 
 
 def test_a_copy_is_gone_with_its_keeper():
+    from skyrl_megatron.workers.placement import holders
+
     assert holders([1], 1, 4) == {1: 2}
     assert holders([0, 1], 2, 4) == {0: 2, 1: 3}
     assert holders([1, 2], 1, 4) is None and holders([0], 0, 1) is None

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.process
 
 HOLD = """
 import sys, time
-from skyrl_megatron.runtime.checkpoint.lock import FolderLock
+from skyrl_megatron.runtime.checkpoint.storage import FolderLock
 FolderLock(sys.argv[1])
 print("held", flush=True)
 time.sleep(600)
@@ -19,7 +19,7 @@ time.sleep(600)
 def test_a_second_command_is_refused_until_the_first_is_gone(tmp_path):
     """Before Ray is started; what a killed command leaves keeps nobody out."""
     from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.config.run_folder import run_folder
+    from skyrl_megatron.config.resolve import run_folder
     from skyrl_megatron.entrypoints.experiment import _alone_in, run_experiment
     from skyrl_megatron.errors import CheckpointError
 

@@ -16,7 +16,7 @@ def descendants():
 def test_prompts_to_synced_weights(tmp_path):
     before = descendants()
     result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "skyrl_megatron.entrypoints.one_step", "--dir", tmp_path],
+        [sys.executable, "-W", "ignore", "-m", "skyrl_megatron_tools.one_step", "--dir", tmp_path],
         capture_output=True,
         text=True,
         timeout=900,

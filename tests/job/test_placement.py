@@ -20,7 +20,7 @@ def config(*assignments):
 
 
 def test_variables_that_reach_every_actor(monkeypatch):
-    from skyrl_megatron.workers.environment import forwarded, worker_environment
+    from skyrl_megatron.workers.processes import forwarded, worker_environment
 
     given = {
         **{"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth1", "TORCH_NCCL_TRACE_BUFFER_SIZE": "9"},
@@ -42,8 +42,8 @@ def test_kernels_are_compiled_by_the_nvcc_of_the_environment(tmp_path, monkeypat
     import sysconfig
 
     from skyrl_megatron.device import compiler_environment
-    from skyrl_megatron.inference.vllm import platform
-    from skyrl_megatron.workers.environment import joined_environment, worker_environment
+    from skyrl_megatron.inference.vllm import settings as platform
+    from skyrl_megatron.workers.processes import joined_environment, worker_environment
 
     home, programs = tmp_path / "nvidia" / "cu13", f"{sys.prefix}/bin"
     monkeypatch.setattr(os, "environ", {"PATH": "/usr/bin"})
@@ -106,7 +106,7 @@ def test_memory_for_other_processes_is_not_in_segments_that_grow(monkeypatch):
 
 def test_ranks_on_gpus_have_their_share_of_the_cores(monkeypatch):
     from skyrl_megatron.workers import placement
-    from skyrl_megatron.workers.environment import DEFAULT_THREADS, worker_environment
+    from skyrl_megatron.workers.processes import DEFAULT_THREADS, worker_environment
     from skyrl_megatron.workers.ray_setup import rank_environment
 
     for name in ("OMP_NUM_THREADS", DEFAULT_THREADS):
@@ -134,7 +134,7 @@ def test_a_port_is_free_on_the_address_that_it_is_used_on():
     import socket
 
     from skyrl_megatron.errors import LaunchError
-    from skyrl_megatron.workers.ports import free_port
+    from skyrl_megatron.workers.processes import free_port
 
     with socket.create_server(("127.0.0.2", 0)) as taken:
         with socket.create_server(("127.0.0.1", free_port())):
@@ -152,7 +152,7 @@ def test_a_port_is_held_until_it_is_listened_on():
 
     import torch.distributed as dist
 
-    from skyrl_megatron.workers.ports import LOOPBACK, take_port
+    from skyrl_megatron.workers.processes import LOOPBACK, take_port
 
     holder, timeout = take_port(), datetime.timedelta(seconds=30)
     port = holder.getsockname()[1]
@@ -303,7 +303,7 @@ def test_a_hub_model_is_on_every_node_before_anything_there_needs_it(nodes, hub,
     from skyrl_megatron.errors import ConfigError
     from skyrl_megatron.hub import model_folder
     from skyrl_megatron.workers import placement
-    from skyrl_megatron.workers.model_fetch import fetch_models
+    from skyrl_megatron.workers.nodes import fetch_models
 
     repository = hub.repository("acme/tiny")
     hub_endpoint.use(monkeypatch, tmp_path, HF_ENDPOINT=hub.url)
@@ -338,8 +338,8 @@ def test_the_gpus_of_a_cluster_are_asked_of_the_cluster(nodes, capsys):
     """This process is on the head, which has none, and still a run on GPUs is what is checked."""
     from skyrl_megatron import device
     from skyrl_megatron.config.hardware import Hardware, lockable_bytes, own_memory
-    from skyrl_megatron.entrypoints import check
-    from skyrl_megatron.entrypoints.run_hardware import run_hardware
+    from skyrl_megatron.entrypoints.command import run_hardware
+    from skyrl_megatron.preflight import check
 
     sizes = (device.driver_gpu_bytes(), own_memory(), lockable_bytes())  # nodes are on this machine
     assert run_hardware() == Hardware(1, 3, *sizes, elsewhere=True)
@@ -350,7 +350,7 @@ def test_the_gpus_of_a_cluster_are_asked_of_the_cluster(nodes, capsys):
 
 @pytest.mark.process
 def test_a_cluster_that_is_not_there(monkeypatch):
-    from skyrl_megatron.entrypoints.run_hardware import run_hardware
+    from skyrl_megatron.entrypoints.command import run_hardware
     from skyrl_megatron.errors import LaunchError
 
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")

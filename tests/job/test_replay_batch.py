@@ -23,7 +23,7 @@ RUN = {
 
 
 def replay(folder, *arguments):
-    command = [sys.executable, "-m", "skyrl_megatron.entrypoints.verbs", "replay-batch", "logs/skyrl/run", *arguments]
+    command = [sys.executable, "-m", "skyrl_megatron.cli", "replay-batch", "logs/skyrl/run", *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, cwd=folder, env=runs.environment(folder), timeout=runs.TIMEOUT_S
     )
@@ -129,7 +129,7 @@ def left(tmp_path):
 )
 def test_steps_that_cannot_be_replayed(left, first, last, said):
     from skyrl_megatron.errors import ConfigError
-    from skyrl_megatron.trainer.batch_replay import plan_replay
+    from skyrl_megatron_tools.replay_trainer import plan_replay
 
     with pytest.raises(ConfigError, match=said) as told:
         plan_replay(left, first, last, same=True)
@@ -139,7 +139,7 @@ def test_steps_that_cannot_be_replayed(left, first, last, said):
 def test_a_half_written_batch(left, monkeypatch):
     from skyrl_megatron.errors import ConfigError
     from skyrl_megatron.runtime.checkpoint.store import CheckpointStore
-    from skyrl_megatron.trainer.batch_replay import plan_replay
+    from skyrl_megatron_tools.replay_trainer import plan_replay
 
     monkeypatch.setattr(CheckpointStore, "complete_steps", lambda self: [6, 3, 2])
     plan = plan_replay(left, 3, 3, same=True)
@@ -153,7 +153,7 @@ def test_a_half_written_batch(left, monkeypatch):
 
 
 def test_a_folder_that_is_no_run(tmp_path, capsys):
-    from skyrl_megatron.entrypoints.verbs import main
+    from skyrl_megatron.cli import main
 
     assert main(["replay-batch", str(tmp_path), "--step", "1"]) == 2
     assert f"RUN={tmp_path}: no folder of a run: it has no config.yaml" in capsys.readouterr().err

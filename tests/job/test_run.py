@@ -367,7 +367,7 @@ def test_a_skipped_sync_shows(folder):
 
 ASKS_THE_ENDPOINT = """
 import json, urllib.request
-from skyrl_megatron.config.run_folder import run_folder
+from skyrl_megatron.config.resolve import run_folder
 def train_critic_and_policy(self, batch):
     token = (run_folder(self.cfg) / "http_token").read_text().strip()
     body = json.dumps({"model": "policy", "prompt": "12+34=", "max_tokens": 3, "temperature": 0}).encode()
@@ -438,9 +438,9 @@ def test_a_run_that_is_ended_leaves_nothing_and_loses_nothing(folder, number):
 def test_mistakes_are_one_message(folder, capsys, overrides, message):
     """As the script of these runs makes them, before anything starts (``tests/first_hour`` types such a command)."""
     from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.entrypoints.checks import load_config
     from skyrl_megatron.entrypoints.command import run_command
     from skyrl_megatron.entrypoints.experiment import BasePPOExp, run_experiment
+    from skyrl_megatron.preflight import load_config
 
     def work():
         run_experiment(load_config(SkyRLTrainConfig, runs.arguments(folder, **overrides))[0], BasePPOExp)

@@ -83,8 +83,8 @@ def replayed(arguments, folder, name):
 
     from skyrl_megatron.config import SkyRLTrainConfig, resolve
     from skyrl_megatron.config.hardware import local_hardware
-    from skyrl_megatron.data.splitting import counted_rows
-    from skyrl_megatron.runtime.checkpoint.local_state import blocks_to_save
+    from skyrl_megatron.data.packing import counted_rows
+    from skyrl_megatron.runtime.checkpoint.rank_state import blocks_to_save
     from skyrl_megatron.runtime.engine import MegatronEngine
     from skyrl_megatron.workers.dispatch import from_arrays
     from tests.lora.several import share
@@ -187,8 +187,8 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch):
 def test_rows_that_name_no_adapter_of_the_run_are_refused(folder, adapter, message):
     """Before anything starts."""
     from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.entrypoints.checks import load_config
     from skyrl_megatron.errors import ConfigError
+    from skyrl_megatron.preflight import load_config
 
     rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
     rows[7]["adapter"] = adapter

@@ -109,7 +109,7 @@ def test_an_engine_on_two_nodes_is_refused():
     ],
 )
 def test_what_carries_the_weights(changes, transport, path):
-    from skyrl_megatron.config.rules.role_layout import weight_path, weight_transport
+    from skyrl_megatron.config.roles import weight_path, weight_transport
 
     assert weight_transport(config(**changes)) == transport
     assert weight_path(config(**changes), routed=True) == f"own part {path}"

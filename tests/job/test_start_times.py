@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from skyrl_megatron import start_times
+from skyrl_megatron import progress as start_times
 
 
 @pytest.fixture(autouse=True)

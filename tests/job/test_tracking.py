@@ -113,8 +113,8 @@ def test_a_full_disk_costs_no_line(tmp_path):
 
 @pytest.mark.process
 def test_the_run_leaves_curves_and_a_page(tmp_path):
-    from skyrl_megatron.trainer.report import write_curves
-    from skyrl_megatron.trainer.watch import PageWriter
+    from skyrl_megatron.trainer.observe import PageWriter
+    from skyrl_megatron.trainer.summary import write_curves
 
     folder = tracked(tmp_path, [1, 2, 3]).folder
     write_curves(folder)
@@ -140,7 +140,7 @@ def test_a_tracker_without_its_package_is_one_message(tmp_path):
 def test_several_trackers_get_the_same(tmp_path, monkeypatch):
     """As SkyRL's users write it. The clients are lists: those of the services come with packages of their own
     (tests/dashboard/test_trackers.py)."""
-    from skyrl_megatron.trainer import trackers
+    from skyrl_megatron.trainer import tracking as trackers
     from skyrl_megatron.trainer.tracking import Tracking
 
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -170,8 +170,7 @@ def test_several_trackers_get_the_same(tmp_path, monkeypatch):
 def test_a_tracker_that_fails_costs_no_run(tmp_path):
     """A real wandb client package is not needed: any client object may raise."""
     from skyrl_megatron.errors import SkyRLMegatronWarning
-    from skyrl_megatron.trainer.trackers import Client, NamedTracker
-    from skyrl_megatron.trainer.tracking import Tracking
+    from skyrl_megatron.trainer.tracking import Client, NamedTracker, Tracking
 
     calls = []
 
@@ -196,7 +195,7 @@ def test_a_tracker_that_hangs_holds_up_no_step(tmp_path, monkeypatch):
     import threading
 
     from skyrl_megatron.errors import SkyRLMegatronWarning
-    from skyrl_megatron.trainer import trackers
+    from skyrl_megatron.trainer import tracking as trackers
 
     monkeypatch.setattr(trackers, "FINISH_S", 0.2)
     free = threading.Event()

@@ -25,7 +25,7 @@ class Body:
         self.rank, self.world = rank, world
 
     def address(self):
-        from skyrl_megatron.workers.ports import LOOPBACK, free_port
+        from skyrl_megatron.workers.processes import LOOPBACK, free_port
 
         return LOOPBACK, free_port()
 
@@ -244,7 +244,7 @@ def test_an_engine_of_any_class_is_an_actor(ray_slots):
     import asyncio
 
     from skyrl_megatron.errors import EngineGoneError, RequestError
-    from skyrl_megatron.workers.engine_actor import RayEngine
+    from skyrl_megatron.workers.engines import RayEngine
 
     async def use():
         engine = RayEngine("settings", kind=Echo, environment={"CUDA_VISIBLE_DEVICES": "3,1"})
@@ -286,7 +286,7 @@ class Waiting(Echo):
 def test_a_request_that_nobody_waits_for_ends_in_the_actor(ray_slots, way):
     import asyncio
 
-    from skyrl_megatron.workers.engine_actor import RayEngine
+    from skyrl_megatron.workers.engines import RayEngine
 
     async def use():
         engine = RayEngine("settings", kind=Waiting)
@@ -331,7 +331,7 @@ def test_a_killed_engine_leaves_no_process_and_no_shared_memory(ray_slots, how):
     import psutil
     import ray
 
-    from skyrl_megatron.workers.engine_actor import RayEngine
+    from skyrl_megatron.workers.engines import RayEngine
 
     async def use():
         engine = RayEngine("settings", kind=Holder)
@@ -359,7 +359,7 @@ def test_processes_of_another_host_are_killed_there(ray_slots):
 
     import ray
 
-    from skyrl_megatron.workers.engine_actor import _kill_on
+    from skyrl_megatron.workers.engines import _kill_on
 
     async def kill_one():
         await _kill_on(ray.get_runtime_context().get_node_id(), [victim.pid])
@@ -431,7 +431,7 @@ def test_an_actor_that_the_memory_monitor_ends_is_lost():
 
     from skyrl_megatron.errors import DistributedError, EngineGoneError
     from skyrl_megatron.workers.actor_group import raise_as_told
-    from skyrl_megatron.workers.engine_actor import _lost_actors
+    from skyrl_megatron.workers.engines import _lost_actors
 
     ray_says = (
         "Task was killed due to the node running low on memory.\nMemory on the node (IP: 127.0.0.1, ID: 7f) where the "

@@ -18,7 +18,7 @@ class AdapterRank(Rank):
 
     def adapt(self, seed: int, name: str = "") -> None:
         """Take the factors drawn from ``seed``, of one of several adapters."""
-        from skyrl_megatron.runtime.lora.names import by_module, fill_factors
+        from skyrl_megatron.runtime.lora.folder import by_module, fill_factors
 
         self.engine.set_adapter(name)
         adapters, how = self.engine.adapters, self.engine.cfg.trainer.policy.megatron_config.lora_config
@@ -31,7 +31,7 @@ class AdapterRank(Rank):
 
     def export(self, folder, name: str = "") -> None:
         """Write the merged model, of one of several adapters."""
-        from skyrl_megatron.runtime.hf.export import save_hf
+        from skyrl_megatron.runtime.hf_weights import save_hf
 
         self.engine.set_adapter(name)
         save_hf(self.engine.model, self.engine.groups, folder, of=self.engine.adapters.merged)
@@ -86,7 +86,7 @@ class MergedRank(AdapterRank):
     """One rank whose adapters are added to the weights that it sends."""
 
     def source(self):
-        from skyrl_megatron.weight_sync.merged_source import MergedWeightSource
+        from skyrl_megatron.weight_sync.megatron_source import MergedWeightSource
 
         return MergedWeightSource(self.engine.adapters, self.engine.groups)
 
@@ -110,7 +110,7 @@ def pairs_of(folder, overrides=None):
 
 def adapted(folder, overrides=None, **settings):
     """Settings of an engine for the adapters of a run on ``folder``."""
-    from skyrl_megatron.inference.vllm.adapters import adapter_slots
+    from skyrl_megatron.inference.vllm.adapter_versions import adapter_slots
 
     extra = {"worker_extension_cls": "tests.lora.faulty_workers.FaultyWorker"}
     slots = adapter_slots(pairs_of(folder, overrides))

@@ -32,7 +32,7 @@ def share(engine, batch, names=NAMES):
     """This replica's rows: those of each adapter are split over the replicas as if there were no others."""
     import numpy as np
 
-    from skyrl_megatron.data.splitting import rows_by_adapter, split_for_dp
+    from skyrl_megatron.data.packing import rows_by_adapter, split_for_dp
 
     own = [
         rows[split_for_dp(engine.flops.forward(batch.lengths[rows]), engine.dp_size)[engine.dp_rank]]
@@ -52,8 +52,8 @@ def tagged(batch, labels):
 
 def held(engine):
     """Digests of the factors of the adapter that is set, its optimizer state, schedule, gradient norm and counts."""
-    from skyrl_megatron.runtime.checkpoint import rng
-    from skyrl_megatron.runtime.checkpoint.optimizer_state import owned_ranges, step_count
+    from skyrl_megatron.runtime.checkpoint import rank_files as rng
+    from skyrl_megatron.runtime.checkpoint.rank_state import owned_ranges, step_count
     from tests.checkpoint.training import digest
 
     names = {id(factor.tensor): factor.name for factor in engine.adapters.factors()}
@@ -61,7 +61,7 @@ def held(engine):
     for each in owned_ranges(engine.optimizer):
         found |= {f"{names[id(each.parameter)]} {key}": digest(value) for key, value in each.tensors.items()}
     counts = dict(steps=engine.steps, adam=step_count(engine.optimizer), schedule=engine.lr_schedule.num_steps)
-    return found | counts | {"random": hashlib.sha256(rng.capture()).hexdigest()}
+    return found | counts | {"random": hashlib.sha256(rng.capture_rng()).hexdigest()}
 
 
 def train(engine, batches):
@@ -113,8 +113,8 @@ def checkpointer(engine, root):
     """Every adapter of an engine in a folder of its own; of a run with one that has no name, in the policy's."""
     from functools import partial
 
-    from skyrl_megatron.config.adapters import role_part
-    from skyrl_megatron.runtime.checkpoint.rank_writer import RankState
+    from skyrl_megatron.config.roles import role_part
+    from skyrl_megatron.runtime.checkpoint.rank_files import RankState
     from tests.checkpoint.ranks import RankCheckpointer
 
     def state(name):
@@ -160,8 +160,7 @@ def resumed(folder, batch, labels, layout, overrides, root, names=NAMES):
 def loaded(folder, layout, overrides, root, name, names):
     """What one adapter holds when its folder of the checkpoint is read: in an engine of several, or (``names`` a
     string) in a run that knows no names."""
-    from skyrl_megatron.runtime.checkpoint.rank_reader import read_rank
-    from skyrl_megatron.runtime.checkpoint.rank_writer import RankState
+    from skyrl_megatron.runtime.checkpoint.rank_files import RankState, read_rank
 
     engine = engine_of(folder, layout, names, overrides)
     engine.set_adapter("" if isinstance(names, str) else name)
@@ -280,7 +279,7 @@ def planted(fault, engine):
         ):
             yield
     elif fault == "one stream of random numbers":
-        from skyrl_megatron.runtime import trained
+        from skyrl_megatron.runtime import optimizer as trained
 
         with mock.patch.object(trained.rng, "restore", lambda states: None):
             yield

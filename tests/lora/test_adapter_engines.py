@@ -29,7 +29,7 @@ def test_adapters_of_attention_alone(ranks, engines, loop, folder, tmp_path):
 
 def test_an_engine_that_would_ignore_experts_says_so(ranks, engines, loop, folder):
     from skyrl_megatron.errors import WeightSyncError
-    from skyrl_megatron.inference.vllm.adapters import AdapterSlots
+    from skyrl_megatron.inference.vllm.adapter_versions import AdapterSlots
 
     slots = AdapterSlots(8, ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
     with engines.pool(adapted(folder, adapters=slots), wait_s=20) as pool:

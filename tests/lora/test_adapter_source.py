@@ -15,9 +15,9 @@ def body(folder, layout, overrides):  # noqa: F811
     """(Tensors as sent, their metadata, the same factors as they go into folders) of this rank, after two passes."""
     import torch
 
-    from skyrl_megatron.runtime.lora.names import stream_factors
+    from skyrl_megatron.runtime.lora.folder import stream_factors
     from skyrl_megatron.weight_sync.adapter_source import AdapterSource
-    from skyrl_megatron.weight_sync.plan import ExportPlan
+    from skyrl_megatron.weight_sync.export_plan import ExportPlan
 
     engine = bodies.adapted_engine(folder, layout, overrides)
     source = AdapterSource(engine.every_adapter(), engine.groups)

@@ -38,7 +38,7 @@ def load_body(folder, batch, root, layout):  # noqa: F811
 
 def held(engine):
     """Digests of all factors and their optimizer state; None but on rank 0."""
-    from skyrl_megatron.runtime.checkpoint.local_state import blocks_to_save
+    from skyrl_megatron.runtime.checkpoint.rank_state import blocks_to_save
     from tests.checkpoint import training
 
     keys = {block.key for block in blocks_to_save(engine.chunks, engine.optimizer, engine.groups)}
@@ -48,7 +48,7 @@ def held(engine):
 
 
 def share(engine, batch):  # noqa: F811
-    from skyrl_megatron.data.splitting import split_for_dp
+    from skyrl_megatron.data.packing import split_for_dp
 
     return batch.select(split_for_dp(engine.flops.forward(batch.lengths), engine.dp_size)[engine.dp_rank])
 

@@ -25,7 +25,7 @@ def body(folder, batch, layout, factors, each):  # noqa: F811
     """For each of some settings: log-probs before, (loss, gradient norm) of two steps, factors after them."""
     from megatron.core import parallel_state
 
-    from skyrl_megatron.data.splitting import split_for_dp
+    from skyrl_megatron.data.packing import split_for_dp
 
     found = []
     for overrides in each:
@@ -45,7 +45,7 @@ def body(folder, batch, layout, factors, each):  # noqa: F811
 def test_masks_are_those_of_the_seed(ranks, folder, batch, name):  # noqa: F811
     import torch
 
-    from skyrl_megatron.runtime.hf.model import read_hf_model
+    from skyrl_megatron.runtime.model.description import read_hf_model
     from tests.lora import reference
 
     factors = reference.start_factors(read_hf_model(folder).plan, separate=False)

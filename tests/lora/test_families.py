@@ -57,9 +57,8 @@ def cases(tmp_path_factory):
 def case(family, separate, folder):
     from safetensors.torch import save_file
 
-    from bridges.merge_adapter import merge_adapter
-    from bridges.peft_folder import CONFIG, PREFIX, WEIGHTS, adapter_config
-    from skyrl_megatron.runtime.hf.model import read_hf_model
+    from bridges.peft import CONFIG, PREFIX, WEIGHTS, adapter_config, merge_adapter
+    from skyrl_megatron.runtime.model.description import read_hf_model
 
     groups = {} if family == "deepseek_v3" else dict(num_key_value_heads=2)
     sizes = dict(num_hidden_layers=4, initializer_range=0.2, **groups) | OWN_SIZES.get(family, {})
@@ -84,10 +83,10 @@ def body(base, factors, expected, layout, separate, build, fused=None):
 
     from skyrl_megatron.config.rules.layout import ParallelConfig
     from skyrl_megatron.runtime import parallel_state
-    from skyrl_megatron.runtime.hf.load import load_hf
-    from skyrl_megatron.runtime.lora.adapter import AdapterSettings
+    from skyrl_megatron.runtime.hf_weights import load_hf
     from skyrl_megatron.runtime.lora.attach import attach
-    from skyrl_megatron.runtime.lora.names import by_module, fill_factors, stream_factors
+    from skyrl_megatron.runtime.lora.folder import by_module, fill_factors, stream_factors
+    from skyrl_megatron.runtime.lora.layers import AdapterSettings
     from skyrl_megatron.runtime.lora.targets import select
     from skyrl_megatron.runtime.model.build import build_model
     from tests.lora.fused_norms import forget_norms, fuse_norms

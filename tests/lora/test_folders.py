@@ -14,14 +14,14 @@ LOGPROBS_TOLERANCE = 1e-5
 
 @pytest.fixture(scope="module")
 def factors(folder):  # noqa: F811
-    from skyrl_megatron.runtime.hf.model import read_hf_model
+    from skyrl_megatron.runtime.model.description import read_hf_model
 
     plan = read_hf_model(folder).plan
     return {separate: reference.start_factors(plan, separate=separate) for separate in (False, True)}
 
 
 def save_body(folder, batch, factors, root, layout, overrides):  # noqa: F811
-    from skyrl_megatron.runtime.hf.export import save_hf
+    from skyrl_megatron.runtime.hf_weights import save_hf
     from skyrl_megatron.runtime.lora.folder import save_adapter
 
     engine = bodies.adapted_engine(folder, layout, overrides, factors)
@@ -40,7 +40,7 @@ def load_body(folder, batch, adapter, layout, overrides):  # noqa: F811
 
 def logprobs(engine, batch, adapters=True):  # noqa: F811
     """[rows, T] of this rank's replica, and which rows they are."""
-    from skyrl_megatron.data.splitting import split_for_dp
+    from skyrl_megatron.data.packing import split_for_dp
 
     rows = split_for_dp(engine.flops.forward(batch.lengths), engine.dp_size)[engine.dp_rank]
     return list(rows), engine.compute_logprobs(batch.select(rows), adapters=adapters)
@@ -107,7 +107,7 @@ def test_weights_are_merged_one_at_a_time(folder, saved, tmp_path, monkeypatch, 
     """Of the merged weights, no more than one of each worker is alive."""
     import weakref
 
-    from bridges import merge_adapter
+    from bridges import peft as merge_adapter
 
     made, most, original = [], 0, merge_adapter.merged
 
@@ -130,8 +130,8 @@ def test_stacked_experts_are_read(folder, saved):  # noqa: F811
     import torch
     from safetensors.torch import load_file, save_file
 
-    from bridges.peft_folder import CONFIG, PREFIX, WEIGHTS, PeftFolder, stack_experts
-    from skyrl_megatron.runtime.hf.model import read_hf_model
+    from bridges.peft import CONFIG, PREFIX, WEIGHTS, PeftFolder, stack_experts
+    from skyrl_megatron.runtime.model.description import read_hf_model
 
     root, overrides, *_ = saved
     if overrides:
@@ -186,7 +186,7 @@ def test_a_folder_to_start_from_is_checked_before_the_run(folder, saved, tmp_pat
 
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.hardware import Hardware
-    from skyrl_megatron.entrypoints.checks import PlannedRun, look
+    from skyrl_megatron.preflight import PlannedRun, look
     from tests.bridges.tiny_models import save_tiny
 
     if not change:  # the same sizes, other weights
@@ -239,8 +239,8 @@ def test_stacked_pairs_of_twice_the_rank_are_read(folder, factors, tmp_path):  #
     from safetensors.torch import save_file
 
     from bridges.errors import BridgeError
-    from bridges.peft_folder import CONFIG, WEIGHTS, PeftFolder, adapter_config, stack_experts
-    from skyrl_megatron.runtime.hf.model import read_hf_model
+    from bridges.peft import CONFIG, WEIGHTS, PeftFolder, adapter_config, stack_experts
+    from skyrl_megatron.runtime.model.description import read_hf_model
 
     plan = read_hf_model(folder).plan
     shape = dict(rank=reference.RANK, alpha=reference.ALPHA, rank_stabilised=False, dropout=0.0)
@@ -266,7 +266,7 @@ def tied_case(tmp_path, module):
     import torch
     from safetensors.torch import save_file
 
-    from bridges.peft_folder import CONFIG, WEIGHTS, adapter_config, tensor_on_disk
+    from bridges.peft import CONFIG, WEIGHTS, adapter_config, tensor_on_disk
     from tests.bridges.tiny_models import save_tiny
 
     base, adapter = tmp_path / "base", tmp_path / "adapter"
@@ -292,7 +292,7 @@ def test_an_adapter_of_a_tied_embedding(tmp_path):
     import torch
     from transformers import AutoModelForCausalLM
 
-    from bridges.merge_adapter import merge_adapter
+    from bridges.peft import merge_adapter
 
     base, adapter = tied_case(tmp_path, "model.embed_tokens")
     with pytest.warns(UserWarning, match="the merged model has an output layer of its own"):

@@ -10,7 +10,7 @@ BUCKET_BYTES = 8 * 4096  # several buckets, and tensors that are cut
 
 @pytest.fixture(scope="module")
 def factors(folder):  # noqa: F811
-    from skyrl_megatron.runtime.hf.model import read_hf_model
+    from skyrl_megatron.runtime.model.description import read_hf_model
 
     return reference.start_factors(read_hf_model(folder).plan, separate=False)
 
@@ -21,9 +21,9 @@ def body(folder, factors, root, layout, overrides):  # noqa: F811
     import torch
     import torch.distributed as dist
 
-    from skyrl_megatron.runtime.hf.export import save_hf
-    from skyrl_megatron.weight_sync.merged_source import MergedWeightSource
-    from skyrl_megatron.weight_sync.plan import ExportPlan
+    from skyrl_megatron.runtime.hf_weights import save_hf
+    from skyrl_megatron.weight_sync.export_plan import ExportPlan
+    from skyrl_megatron.weight_sync.megatron_source import MergedWeightSource
 
     engine = bodies.adapted_engine(folder, layout, overrides, factors)
     source = MergedWeightSource(engine.adapters, engine.groups)
@@ -77,7 +77,7 @@ def test_buckets_hold_the_merged_weights(ranks, folder, factors, tmp_path, layou
 
     overrides = {f"{bodies.HOW}lora_type": lora_type}
     if lora_type == "canonical_lora":
-        from skyrl_megatron.runtime.hf.model import read_hf_model
+        from skyrl_megatron.runtime.model.description import read_hf_model
 
         factors = reference.start_factors(read_hf_model(folder).plan, separate=True)
     sent, of_zeros = ranks(layout["world"], body, folder, factors, tmp_path, layout, overrides)[0]

@@ -1,6 +1,6 @@
 """What PEFT leaves out of exported adapters, family by family as it is today: the export says so, and the merged model
 beside it has everything. A failure here after an update of PEFT or transformers may be good news: the tables of
-``bridges/peft_folder.py`` then shrink."""
+``bridges/peft.py`` then shrink."""
 
 import re
 
@@ -42,12 +42,10 @@ def export_body(base, factors, root):
 
     from skyrl_megatron.config.rules.layout import ParallelConfig
     from skyrl_megatron.runtime import parallel_state
-    from skyrl_megatron.runtime.hf.export import save_hf
-    from skyrl_megatron.runtime.hf.load import load_hf
-    from skyrl_megatron.runtime.lora.adapter import AdapterSettings
+    from skyrl_megatron.runtime.hf_weights import load_hf, save_hf
     from skyrl_megatron.runtime.lora.attach import attach
-    from skyrl_megatron.runtime.lora.folder import save_adapter
-    from skyrl_megatron.runtime.lora.names import by_module, fill_factors
+    from skyrl_megatron.runtime.lora.folder import by_module, fill_factors, save_adapter
+    from skyrl_megatron.runtime.lora.layers import AdapterSettings
     from skyrl_megatron.runtime.lora.targets import select
     from skyrl_megatron.runtime.model.build import build_model
 
@@ -92,8 +90,8 @@ def test_an_export_says_what_peft_drops(ranks, tmp_path, family):
     import torch
     from peft import PeftModel
 
-    from bridges.peft_folder import dropped_by_peft
-    from skyrl_megatron.runtime.hf.model import read_hf_model
+    from bridges.peft import dropped_by_peft
+    from skyrl_megatron.runtime.model.description import read_hf_model
     from tests.bridges.tiny_models import save_tiny
 
     groups = {} if "kv_lora_rank" in TINY[family] else dict(num_key_value_heads=2)
@@ -126,7 +124,7 @@ def test_the_tables_are_those_of_peft():
     from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN, _MOE_TARGET_MODULE_MAPPING
 
     from bridges.families import SUPPORTED
-    from bridges.peft_folder import NOT_TAKEN_FOR_EXPERTS, TAKEN_FOR_EXPERTS
+    from bridges.peft import NOT_TAKEN_FOR_EXPERTS, TAKEN_FOR_EXPERTS
 
     mapped = {name: _MOE_TARGET_MODULE_MAPPING.get(_MODEL_TO_CONVERSION_PATTERN.get(name), {}) for name in SUPPORTED}
     assert {name for name, names in mapped.items() if "gate_proj" in names} == TAKEN_FOR_EXPERTS

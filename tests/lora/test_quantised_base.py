@@ -56,9 +56,9 @@ def dequantised(ranks, pair, batch, tmp_path_factory):  # noqa: F811
 def body(folder, batch, layout, root, fault=None, overrides=None):  # noqa: F811
     """What a run leaves behind: (loss, gradient norm) of three steps, factors, bytes of the base; the merged model in
     ``root``."""
-    from skyrl_megatron.data.splitting import split_for_dp
-    from skyrl_megatron.runtime.hf.export import save_hf
-    from skyrl_megatron.runtime.lora.names import stream_factors
+    from skyrl_megatron.data.packing import split_for_dp
+    from skyrl_megatron.runtime.hf_weights import save_hf
+    from skyrl_megatron.runtime.lora.folder import stream_factors
 
     with planted(fault):
         engine = bodies.adapted_engine(folder, layout, overrides or {})
@@ -85,7 +85,7 @@ def planted(fault):
     """Run with a mistake: a rank's columns are taken to begin with a block, or rows in the order on disk."""
     from dataclasses import replace
 
-    from bridges.scaled import ScaledMatrix, of_blocks
+    from bridges.quantized import ScaledMatrix, of_blocks
 
     if fault is None:
         yield

@@ -15,14 +15,14 @@ TOKENS = [(7 * i + 3 * i * i) % 400 + 5 for i in range(64)]
 EXACT = 1e-5
 """Nats: how far the engine may be from the merged model."""
 PLAIN = {"load_format": "dummy", "hf_overrides": {"quantization_config": None}}
-"""What ``entrypoints/checks/engine_weights.py`` asks for."""
+"""What ``preflight/model_checks.py`` asks for."""
 
 
 class MergedRank(AdapterRank):
     """A rank that sends its base with the adapter in it."""
 
     def source(self):
-        from skyrl_megatron.weight_sync.merged_source import MergedWeightSource
+        from skyrl_megatron.weight_sync.megatron_source import MergedWeightSource
 
         return MergedWeightSource(self.engine.adapters, self.engine.groups)
 

@@ -39,8 +39,8 @@ async def asked_over_http(client, models):
     """(status, token ids or message) of a request to the HTTP endpoint for each model."""
     import httpx
 
-    from skyrl_megatron.inference.http import TOKENS as PATH
-    from skyrl_megatron.inference.http import build_app
+    from skyrl_megatron.inference.http_endpoint import TOKENS as PATH
+    from skyrl_megatron.inference.http_endpoint import build_app
 
     app, found = build_app(client, "policy", "token", adapters=("math", "code")), []
     transport, headers = httpx.ASGITransport(app), {"Authorization": "Bearer token"}
@@ -60,7 +60,7 @@ def test_slots_take_what_the_budget_says(pool, loop, folder):
     import json
 
     from bridges.plan import Plan
-    from skyrl_megatron.entrypoints.memory.adapters import slot_bytes
+    from skyrl_megatron.preflight.memory_parameters import slot_bytes
     from tests.lora.adapter_ranks import pairs_of
     from tests.training.bodies import config
 

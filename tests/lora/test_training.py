@@ -26,7 +26,7 @@ MORE = {
 
 @pytest.fixture(scope="module")
 def plan(folder):  # noqa: F811
-    from skyrl_megatron.runtime.hf.model import read_hf_model
+    from skyrl_megatron.runtime.model.description import read_hf_model
 
     return read_hf_model(folder).plan
 

@@ -93,7 +93,7 @@ def case(family, kind, folder):
 
     from safetensors.torch import load_file, save_file
 
-    from skyrl_megatron.runtime.hf.model import read_hf_model
+    from skyrl_megatron.runtime.model.description import read_hf_model
 
     groups = {} if family == "deepseek_v3" else dict(num_key_value_heads=2)
     base = save_tiny(family, folder / "base", num_hidden_layers=4, initializer_range=0.2, **groups)
@@ -129,10 +129,10 @@ def body(base, factors, expected, layout, kind, planted_fault=False):
 
     from skyrl_megatron.config.rules.layout import ParallelConfig
     from skyrl_megatron.runtime import parallel_state
-    from skyrl_megatron.runtime.hf.load import load_hf
-    from skyrl_megatron.runtime.lora.adapter import AdapterSettings
+    from skyrl_megatron.runtime.hf_weights import load_hf
     from skyrl_megatron.runtime.lora.attach import attach
-    from skyrl_megatron.runtime.lora.names import by_module, fill_factors, stream_factors
+    from skyrl_megatron.runtime.lora.folder import by_module, fill_factors, stream_factors
+    from skyrl_megatron.runtime.lora.layers import AdapterSettings
     from skyrl_megatron.runtime.lora.targets import select
     from skyrl_megatron.runtime.model.build import build_model
 

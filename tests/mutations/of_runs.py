@@ -29,7 +29,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a-KL-that-counts-twice",
-        "skyrl_megatron/config/rules/training.py",
+        "skyrl_megatron/config/rules/training_rules.py",
         "if algorithm.use_kl_in_reward and algorithm.use_kl_loss:",
         "if False:",
         ("tests/config/test_validate.py::test_rule[KL twice]",),
@@ -37,7 +37,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a-budget-below-the-longest-sequence",
-        "skyrl_megatron/config/rules/training.py",
+        "skyrl_megatron/config/rules/training_rules.py",
         "if 0 < budget < longest:",
         "if 0 < longest < budget:",
         ("tests/config/test_validate.py::test_rule[token budget below a sequence]",),
@@ -45,7 +45,7 @@ MUTATIONS = (
     ),
     Mutation(
         "dense-optimizer-state-not-sharded",
-        "skyrl_megatron/entrypoints/memory/optimizer.py",
+        "skyrl_megatron/preflight/memory_parameters.py",
         "shard = -(-dense // parallel.dp_cp) + -(-expert // parallel.edp)",
         "shard = -(-dense // parallel.edp) + -(-expert // parallel.edp)",
         ("tests/config/test_memory.py::test_a_run_that_does_not_fit_is_refused_with_a_setting_that_does",),
@@ -53,7 +53,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a-checksum-that-knows-no-order",
-        "skyrl_megatron/weight_sync/bucket.py",
+        "skyrl_megatron/weight_sync/buckets.py",
         "return places * multiplier | 1",
         "return places * 0 | 1",
         ("tests/weight_sync/test_buckets.py::test_a_checksum_knows_bits_and_places",),
@@ -61,7 +61,7 @@ MUTATIONS = (
     ),
     Mutation(
         "segments-that-overlap",
-        "skyrl_megatron/weight_sync/bucket.py",
+        "skyrl_megatron/weight_sync/buckets.py",
         "segments.append(Segment(index, start, nbytes, size))",
         "segments.append(Segment(index, start, nbytes, max(size - ALIGNMENT, 0)))",
         ("tests/weight_sync/test_buckets.py::test_any_tensor_arrives_as_it_was",),
@@ -69,7 +69,7 @@ MUTATIONS = (
     ),
     Mutation(
         "stretches-all-at-the-beginning",
-        "skyrl_megatron/weight_sync/receiver.py",
+        "skyrl_megatron/weight_sync/buckets.py",
         "start = meta.first_byte + segment.start",
         "start = meta.first_byte",
         ("tests/weight_sync/test_buckets.py::test_any_tensor_arrives_as_it_was",),
@@ -77,7 +77,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a-buffer-filled-while-it-is-read",
-        "skyrl_megatron/weight_sync/buffers.py",
+        "skyrl_megatron/weight_sync/buckets.py",
         "            read()",
         "            pass",
         ("tests/weight_sync/test_buffers.py::test_copies_that_run_late_read_what_was_sent",),
@@ -85,7 +85,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a-version-that-is-always-as-published",
-        "skyrl_megatron/weight_sync/versions.py",
+        "skyrl_megatron_tools/weight_versions.py",
         'if (found := hash_of(tensors[key])) != entry["hash"]:',
         "if (found := hash_of(tensors[key])) is None:",
         ("tests/weight_sync/test_versions.py::test_damage_is_named_and_never_served",),
@@ -93,7 +93,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rows-taken-for-columns",
-        "skyrl_megatron/weight_sync/rectangles.py",
+        "skyrl_megatron/weight_sync/slices.py",
         "first_row, first_column = divmod(from_offset, width)",
         "first_column, first_row = divmod(from_offset, width)",
         ("tests/weight_sync/test_rectangles.py",),
@@ -101,7 +101,7 @@ MUTATIONS = (
     ),
     Mutation(
         "cut-pieces-that-repeat-rows",
-        "skyrl_megatron/weight_sync/route_plan.py",
+        "skyrl_megatron/weight_sync/reshard_plan.py",
         "cut[1] += nth * most",
         "cut[1] += nth",
         ("tests/weight_sync/test_route_plan.py",),
@@ -109,7 +109,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rows-that-are-sent-twice",
-        "skyrl_megatron/weight_sync/metadata.py",
+        "skyrl_megatron/weight_sync/tensors.py",
         "if start < end:",
         "if False:",
         ("tests/weight_sync/test_metadata.py::test_a_mistake_is_named",),
@@ -117,7 +117,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an-endpoint-without-a-token",
-        "skyrl_megatron/inference/http_guard.py",
+        "skyrl_megatron/inference/http_endpoint.py",
         "if not known and not _is_open(scope, headers):",
         "if not known and _is_open(scope, headers):",
         ("tests/inference/test_http_guard.py",),
@@ -125,7 +125,7 @@ MUTATIONS = (
     ),
     Mutation(
         "restarts-that-are-never-too-many",
-        "skyrl_megatron/inference/health.py",
+        "skyrl_megatron/inference/client.py",
         "if recent >= self.restarts_per_hour:",
         "if recent > self.restarts_per_hour + HOUR_S:",
         ("tests/inference/test_restarts.py",),
@@ -141,7 +141,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rewards-of-finished-rows-zeroed",
-        "skyrl_megatron/rollout/rewards.py",
+        "skyrl_megatron/rollout/interface.py",
         'kept if reason == "stop" else zero',
         'zero if reason == "stop" else kept',
         ("tests/rollout/test_generator.py::test_trajectories_that_were_cut_off",),
@@ -165,7 +165,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gaps-of-joined-rows-trained-on",
-        "skyrl_megatron/rollout/stepwise.py",
+        "skyrl_megatron/rollout/outputs.py",
         "np.zeros(len(gaps[row]), value.dtype), value]",
         "np.ones(len(gaps[row]), value.dtype), value]",
         ("tests/rollout/test_conversations.py::test_stepwise_rows_that_continue_each_other_join_to_one",),
@@ -213,7 +213,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a-record-whose-checksum-is-not-looked-at",
-        "skyrl_megatron/trainer/stream/segment.py",
+        "skyrl_megatron/trainer/journal.py",
         "if zlib.crc32(view[header.offset : end]) != header.crc:",
         "if False:",
         ("tests/trainer/test_journal.py::test_any_flipped_bit_is_named",),
@@ -221,7 +221,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a-flush-that-reaches-no-disk",
-        "skyrl_megatron/trainer/stream/appending.py",
+        "skyrl_megatron/trainer/journal.py",
         "os.fdatasync(self._descriptor)",
         "pass",
         ("tests/trainer/test_journal.py::test_an_append_is_on_the_disk_when_it_ends",),
@@ -229,7 +229,7 @@ MUTATIONS = (
     ),
     Mutation(
         "groups-a-version-too-old",
-        "skyrl_megatron/trainer/stream/rollouts.py",
+        "skyrl_megatron/trainer/rollout_stream.py",
         "due = taken - self.limits.bound",
         "due = taken - self.limits.bound - 1",
         ("tests/stream/test_rollouts.py",),
@@ -237,7 +237,7 @@ MUTATIONS = (
     ),
     Mutation(
         "lags-at-the-left",
-        "skyrl_megatron/trainer/stream/lag.py",
+        "skyrl_megatron/trainer/staleness.py",
         "start = width - length",
         "start = 0",
         ("tests/stream/test_lag.py",),
@@ -245,7 +245,7 @@ MUTATIONS = (
     ),
     Mutation(
         "stragglers-that-are-fast",
-        "skyrl_megatron/trainer/stragglers.py",
+        "skyrl_megatron/trainer/recovery.py",
         "slow = ratio > RATIO and",
         "slow = ratio < RATIO and",
         ("tests/trainer/test_stragglers.py",),
@@ -253,7 +253,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a-worse-run-that-passes",
-        "skyrl_megatron/trainer/compare.py",
+        "skyrl_megatron_tools/compare_runs.py",
         "return not better and abs(self.change) > self.band",
         "return better and abs(self.change) > self.band",
         ("tests/dashboard/test_compare.py",),
@@ -261,7 +261,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an-update-before-the-weights-are-read",
-        "skyrl_megatron/weight_sync/transport_ipc.py",
+        "skyrl_megatron/weight_sync/transport.py",
         "reading.wait(self.timeout)",
         "pass",
         ("tests/weight_sync/test_ipc.py::test_each_worker_reads_its_own",),
@@ -277,7 +277,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a-token-that-everybody-reads",
-        "skyrl_megatron/cluster/folder.py",
+        "skyrl_megatron_tools/cluster/hosts.py",
         "os.O_EXCL, 0o600)",
         "os.O_EXCL, 0o644)",
         ("tests/cluster/test_parts.py::test_the_folder_of_a_cluster",),
@@ -285,7 +285,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a-gap-that-is-always-explained",
-        "skyrl_megatron/entrypoints/gap/diagnosis.py",
+        "skyrl_megatron_tools/logprob_mismatch/diagnosis.py",
         "if other.within(known.exact) or (other.within(known.rounding) and other.mean * VANISHES <= gap.mean)",
         "if other.within(known.exact) or other.mean <= gap.mean",
         ("tests/gap/test_diagnosis.py",),

@@ -53,15 +53,15 @@ MUTATIONS = (
     ),
     Mutation(
         "PPO-takes-the-better-of-two",
-        "skyrl_megatron/algorithms/losses/ppo.py",
-        "torch.maximum(free, clipped), {",
-        "torch.minimum(free, clipped), {",
+        "skyrl_megatron/algorithms/losses.py",
+        "return torch.maximum(free, clipped), {",
+        "return torch.minimum(free, clipped), {",
         ("tests/algorithms/test_losses.py::test_equals_the_reference",),
         "nothing would bound an update",
     ),
     Mutation(
         "GSPO-sums-a-sequence",
-        "skyrl_megatron/algorithms/losses/gspo.py",
+        "skyrl_megatron/algorithms/losses.py",
         "sequence = masked_mean(log_probs - old_log_probs, mask, dim=1)[:, None]",
         "sequence = ((log_probs - old_log_probs) * mask).sum(dim=1)[:, None]",
         ("tests/algorithms/test_losses.py::test_equals_the_reference",),
@@ -77,7 +77,7 @@ MUTATIONS = (
     ),
     Mutation(
         "RLOOs-baseline-has-the-row-itself",
-        "skyrl_megatron/algorithms/advantages/rloo.py",
+        "skyrl_megatron/algorithms/advantages.py",
         "groups.sizes / (groups.sizes - 1).clamp(min=1)",
         "groups.sizes / groups.sizes.clamp(min=1)",
         ("tests/algorithms/test_advantages.py::test_group_estimators_by_hand",),
@@ -85,7 +85,7 @@ MUTATIONS = (
     ),
     Mutation(
         "GAE-shifts-values-the-wrong-way",
-        "skyrl_megatron/algorithms/advantages/gae.py",
+        "skyrl_megatron/algorithms/advantages.py",
         "deltas[:, :-1].add_(values[:, 1:], alpha=gamma)",
         "deltas[:, 1:].add_(values[:, :-1], alpha=gamma)",
         ("tests/algorithms/test_advantages.py::test_gae_equals_the_recurrence",),
@@ -93,7 +93,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the-variance-filter-turned-round",
-        "skyrl_megatron/algorithms/advantages/groups.py",
+        "skyrl_megatron/algorithms/advantages.py",
         "(spread <= tolerance))[groups.ids]",
         "(spread > tolerance))[groups.ids]",
         ("tests/algorithms/test_advantages.py::test_zero_variance_filter",),
@@ -125,7 +125,7 @@ MUTATIONS = (
     ),
     Mutation(
         "mini-batches-one-prompt-short",
-        "skyrl_megatron/data/splitting.py",
+        "skyrl_megatron/data/packing.py",
         "if number % prompts == 0:",
         "if (number + 1) % prompts == 0:",
         ("tests/rollout/test_batches.py::test_mini_batches_are_prompts_not_rows",),
@@ -133,7 +133,7 @@ MUTATIONS = (
     ),
     Mutation(
         "bins-a-token-over-the-budget",
-        "skyrl_megatron/data/splitting.py",
+        "skyrl_megatron/data/packing.py",
         "left, target = cap, len(bins)",
         "left, target = cap + 1, len(bins)",
         ("tests/prompts/test_packing_and_balance.py",),
@@ -141,7 +141,7 @@ MUTATIONS = (
     ),
     Mutation(
         "every-epoch-in-one-order",
-        "skyrl_megatron/data/loader.py",
+        "skyrl_megatron/data/prompts.py",
         "np.random.default_rng([self.seed, epoch])",
         "np.random.default_rng([self.seed])",
         ("tests/prompts/test_prompts.py::test_loader_resumes_exactly",),
@@ -149,7 +149,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a-data-position-of-other-data",
-        "skyrl_megatron/data/loader.py",
+        "skyrl_megatron/data/prompts.py",
         "if state.get(key) != value:",
         "if False:",
         ("tests/prompts/test_prompts.py::test_loader_edges",),
@@ -181,7 +181,7 @@ MUTATIONS = (
     ),
     Mutation(
         "scales-of-the-first-columns",
-        "bridges/scaled.py",
+        "bridges/quantized.py",
         "[:, self.first : self.first + width])",
         "[:, :width])",
         ("tests/bridges/test_quantized.py::test_shares_of_columns_begin_inside_of_blocks",),
@@ -189,7 +189,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a-vocabulary-without-padding",
-        "bridges/shard.py",
+        "bridges/rules.py",
         "-(-rows // size) * size",
         "rows // size * size",
         ("tests/bridges/test_tables.py::test_unshard_inverts_shard[llama]",),
@@ -213,7 +213,7 @@ MUTATIONS = (
     ),
     Mutation(
         "statistics-of-one-vocabulary-shard",
-        "skyrl_megatron/runtime/vocab_parallel.py",
+        "skyrl_megatron/runtime/logprobs.py",
         "dist.all_reduce(found[1:], group=group)",
         "pass",
         ("tests/runtime/test_vocab_parallel.py::test_split_over_two_ranks",),
@@ -221,7 +221,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the-entropys-sign",
-        "skyrl_megatron/runtime/vocab_parallel.py",
+        "skyrl_megatron/runtime/logprobs.py",
         "return logprobs, total.log() - mean,",
         "return logprobs, mean - total.log(),",
         ("tests/runtime/test_vocab_parallel.py::test_from_logits",),
@@ -229,7 +229,7 @@ MUTATIONS = (
     ),
     Mutation(
         "gradients-without-temperature",
-        "skyrl_megatron/runtime/vocab_parallel.py",
+        "skyrl_megatron/runtime/logprobs.py",
         "each / (total * self.settings.temperature)",
         "each / total",
         ("tests/runtime/test_vocab_parallel.py::test_from_logits",),
@@ -237,7 +237,7 @@ MUTATIONS = (
     ),
     Mutation(
         "keys-of-other-cp-ranks-not-summed",
-        "skyrl_megatron/runtime/model/context_parallel.py",
+        "skyrl_megatron/runtime/model/attention.py",
         "dist.all_reduce(grad, group=ctx.group)",
         "pass",
         ("tests/runtime/test_parity.py::test_qwen3_moe[cp2]",),
@@ -245,7 +245,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a-router-that-counts-padding",
-        "skyrl_megatron/runtime/model/router.py",
+        "skyrl_megatron/runtime/model/moe.py",
         "columns = columns.masked_fill(padding_mask.reshape(-1, 1), 0.0)",
         "pass",
         ("tests/training/test_step.py::test_router_metrics",),
@@ -285,7 +285,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a-LoRA-scale-by-the-root",
-        "skyrl_megatron/runtime/lora/adapter.py",
+        "skyrl_megatron/runtime/lora/layers.py",
         "(math.sqrt(rank) if self.rank_stabilised else rank)",
         "(rank if self.rank_stabilised else math.sqrt(rank))",
         ("tests/lora/test_folders.py::test_peft_and_another_layout_compute_the_same",),
@@ -293,7 +293,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a-LoRA-gradient-without-scale",
-        "skyrl_megatron/runtime/lora/product.py",
+        "skyrl_megatron/runtime/lora/layers.py",
         ".view(weight.shape).mul_(ctx.scale)",
         ".view(weight.shape)",
         ("tests/lora/test_product.py::test_value_and_gradients_are_autograds",),
@@ -333,7 +333,7 @@ MUTATIONS = (
     ),
     Mutation(
         "boxes-past-their-end",
-        "skyrl_megatron/runtime/checkpoint/boxes.py",
+        "skyrl_megatron/runtime/checkpoint/rank_state.py",
         "whole = stop // row",
         "whole = -(-stop // row)",
         ("tests/checkpoint/test_boxes.py",),

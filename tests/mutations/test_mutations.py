@@ -15,7 +15,7 @@ from tests.mutations.mutation import LIMIT_S, ROOT, Mutation
 
 AREAS = (
     *("algorithms", "data", "config", "runtime", "weight_sync", "inference", "rollout", "envs", "trainer", "workers"),
-    *("entrypoints", "cluster"),
+    "preflight",
 )
 
 

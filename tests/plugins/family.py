@@ -6,9 +6,8 @@ from pathlib import Path
 
 from bridges.families import register
 from bridges.families.llama import FAMILY as LLAMA
-from bridges.family import MegatronModelConfig
+from bridges.family import MegatronModelConfig, rotary_arguments
 from bridges.hf_config import attention_fields, base_transformer, dense_shape, model_arguments, require
-from bridges.rotary import rotary_arguments
 
 
 def mark(kind):

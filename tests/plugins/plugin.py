@@ -10,7 +10,7 @@ from skyrl_megatron.envs import BaseTextEnv, register
 from skyrl_megatron.inference.vllm.engine import VLLMEngine
 from skyrl_megatron.plugins import register_engine, register_generator, register_transport
 from skyrl_megatron.rollout.generator import SkyRLGymGenerator
-from skyrl_megatron.weight_sync.transport_gloo import GlooTransport
+from skyrl_megatron.weight_sync.transport import GlooTransport
 
 
 @register_policy_loss("my_loss")

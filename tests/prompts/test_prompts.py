@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from skyrl_megatron.data.loader import PromptLoader
+from skyrl_megatron.data.prompts import PromptLoader
 from skyrl_megatron.errors import DataError
 from tests.rollout.scripted import tokenizer_of
 
@@ -162,7 +162,7 @@ import datasets
 datasets.config.HF_DATASETS_CACHE = sys.argv[2]
 datasets.disable_progress_bars()
 from skyrl_megatron.data.prompts import PromptDataset
-from skyrl_megatron.data.loader import PromptLoader
+from skyrl_megatron.data.prompts import PromptLoader
 from tests.rollout.scripted import tokenizer_of
 tokenizer = tokenizer_of("chatml")
 tokenizer.__class__.__call__ = lambda self, texts, **_: {"input_ids": [[0]] * len(texts)}  # not what is measured
@@ -174,7 +174,7 @@ for batch in PromptLoader(found, 64):
     pass
 print(len(found), anonymous() - before)
 """
-    from skyrl_megatron.data.rows import load_source
+    from skyrl_megatron.data.row_files import load_source
 
     rows = [{"prompt": [{"role": "user", "content": f"{i} " + "x" * 2000}]} for i in range(30_000)]
     path = save(rows, tmp_path / "large.parquet")

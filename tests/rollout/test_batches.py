@@ -99,7 +99,7 @@ def test_none_takes_every_batch():
 
 
 def test_scores():
-    from skyrl_megatron.rollout.rewards import get_metrics_from_generator_output as scores
+    from skyrl_megatron.rollout.interface import get_metrics_from_generator_output as scores
 
     uids = ["a", "a", "b", "b"]
     assert scores(output_of([1.0, 0.0, -1.0, 0.0], uids), uids) == {
@@ -115,7 +115,7 @@ def test_scores():
 
 
 def test_rollout_metrics():
-    from skyrl_megatron.rollout.metrics import get_rollout_metrics
+    from skyrl_megatron.rollout.outputs import get_rollout_metrics
 
     masks = [[1, 1, 0, 1], [1]]
     times, splits = [2.0, 4.0], {"llm": [1.0, 3.0], "env": [0.5, 0.5]}
@@ -256,7 +256,7 @@ def test_a_token_outside_its_support_is_named():
 
 def test_mini_batches_are_prompts_not_rows():
     from skyrl_megatron.data.batch import collate, failed_uid
-    from skyrl_megatron.data.splitting import PROMPT_UIDS, mini_batches
+    from skyrl_megatron.data.packing import PROMPT_UIDS, mini_batches
 
     uids = ["a", "a", "b", failed_uid("b", 3), "b", "c", "d", "d"]
     batch = collate([[row] for row in range(8)], [[9]] * 8, uids=uids, rewards=[0.0] * 8)

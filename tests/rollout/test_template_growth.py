@@ -95,7 +95,7 @@ def test_ordinary_templates_are_rendered_as_transformers_does(tokenizer, size):
     """Of prompts of any length: how long one may be, trainer.max_prompt_length says."""
     from transformers.utils import chat_template_utils
 
-    from skyrl_megatron.data.chat_template import render
+    from skyrl_megatron.data.tokenizer import render
 
     messages = [{"role": "user", "content": "hello " * size}, {"role": "assistant", "content": "x"}]
     for text in (ORDINARY, tokenizer.chat_template):

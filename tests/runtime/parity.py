@@ -90,7 +90,7 @@ def compare(
 
     from skyrl_megatron.config.rules.layout import ParallelConfig
     from skyrl_megatron.runtime import parallel_state
-    from skyrl_megatron.runtime.hf.load import load_hf
+    from skyrl_megatron.runtime.hf_weights import load_hf
     from skyrl_megatron.runtime.model.build import build_model
     from tests.runtime.faults import FAULTS
 
@@ -119,9 +119,9 @@ def forward_backward(model, groups, expected, padded: bool, fault: str | None, r
     )
 
     from skyrl_megatron.runtime import loss_scale
-    from skyrl_megatron.runtime.model.context_parallel import local_positions
+    from skyrl_megatron.runtime.forward_step import run_schedule
+    from skyrl_megatron.runtime.model.attention import local_positions
     from skyrl_megatron.runtime.packed_inputs import pack
-    from skyrl_megatron.runtime.schedule import run_schedule
     from skyrl_megatron.types import TrainingBatch
 
     settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
@@ -186,7 +186,7 @@ def _real_tokens(padded_lengths, picked, starts):
 
 
 def _gradient_errors(model, groups, expected) -> dict[str, float]:
-    from skyrl_megatron.runtime.hf.export import stream_hf
+    from skyrl_megatron.runtime.hf_weights import stream_hf
 
     errors = {}
     for piece in stream_hf(model, groups, of=lambda parameter: parameter.main_grad):

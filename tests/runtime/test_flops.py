@@ -38,8 +38,8 @@ def flops_of(model_type: str, **options):
 
     from skyrl_megatron.config.rules.layout import ParallelConfig
     from skyrl_megatron.runtime.flops import model_flops
-    from skyrl_megatron.runtime.hf.model import read_hf_model
-    from skyrl_megatron.runtime.model.transformer_config import transformer_config
+    from skyrl_megatron.runtime.model.build import transformer_config
+    from skyrl_megatron.runtime.model.description import read_hf_model
 
     model = read_hf_model(tiny_config(model_type))
     config = transformer_config(model, ParallelConfig(1), dtype=torch.float32)

@@ -10,7 +10,7 @@ import ctypes, sys
 
 import torch
 
-from skyrl_megatron.runtime.cpu import gemm
+from skyrl_megatron.runtime import cpu_patches as gemm
 
 class Heap(ctypes.Structure):  # mallinfo2 of glibc
     _fields_ = [(name, ctypes.c_size_t) for name in "arena a b mapped_blocks mapped c d used free keep".split()]

@@ -54,8 +54,8 @@ def config_of(model_type, layout, **overrides):
     import torch
 
     from skyrl_megatron.config.rules.layout import ParallelConfig
-    from skyrl_megatron.runtime.hf.model import read_hf_model
-    from skyrl_megatron.runtime.model.transformer_config import transformer_config
+    from skyrl_megatron.runtime.model.build import transformer_config
+    from skyrl_megatron.runtime.model.description import read_hf_model
 
     if model_type not in LATENT_FAMILIES:
         overrides["num_key_value_heads"] = 2
@@ -82,9 +82,8 @@ def test_yarn_is_fused_in_latent_attention_alone(fused_kernels, model_type, fuse
 
 def test_families_that_need_our_layers_get_them():
     """And ``--check`` counts memory of the same."""
-    from skyrl_megatron.entrypoints.memory.roles import LOCAL_LAYERS
-    from skyrl_megatron.runtime.hf.model import read_hf_model
-    from skyrl_megatron.runtime.model.layer_choice import lacking
+    from skyrl_megatron.preflight.memory_phases import LOCAL_LAYERS
+    from skyrl_megatron.runtime.model.description import lacking, read_hf_model
 
     needs = {name for name in TINY if lacking(read_hf_model(tiny_config(name)))}
     assert needs == OUR_LAYERS == LOCAL_LAYERS
@@ -258,7 +257,7 @@ def test_the_grouped_product_takes_our_arguments():
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from skyrl_megatron.runtime.cpu.gemm import grouped_gemm
+    from skyrl_megatron.runtime.cpu_patches import grouped_gemm
 
     def run(device, call):
         options = dict(device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -284,10 +283,9 @@ def whole_projections(hf, fault):
     import torch
 
     from skyrl_megatron.config.rules.layout import ParallelConfig
+    from skyrl_megatron.runtime import cpu_patches as megatron_patches
     from skyrl_megatron.runtime import parallel_state
-    from skyrl_megatron.runtime.cpu import megatron_patches
-    from skyrl_megatron.runtime.hf.export import stream_hf
-    from skyrl_megatron.runtime.hf.load import load_hf
+    from skyrl_megatron.runtime.hf_weights import load_hf, stream_hf
     from skyrl_megatron.runtime.model.build import build_model
     from skyrl_megatron.weight_sync.megatron_source import MegatronWeightSource
 
@@ -351,7 +349,7 @@ def test_routers_in_fp32_are_not_rounded(monkeypatch):
     """Transformer Engine's GEMM takes fp32 as TF32; a stand-in that rounds so must not be asked for fp32 inputs."""
     import torch
 
-    from skyrl_megatron.runtime.model import router
+    from skyrl_megatron.runtime.model import moe as router
 
     def te_general_gemm(weight, inputs, dtype, **_):
         asked.append(inputs.dtype)

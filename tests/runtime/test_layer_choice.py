@@ -21,8 +21,7 @@ def gpu(monkeypatch):
 
 
 def choice(model_type="qwen3_moe", asked=None, **options):
-    from skyrl_megatron.runtime.hf.model import read_hf_model
-    from skyrl_megatron.runtime.model.layer_choice import use_transformer_engine
+    from skyrl_megatron.runtime.model.description import read_hf_model, use_transformer_engine
 
     return use_transformer_engine(read_hf_model(tiny_config(model_type)), asked, **options)
 
@@ -66,8 +65,7 @@ def test_local_layers_are_taken_where_they_are_asked_for(gpu):
 
 
 def test_a_model_that_theirs_cannot_express_gets_ours_with_the_reason(gpu):
-    from skyrl_megatron.runtime.hf.model import read_hf_model
-    from skyrl_megatron.runtime.model.layer_choice import describe
+    from skyrl_megatron.runtime.model.description import describe, read_hf_model
 
     assert choice("olmoe") is False
     assert "norms of q and k over all heads" in refused("olmoe", "transformer_engine")
@@ -93,8 +91,8 @@ def build_as_on_a_gpu():
     from skyrl_megatron import device
     from skyrl_megatron.config.rules.layout import ParallelConfig
     from skyrl_megatron.errors import ConfigError
+    from skyrl_megatron.runtime import cpu_patches as megatron_patches
     from skyrl_megatron.runtime import parallel_state
-    from skyrl_megatron.runtime.cpu import megatron_patches
     from skyrl_megatron.runtime.model.build import build_model
 
     megatron_patches.install()

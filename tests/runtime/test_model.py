@@ -115,10 +115,10 @@ def critic_body(folder, layout):
 
     from skyrl_megatron.config.rules.layout import ParallelConfig
     from skyrl_megatron.runtime import loss_scale, parallel_state
-    from skyrl_megatron.runtime.hf.load import load_hf
+    from skyrl_megatron.runtime.forward_step import run_schedule
+    from skyrl_megatron.runtime.hf_weights import load_hf
     from skyrl_megatron.runtime.model.build import build_model
     from skyrl_megatron.runtime.packed_inputs import pack
-    from skyrl_megatron.runtime.schedule import run_schedule
     from skyrl_megatron.types import TrainingBatch
 
     groups = parallel_state.initialize(ParallelConfig(dist.get_world_size(), **layout))
@@ -184,7 +184,7 @@ def patches_body():
     """What is replaced before, inside and after the context manager, by name."""
     import torch
 
-    from skyrl_megatron.runtime.cpu import megatron_patches
+    from skyrl_megatron.runtime import cpu_patches as megatron_patches
 
     megatron_patches.uninstall()
     places = [(torch, "empty"), (torch.Tensor, "cuda"), (torch.Tensor, "to"), (torch.cuda, "Stream")]
@@ -216,13 +216,13 @@ def random_states(seeds):
 
     from skyrl_megatron.config.rules.layout import ParallelConfig
     from skyrl_megatron.runtime import parallel_state
-    from skyrl_megatron.runtime.checkpoint import rng
+    from skyrl_megatron.runtime.checkpoint import rank_files as rng
 
     found = []
     for seed in seeds:
         random.seed(), np.random.seed(), torch.seed()  # from the machine's entropy, as a new process has them
         parallel_state.initialize(ParallelConfig(1), seed=seed)
-        found.append(rng.capture())
+        found.append(rng.capture_rng())
         end_layout()
     return found
 
@@ -243,7 +243,7 @@ def dying_rank(rank, port, folder, pipe):
     from skyrl_megatron import device
     from skyrl_megatron.config.rules.layout import ParallelConfig
     from skyrl_megatron.runtime import parallel_state
-    from skyrl_megatron.runtime.hf.load import load_hf
+    from skyrl_megatron.runtime.hf_weights import load_hf
     from skyrl_megatron.runtime.model.build import build_model
 
     os.environ.update(RANK=str(rank), WORLD_SIZE="2")

@@ -44,12 +44,8 @@ def compute(
     import torch
     import torch.distributed as dist
 
-    from skyrl_megatron.runtime.softmax.support import Support
-    from skyrl_megatron.runtime.vocab_parallel import (
-        SoftmaxSettings,
-        fused_logprobs_and_entropy,
-        logprobs_and_entropy,
-    )
+    from skyrl_megatron.runtime.logprobs import SoftmaxSettings, fused_logprobs_and_entropy, logprobs_and_entropy
+    from skyrl_megatron.runtime.softmax import Support
 
     group = group or alone()
     made = softmax_reference.inputs(dtype, hidden=hidden, tokens=tokens)
@@ -146,7 +142,7 @@ def gradients_of_a_head(way, hidden, head, targets, weights, chunk=0):
     """Gradients of hidden states and head: by the fused head, from all logits, or by autograd."""
     import torch
 
-    from skyrl_megatron.runtime.vocab_parallel import SoftmaxSettings, fused_logprobs_and_entropy, logprobs_and_entropy
+    from skyrl_megatron.runtime.logprobs import SoftmaxSettings, fused_logprobs_and_entropy, logprobs_and_entropy
 
     settings = SoftmaxSettings(len(head), chunk_size=chunk, with_entropy=True)
     if way == "fused":
@@ -202,7 +198,7 @@ def test_a_gradient_over_the_logits_takes_no_memory_and_is_computed_once():
     """The gradient is the logits' own memory; a second backward, which would read the gradient as logits, fails."""
     import torch
 
-    from skyrl_megatron.runtime.vocab_parallel import SoftmaxSettings, logprobs_and_entropy
+    from skyrl_megatron.runtime.logprobs import SoftmaxSettings, logprobs_and_entropy
 
     made = softmax_reference.inputs("float32")
     logits = made["logits"].requires_grad_() * 1
@@ -244,7 +240,8 @@ def test_kernels_are_chosen_by_device():
 
     import torch
 
-    from skyrl_megatron.runtime.softmax import kernel_for, torch_kernel
+    from skyrl_megatron.runtime import torch_softmax
+    from skyrl_megatron.runtime.softmax import kernel_for
 
-    assert kernel_for(torch.zeros(1, 1)) is torch_kernel
-    assert kernel_for(SimpleNamespace(is_cuda=True)).__name__.endswith("triton_kernel")
+    assert kernel_for(torch.zeros(1, 1)) is torch_softmax
+    assert kernel_for(SimpleNamespace(is_cuda=True)).__name__.endswith("triton_softmax")

@@ -13,7 +13,11 @@ ROOT = Path(__file__).resolve().parents[2]
 @cache
 def modules() -> dict[str, ast.Module]:
     """Dotted name → tree of every file of the package and of ``bridges``; a package's name is its ``__init__``."""
-    files = [path for package in ("skyrl_megatron", "bridges") for path in sorted((ROOT / package).rglob("*.py"))]
+    files = [
+        path
+        for package in ("skyrl_megatron", "skyrl_megatron_tools", "bridges")
+        for path in sorted((ROOT / package).rglob("*.py"))
+    ]
     return {dotted(path): ast.parse(path.read_text()) for path in files}
 
 

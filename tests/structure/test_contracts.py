@@ -109,7 +109,7 @@ def test_estimators_take_rewards_and_mask_first_and_any_keyword():
 
 def test_files_of_a_run(tmp_path):
     from skyrl_megatron.config import SkyRLTrainConfig
-    from skyrl_megatron.config.run_folder import run_folder
+    from skyrl_megatron.config.resolve import run_folder
 
     keys = {"trainer.log_path": str(tmp_path), "trainer.project_name": "p", "trainer.run_name": "r"}
     assert run_folder(SkyRLTrainConfig.from_cli_overrides(keys)) == tmp_path / "p" / "r"
@@ -148,5 +148,5 @@ def test_commands_are_installed_under_their_names():
 
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"] == {
         "skyrl-convert": "bridges.__main__:main",
-        "skyrl-megatron": "skyrl_megatron.entrypoints.verbs:main",
+        "skyrl-megatron": "skyrl_megatron.cli:main",
     }

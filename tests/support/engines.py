@@ -202,7 +202,7 @@ async def _is_healthy(engine: Any) -> bool:
 async def _as_started(engine: Any) -> None:
     """Abort requests, load the folder's weights, drop adapters, forget versions and prefixes."""
     from skyrl_megatron.inference.protocol import INITIAL_VERSION
-    from skyrl_megatron.inference.vllm.adapters import HeldAdapters
+    from skyrl_megatron.inference.vllm.adapter_versions import HeldAdapters
 
     await engine.wake()
     await engine.pause("abort")

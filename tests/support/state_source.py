@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from skyrl_megatron.weight_sync.bucket import TensorMeta
-from skyrl_megatron.weight_sync.source import RowRange, TensorShard, as_rows, dtype_name
+from skyrl_megatron.weight_sync.buckets import TensorMeta
+from skyrl_megatron.weight_sync.tensors import RowRange, TensorShard, as_rows, dtype_name
 
 
 class StateSource:

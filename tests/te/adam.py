@@ -56,9 +56,8 @@ def state_bytes(folder, options, dtype):
     from bridges.plan import Plan
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.rules.layout import ParallelConfig
-    from skyrl_megatron.entrypoints.memory.optimizer import rank_bytes
-    from skyrl_megatron.entrypoints.memory.parameters import ParameterTable
-    from skyrl_megatron.runtime.checkpoint.optimizer_state import owned_ranges
+    from skyrl_megatron.preflight.memory_parameters import ParameterTable, rank_bytes
+    from skyrl_megatron.runtime.checkpoint.rank_state import owned_ranges
     from skyrl_megatron.runtime.offload import memory_of, optimizer_tensors
     from tests.checkpoint.test_variants import bf16_state
 
@@ -86,7 +85,7 @@ def state_bytes(folder, options, dtype):
 
 def shards(state):
     """Yield (name, parameter, Adam, the flat tensor that Adam has of it); one rank has all of it."""
-    from skyrl_megatron.runtime.checkpoint.optimizer_state import parts
+    from skyrl_megatron.runtime.checkpoint.rank_state import parts
 
     names = {id(p): name for chunk in state.model_chunks for name, p in chunk.named_parameters()}
     for part in parts(state.optimizer):

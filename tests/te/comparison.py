@@ -48,7 +48,7 @@ def load_problems(model: Any, folder: str, groups: Any) -> list[str]:
     from pathlib import Path
 
     from bridges.source import open_hf
-    from skyrl_megatron.runtime.hf.load import read_shard
+    from skyrl_megatron.runtime.hf_weights import read_shard
     from skyrl_megatron.runtime.model.local_weights import local_weights
 
     source, wrong = open_hf(Path(folder)), []
@@ -88,7 +88,7 @@ def sent(model: Any, groups: Any) -> dict[str, Any]:
 
 def blocks(model: Any, groups: Any) -> dict[str, Any]:
     """Return key and place → what a checkpoint writes there, and that it is a parameter's own memory."""
-    from skyrl_megatron.runtime.checkpoint.local_state import local_pieces
+    from skyrl_megatron.runtime.checkpoint.rank_state import local_pieces
 
     own = {id(parameter) for chunk in model.chunks for parameter in chunk.parameters()}
     own |= {id(buffer) for chunk in model.chunks for buffer in chunk.buffers()}
@@ -104,8 +104,8 @@ def blocks(model: Any, groups: Any) -> dict[str, Any]:
 
 def factors(model: Any, groups: Any) -> dict[str, Any]:
     """Return name → (shape, split) of the adapters of all linear maps."""
-    from skyrl_megatron.runtime.lora.adapter import AdapterSettings
     from skyrl_megatron.runtime.lora.attach import attach
+    from skyrl_megatron.runtime.lora.layers import AdapterSettings
     from skyrl_megatron.runtime.lora.targets import select
 
     adapters = attach(model, groups, select(model.hf.plan, "all-linear"), AdapterSettings(2, 4, 0.0, "kaiming"))

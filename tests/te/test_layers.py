@@ -52,8 +52,7 @@ def test_names_and_shapes_are_those_of_our_layers(differences, layout, family):
 
 @pytest.mark.parametrize("family", sorted(OUR_LAYERS))
 def test_families_that_need_our_layers_say_so(family):
-    from skyrl_megatron.runtime.hf.model import read_hf_model
-    from skyrl_megatron.runtime.model.layer_choice import describe, use_transformer_engine
+    from skyrl_megatron.runtime.model.description import describe, read_hf_model, use_transformer_engine
     from tests.bridges.tiny_models import tiny_config
     from tests.te.meta import hopper
 
@@ -66,8 +65,7 @@ def test_families_that_need_our_layers_say_so(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_gpu_run_takes_transformer_engine(family, monkeypatch):
     from skyrl_megatron import device
-    from skyrl_megatron.runtime.hf.model import read_hf_model
-    from skyrl_megatron.runtime.model.layer_choice import use_transformer_engine
+    from skyrl_megatron.runtime.model.description import read_hf_model, use_transformer_engine
     from tests.bridges.tiny_models import tiny_config
 
     monkeypatch.setattr(device, "has_cuda", lambda: True)

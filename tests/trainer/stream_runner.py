@@ -26,7 +26,7 @@ class Killer:
 
     def watch(self):
         """Come by in the middle of writes, of a checkpoint's parts, and before a segment goes."""
-        from skyrl_megatron.trainer.stream.store import GroupStore
+        from skyrl_megatron.trainer.rollout_store import GroupStore
         from tests.checkpoint import places_of_a_save
 
         places_of_a_save.watch(self)
@@ -57,9 +57,8 @@ class Run:
 
     def __init__(self, folder, seed, kill, said):
         from skyrl_megatron.config import SkyRLTrainConfig
-        from skyrl_megatron.runtime.checkpoint.resume import choose
-        from skyrl_megatron.runtime.checkpoint.store import TRAINER_STATE, CheckpointStore
-        from skyrl_megatron.trainer.stream.durable import DurableGroups
+        from skyrl_megatron.runtime.checkpoint.store import TRAINER_STATE, CheckpointStore, choose
+        from skyrl_megatron.trainer.rollout_store import DurableGroups
 
         cfg = SkyRLTrainConfig()
         cfg.trainer.ckpt_path, cfg.trainer.fully_async.max_staleness_steps = str(folder), BOUND
@@ -93,7 +92,7 @@ class Run:
         from skyrl_megatron.inference.protocol import Generation
         from skyrl_megatron.rollout.conversation import TrajectoryOutput
         from skyrl_megatron.rollout.episode import Trajectory
-        from skyrl_megatron.rollout.recorded import RecordedTurn
+        from skyrl_megatron.rollout.interface import RecordedTurn
 
         known = log.begun(id)
         if known.trajectory is not None:
@@ -120,7 +119,7 @@ class Run:
         return row
 
     async def live(self):
-        from skyrl_megatron.trainer.stream.rollouts import RolloutStream, StreamLimits
+        from skyrl_megatron.trainer.rollout_stream import RolloutStream, StreamLimits
 
         kept = await self.groups.recover(self.version, prompt)
         stream = RolloutStream(self.sample, prompt, StreamLimits(BATCH, STEPS, BOUND, 8), group_log=self)

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_megatron.errors import ConfigError
-from skyrl_megatron.trainer.simulate.plan import MODES, DecodeCurve, Distribution, RunPlan
-from skyrl_megatron.trainer.simulate.simulation import simulate
+from skyrl_megatron_tools.simulate.simulation import MODES, DecodeCurve, Distribution, RunPlan, simulate
 
 RUN = Path(__file__).resolve().parents[1] / "data/simulated_run"
 
@@ -159,7 +158,7 @@ def test_distributions():
 
 def test_the_plan_of_a_run(capsys):
     """A synchronous run is found again; what it would take with sampling ahead follows from its phases."""
-    from skyrl_megatron.trainer.simulate.__main__ import main
+    from skyrl_megatron_tools.simulate.__main__ import main
 
     assert main(["--run", str(RUN), "--json", "--steps", "8", "--warmup", "2"]) == 0
     answer = json.loads(capsys.readouterr().out)
@@ -174,7 +173,7 @@ def test_the_plan_of_a_run(capsys):
 
 
 def test_quantile_to_deviation():
-    from skyrl_megatron.trainer.simulate.measured import _from_p90
+    from skyrl_megatron_tools.simulate.__main__ import _from_p90
 
     sigma = 0.5
     p90 = 10 * math.exp(1.2815515655446004 * sigma - sigma**2 / 2)
@@ -187,7 +186,7 @@ GIVEN += " --sync 5 --engine-gpus 8 --trainer-gpus 504 --max-tokens 16000 --step
 
 
 def test_a_table_for_people(capsys):
-    from skyrl_megatron.trainer.simulate.__main__ import main
+    from skyrl_megatron_tools.simulate.__main__ import main
 
     assert main(GIVEN.split()) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -214,7 +213,7 @@ def test_a_table_for_people(capsys):
     ],
 )
 def test_bad_input_is_one_line(arguments, said, capsys):
-    from skyrl_megatron.trainer.simulate.__main__ import main
+    from skyrl_megatron_tools.simulate.__main__ import main
 
     try:
         code = main(arguments.split())

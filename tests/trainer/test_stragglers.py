@@ -4,7 +4,7 @@ import time
 
 
 def test_a_slow_rank_is_named_once_until_it_was_fast_again():
-    from skyrl_megatron.trainer.stragglers import STEPS, Stragglers
+    from skyrl_megatron.trainer.recovery import STEPS, Stragglers
 
     said = []
     watch = Stragglers(said.append)
@@ -33,7 +33,7 @@ def test_a_slow_rank_is_named_once_until_it_was_fast_again():
 
 
 def test_of_two_ranks_each_is_measured_by_the_other_and_short_times_do_not_count():
-    from skyrl_megatron.trainer.stragglers import STEPS, Stragglers
+    from skyrl_megatron.trainer.recovery import STEPS, Stragglers
 
     said = []
     watch = Stragglers(said.append)
@@ -48,7 +48,7 @@ def measured(rank_that_is_slow):
     import torch
     import torch.distributed as dist
 
-    from skyrl_megatron.runtime import waits
+    from skyrl_megatron.runtime import parallel_state as waits
 
     waits.count()
     waits.count()

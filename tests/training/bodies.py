@@ -57,9 +57,9 @@ def config(folder, *, tp=1, pp=1, vpp=None, cp=1, ep=1, etp=1, world=1, override
 
 def three_steps(folder, batch, expected, layout, overrides, fault=None):
     """Three steps on this rank's share of the batch; errors against the reference."""
-    from skyrl_megatron.data.splitting import split_for_dp
+    from skyrl_megatron.data.packing import split_for_dp
     from skyrl_megatron.runtime.engine import MegatronEngine
-    from skyrl_megatron.runtime.hf.export import stream_hf
+    from skyrl_megatron.runtime.hf_weights import stream_hf
     from tests.training.faults import planted
 
     engine = MegatronEngine(config(folder, **layout, overrides=overrides))
@@ -106,7 +106,7 @@ def one_backward(folder, batch, layers, overrides, fault=None):
     """Log-probs [B, T] and the gradient of every parameter by HF name, with ``layers`` of Transformer Engine's or
     ours (``transformer_impl``); ``fault``: one of ``tests/runtime/faults.py``."""
     from skyrl_megatron.runtime.engine import MegatronEngine
-    from skyrl_megatron.runtime.hf.export import stream_hf
+    from skyrl_megatron.runtime.hf_weights import stream_hf
     from tests.runtime.faults import FAULTS
 
     asked = {f"{MEGATRON}transformer_config_kwargs.transformer_impl": layers}

@@ -41,7 +41,7 @@ def gradient_times_cp(engine):
 
 def softmax_over_the_local_vocabulary(engine):
     """The sums over the vocabulary are not added up over tp."""
-    from skyrl_megatron.runtime import vocab_parallel
+    from skyrl_megatron.runtime import logprobs as vocab_parallel
 
     return mock.patch.object(vocab_parallel.dist, "all_reduce", lambda *args, **kwargs: None)
 

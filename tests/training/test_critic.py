@@ -74,9 +74,9 @@ def with_advantages(batch, cfg):
 
 def critic_steps(folder, critic, batch, expected, layout, overrides, fault=None):
     """Values, returns and three steps on this rank's share of the batch; errors against the reference."""
-    from skyrl_megatron.data.splitting import split_for_dp
+    from skyrl_megatron.data.packing import split_for_dp
     from skyrl_megatron.runtime.critic import CriticEngine
-    from skyrl_megatron.runtime.hf.export import stream_hf
+    from skyrl_megatron.runtime.hf_weights import stream_hf
 
     cfg = config(folder, critic, **layout, overrides=overrides)
     engine = CriticEngine(cfg)
@@ -133,7 +133,7 @@ def values_of_the_token_itself():
 
 
 def clip_forgotten():
-    from skyrl_megatron.algorithms import critic_objective
+    from skyrl_megatron.algorithms import objective as critic_objective
 
     right = critic_objective.ppo_critic_loss
 
@@ -222,8 +222,8 @@ def offloaded_body(folder, critic, batch, layout, moves):
     """SHA-256 of weights and moments after three steps; with ``moves`` everything leaves the device around each."""
     import hashlib
 
-    from skyrl_megatron.data.splitting import split_for_dp
-    from skyrl_megatron.runtime.checkpoint.optimizer_state import owned_ranges
+    from skyrl_megatron.data.packing import split_for_dp
+    from skyrl_megatron.runtime.checkpoint.rank_state import owned_ranges
     from skyrl_megatron.runtime.critic import CriticEngine
 
     cfg = config(folder, critic, **layout)
@@ -263,7 +263,7 @@ def resumed_body(folder, critic, batch, root):
     """Digests of a critic after four steps, and of another that loaded the checkpoint of the second and went on."""
     from megatron.core import parallel_state
 
-    from skyrl_megatron.runtime.checkpoint.rank_writer import RankState
+    from skyrl_megatron.runtime.checkpoint.rank_files import RankState
     from skyrl_megatron.runtime.critic import CriticEngine
     from tests.checkpoint.ranks import RankCheckpointer
     from tests.checkpoint.training import held_by_name

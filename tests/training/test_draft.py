@@ -41,7 +41,7 @@ def drafted(tmp_path_factory):
 
 
 def part_of(engine, batch):
-    from skyrl_megatron.data.splitting import split_for_dp
+    from skyrl_megatron.data.packing import split_for_dp
 
     rows = split_for_dp(engine.flops.forward(batch.lengths), engine.dp_size)[engine.dp_rank]
     return rows, batch.select(rows)
@@ -49,9 +49,9 @@ def part_of(engine, batch):
 
 def foretold(folder, batch, expected, layout, overrides):
     """Largest errors of this rank: (log-probs in nats, relative L2 of gradients by HF name, the metric)."""
-    from skyrl_megatron.runtime.draft_loss import DraftLoss
     from skyrl_megatron.runtime.engine import MegatronEngine
-    from skyrl_megatron.runtime.hf.export import stream_hf
+    from skyrl_megatron.runtime.forward_step import DraftLoss
+    from skyrl_megatron.runtime.hf_weights import stream_hf
 
     engine = MegatronEngine(config(folder, **layout, overrides=NO_DISTRIBUTED | TRAINED | overrides))
     rows, part = part_of(engine, batch)
@@ -110,7 +110,7 @@ def digests(engine, of=None):
     """HF name → digest of the tensor, of those that this rank puts together."""
     import hashlib
 
-    from skyrl_megatron.runtime.hf.export import stream_hf
+    from skyrl_megatron.runtime.hf_weights import stream_hf
 
     pieces = stream_hf(engine.model, engine.groups, **({} if of is None else {"of": of}))
     return {
@@ -174,9 +174,9 @@ def test_nothing_else_changes_by_a_bit(ranks, drafted, family, layout, distribut
 
 def saved(folder, batch, root, layout, exported):
     """Train, save and export; digests of the weights, and of those after one step more."""
-    from skyrl_megatron.runtime.checkpoint.rank_writer import RankState
+    from skyrl_megatron.runtime.checkpoint.rank_files import RankState
     from skyrl_megatron.runtime.engine import MegatronEngine
-    from skyrl_megatron.runtime.hf.export import save_hf
+    from skyrl_megatron.runtime.hf_weights import save_hf
     from tests.checkpoint.ranks import RankCheckpointer
 
     engine = MegatronEngine(config(folder, **layout, overrides=TRAINED))
@@ -192,7 +192,7 @@ def saved(folder, batch, root, layout, exported):
 
 
 def loaded(folder, root, layout):
-    from skyrl_megatron.runtime.checkpoint.rank_writer import RankState
+    from skyrl_megatron.runtime.checkpoint.rank_files import RankState
     from skyrl_megatron.runtime.engine import MegatronEngine
     from tests.checkpoint.ranks import RankCheckpointer
 

@@ -34,7 +34,7 @@ def test_layers(ranks, folder, batch, fault):
 @pytest.mark.parametrize("fault", [None, "gate and up swapped"])
 def test_adapters(ranks, folder, batch, fault):
     """Rung 25."""
-    from skyrl_megatron.runtime.hf.model import read_hf_model
+    from skyrl_megatron.runtime.model.description import read_hf_model
     from tests.lora import bodies as adapters
     from tests.lora import reference
 

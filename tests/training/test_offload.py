@@ -28,8 +28,8 @@ def train(folder, batch, layout, overrides, offloads, fault=None):
     Returns SHA-256 of all state, log-probs, and what was found wrong on the way."""
     import hashlib
 
-    from skyrl_megatron.data.splitting import split_for_dp
-    from skyrl_megatron.runtime.checkpoint.optimizer_state import owned_ranges
+    from skyrl_megatron.data.packing import split_for_dp
+    from skyrl_megatron.runtime.checkpoint.rank_state import owned_ranges
     from skyrl_megatron.runtime.engine import MegatronEngine
     from skyrl_megatron.runtime.offload import PARTS, optimizer_tensors
 
@@ -157,7 +157,7 @@ def test_shards_still_lie_in_the_parameters(ranks, folder):
 
 def test_host_memory_is_taken_once(monkeypatch):
     """Pieces fill blocks without a gap, and the second pass gets the memory of the first."""
-    from skyrl_megatron.runtime.host_memory import HostMemory
+    from skyrl_megatron.runtime.offload import HostMemory
 
     memory = HostMemory(64)
     for _ in range(2):

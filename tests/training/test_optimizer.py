@@ -11,7 +11,7 @@ OPTIMIZER = "trainer.policy.optimizer_config."
 def steps_body(folder, batch, every, steps):
     """For each of ``every`` set of keys: the rate of each step, and weights by name before and after the first."""
     from skyrl_megatron.runtime.engine import MegatronEngine
-    from skyrl_megatron.runtime.hf.export import stream_hf
+    from skyrl_megatron.runtime.hf_weights import stream_hf
 
     found = []
     for keys in every:

@@ -18,9 +18,9 @@ every_layout = pytest.mark.parametrize(
 
 def recorded(folder, batch, layout, overrides):
     """Rows of this rank, and what it recorded of each by name."""
-    from skyrl_megatron.data.splitting import split_for_dp
+    from skyrl_megatron.data.packing import split_for_dp
     from skyrl_megatron.runtime.engine import MegatronEngine
-    from skyrl_megatron.runtime.recording import Recorder
+    from skyrl_megatron.runtime.profiling import Recorder
 
     engine = MegatronEngine(bodies.config(folder, **layout, overrides=overrides))
     rows = split_for_dp(engine.flops.forward(batch.lengths), engine.dp_size)[engine.dp_rank]
@@ -59,7 +59,7 @@ def test_every_rank_has_whole_rows_of_its_layers(ranks, folder, batch, layout, w
     """Experts are transformers' choice, hidden states its own within rounding; all layers are somewhere."""
     import numpy as np
 
-    from skyrl_megatron.data.routes import routes_of
+    from skyrl_megatron.data.batch import routes_of
 
     world = LAYOUTS[layout]["world"]
     routes, states = reference.natural_routes(folder, batch).rollout_routes, hidden_states(folder, batch)
@@ -80,9 +80,9 @@ def test_every_rank_has_whole_rows_of_its_layers(ranks, folder, batch, layout, w
 def two_steps(folder, batch, layout, overrides, routes, exports):
     """The first step with and without ``routes``; then, with them, log-probs before the second, metrics of it, and
     the weights that it starts from."""
-    from skyrl_megatron.data.splitting import split_for_dp
+    from skyrl_megatron.data.packing import split_for_dp
     from skyrl_megatron.runtime.engine import MegatronEngine
-    from skyrl_megatron.runtime.hf.export import save_hf, stream_hf
+    from skyrl_megatron.runtime.hf_weights import save_hf, stream_hf
 
     engine = MegatronEngine(bodies.config(folder, **layout, overrides=overrides))
     rows = split_for_dp(engine.flops.forward(batch.lengths), engine.dp_size)[engine.dp_rank]

@@ -28,13 +28,13 @@ def hashes_of(engine):
     """SHA-256 of every storage of the state, and of the random states."""
     import hashlib
 
-    from skyrl_megatron.runtime.checkpoint import rng
-    from skyrl_megatron.runtime.state_copy import StateCopy
+    from skyrl_megatron.runtime.checkpoint import rank_files as rng
+    from skyrl_megatron.runtime.peer_checkpoint import StateCopy
 
     copy = StateCopy()
     copy.take(engine)
     return [hashlib.sha256(piece.numpy().tobytes()).hexdigest() for piece in copy.pieces()] + [
-        hashlib.sha256(rng.capture()).hexdigest(),
+        hashlib.sha256(rng.capture_rng()).hexdigest(),
         engine.lr_schedule.num_steps,
         engine.steps,
         engine.adapter,
@@ -46,11 +46,11 @@ def lost_and_back(folder, batch, layout, overrides, lost, fault=None):
     their own. Returns the state behind step 1, behind step 3, and both once more."""
     import torch.distributed as dist
 
-    from skyrl_megatron.data.splitting import split_for_dp
+    from skyrl_megatron.data.packing import split_for_dp
     from skyrl_megatron.runtime.engine import MegatronEngine
     from skyrl_megatron.runtime.offload import optimizer_tensors
     from skyrl_megatron.runtime.parallel_state import end_groups
-    from skyrl_megatron.runtime.state_copy import RankCopies
+    from skyrl_megatron.runtime.peer_checkpoint import RankCopies
 
     def made():
         return MegatronEngine(bodies.config(folder, **layout, overrides=overrides), total_steps=9)

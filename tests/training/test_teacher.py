@@ -44,9 +44,9 @@ def row_logprobs(model, batch, row):
 
 
 def scores_body(folder, teacher, batch, layout):
-    from skyrl_megatron.data.splitting import split_for_dp
+    from skyrl_megatron.data.packing import split_for_dp
+    from skyrl_megatron.runtime.critic import score_responses
     from skyrl_megatron.runtime.engine import MegatronEngine
-    from skyrl_megatron.runtime.teacher import score_responses
 
     long = dict(tp="tensor_model", pp="pipeline_model", cp="context", ep="expert_model", etp="expert_tensor")
     keys = {f"trainer.teacher.megatron_config.{long[k]}_parallel_size": v for k, v in layout.items() if k in long}
@@ -110,9 +110,9 @@ def expected_step(folder, batch):
 
 
 def step_body(folder, batch, layout, overrides, grads):
-    from skyrl_megatron.data.splitting import split_for_dp
+    from skyrl_megatron.data.packing import split_for_dp
     from skyrl_megatron.runtime.engine import MegatronEngine
-    from skyrl_megatron.runtime.hf.export import stream_hf
+    from skyrl_megatron.runtime.hf_weights import stream_hf
 
     keys = bodies.NO_DISTRIBUTED | {f"{A}loss_coef": COEF, f"{A}top_k": K, f"{A}divergence_alone": True}
     keys |= {"trainer.algorithm.use_kl_loss": False, "trainer.algorithm.use_entropy_loss": False}
@@ -199,7 +199,7 @@ def test_a_server_without_prompt_logprobs_is_one_error(given, message):
     import asyncio
 
     from skyrl_megatron.errors import EngineError
-    from skyrl_megatron.inference.teacher import RemoteTeacher
+    from skyrl_megatron.inference.remote_teacher import RemoteTeacher
 
     with (
         Server(lambda body: {"choices": [{"prompt_logprobs": given}]}) as server,

@@ -14,7 +14,7 @@ def given_body(folder, layout, nbytes):
     import torch
 
     from skyrl_megatron.runtime.engine import MegatronEngine
-    from skyrl_megatron.runtime.weight_copy import rounds
+    from skyrl_megatron.runtime.offload import rounds
 
     engine = MegatronEngine(bodies.config(folder, **layout))
     with torch.no_grad():
@@ -26,7 +26,7 @@ def given_body(folder, layout, nbytes):
 
 def exported(engine):
     """HF name → digest, of what this rank would export."""
-    from skyrl_megatron.runtime.hf.export import stream_hf
+    from skyrl_megatron.runtime.hf_weights import stream_hf
     from tests.checkpoint.training import digest
 
     return {(piece.name, piece.index): digest(piece.tensor) for piece in stream_hf(engine.model, engine.groups)}
@@ -35,7 +35,7 @@ def exported(engine):
 def taken_body(folder, layout, given, fault):
     """Digest of a reference after it took all rounds; also of the tied or replicated copies on each rank."""
     from skyrl_megatron.runtime.engine import MegatronEngine
-    from skyrl_megatron.runtime.weight_copy import Taker
+    from skyrl_megatron.runtime.offload import Taker
 
     long = dict(tp="tensor_model", pp="pipeline_model", cp="context", ep="expert_model", etp="expert_tensor")
     keys = {f"trainer.ref.megatron_config.{long[k]}_parallel_size": v for k, v in layout.items() if k in long}

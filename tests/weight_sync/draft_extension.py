@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from skyrl_megatron.inference.vllm.compat import WorkerExtension
-from skyrl_megatron.inference.vllm.layers import layer_weights
+from skyrl_megatron.inference.vllm.compat import WorkerExtension, layer_weights
 
 
 class DraftExtension(WorkerExtension):

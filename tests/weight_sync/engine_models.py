@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from skyrl_megatron.weight_sync.routes import Route
+    from skyrl_megatron.weight_sync.slices import Route
 
 ENGINES: dict[str, dict[str, int]] = {
     "tp1": {},
@@ -91,9 +91,9 @@ def worker_model(
     from vllm.model_executor.model_loader import get_model
     from vllm.model_executor.models import utils
 
-    from skyrl_megatron.weight_sync.routes import Unroutable
+    from skyrl_megatron.weight_sync.slices import Unroutable
     from skyrl_megatron.weight_sync.vllm_backend import name_loaders
-    from skyrl_megatron.weight_sync.vllm_routes import record_route
+    from skyrl_megatron.weight_sync.vllm_reshard import record_route
     from tests.weight_sync.route_extension import without_packing
 
     dp = engine.get("dp", 1)
@@ -153,8 +153,8 @@ def reloaded(model: torch.nn.Module, config: Any, fill: Callable[[], object]) ->
 
 def fill_by(model: torch.nn.Module, route: Route, tensors: dict[str, torch.Tensor]) -> None:
     """Make the copies of a route, target by target."""
-    from skyrl_megatron.weight_sync.source import as_rows
-    from skyrl_megatron.weight_sync.vllm_targets import ModelTargets
+    from skyrl_megatron.weight_sync.tensors import as_rows
+    from skyrl_megatron.weight_sync.vllm_reshard import ModelTargets
 
     targets, named = ModelTargets(model, route), list(tensors.items())
     for number in range(len(route.targets)):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from skyrl_megatron.weight_sync import parcel_receiver, vllm_targets
+from skyrl_megatron.weight_sync import point_to_point as parcel_receiver
+from skyrl_megatron.weight_sync import vllm_reshard as vllm_targets
 from tests.weight_sync.route_extension import RouteExtension
 
 GATE = (64, 128)

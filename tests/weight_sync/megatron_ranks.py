@@ -48,12 +48,12 @@ class Rank:
         self.bucket_bytes = bucket_bytes
 
     def load(self, folder: Path) -> None:
-        from skyrl_megatron.runtime.hf.load import load_hf
+        from skyrl_megatron.runtime.hf_weights import load_hf
 
         load_hf(self.engine.model, folder, self.engine.groups)
 
     def export(self, folder: Path) -> None:
-        from skyrl_megatron.runtime.hf.export import save_hf
+        from skyrl_megatron.runtime.hf_weights import save_hf
 
         save_hf(self.engine.model, self.engine.groups, folder)
 

@@ -24,7 +24,7 @@ from tests.weight_sync.engine_models import ENGINES, groups
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from skyrl_megatron.weight_sync.bucket import TensorMeta
+    from skyrl_megatron.weight_sync.buckets import TensorMeta
 
 BEFORE = (0x55, 0xAA)
 """Bytes that parameters are full of before one load and before the other: what is not loaded differs."""
@@ -167,7 +167,7 @@ def route_of(folder: Path, tensors: list[TensorMeta], engine: dict[str, int], ra
     """A worker's route, as it is sent."""
     import torch
 
-    from skyrl_megatron.weight_sync.vllm_routes import record_route
+    from skyrl_megatron.weight_sync.vllm_reshard import record_route
 
     with started(folder, engine, rank) as (model, _):
         return record_route(model, tensors, torch.device("cpu")).plain
@@ -187,10 +187,9 @@ def filled_by(
     parcels as they are sent, and the buckets that came from each rank."""
     import torch
 
-    from skyrl_megatron.weight_sync.parcel_receiver import ParcelReceiver
-    from skyrl_megatron.weight_sync.parcels import Parcels, check_parcels
-    from skyrl_megatron.weight_sync.vllm_routes import record_route
-    from skyrl_megatron.weight_sync.vllm_targets import ModelTargets
+    from skyrl_megatron.weight_sync.point_to_point import ParcelReceiver
+    from skyrl_megatron.weight_sync.slices import Parcels, check_parcels
+    from skyrl_megatron.weight_sync.vllm_reshard import ModelTargets, record_route
     from tests.weight_sync.engine_models import reloaded
 
     found, expected = {}, fresh(like, engine, rank)

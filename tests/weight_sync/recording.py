@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib
 from typing import Any
 
 
@@ -42,8 +41,9 @@ class Playback(Recorder):
 
 def transport(name: str, group):
     """The transport of that name, around ``group``."""
-    module = importlib.import_module(f"skyrl_megatron.weight_sync.transport_{name}")
-    kind = getattr(module, f"{name.capitalize()}Transport")
+    from skyrl_megatron.weight_sync.transport import OWN
+
+    kind = OWN[name]
     made = kind.__new__(kind)
     made.timeout, made.group = datetime.timedelta(seconds=10), group
     return made
@@ -61,7 +61,7 @@ def received(metadata, buckets, bucket_bytes: int, name: str = "gloo"):
     """(tensors by name, groups) that a receiver makes of the buckets of all senders."""
     import torch
 
-    from skyrl_megatron.weight_sync.receiver import WeightReceiver
+    from skyrl_megatron.weight_sync.buckets import WeightReceiver
 
     groups = [Playback(each) for each in buckets]
     receiver = WeightReceiver([transport(name, group) for group in groups], bucket_bytes, torch.device("cpu"))

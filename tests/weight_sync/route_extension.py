@@ -21,10 +21,10 @@ class RouteExtension(WorkerExtension):
         from safetensors.torch import load_file
 
         from benchmarks.load_only import experts_fused
-        from skyrl_megatron.weight_sync.bucket import TensorMeta
-        from skyrl_megatron.weight_sync.routes import Unroutable
-        from skyrl_megatron.weight_sync.source import as_rows, dtype_name
-        from skyrl_megatron.weight_sync.vllm_routes import record_route
+        from skyrl_megatron.weight_sync.buckets import TensorMeta
+        from skyrl_megatron.weight_sync.slices import Unroutable
+        from skyrl_megatron.weight_sync.tensors import as_rows, dtype_name
+        from skyrl_megatron.weight_sync.vllm_reshard import record_route
 
         worker: Any = self
         model, device = worker.model_runner.model, worker.device

@@ -10,8 +10,8 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-    from skyrl_megatron.weight_sync.routes import Holdings, Route
-    from skyrl_megatron.weight_sync.source import RowRange, TensorShard
+    from skyrl_megatron.weight_sync.slices import Holdings, Route
+    from skyrl_megatron.weight_sync.tensors import RowRange, TensorShard
 
 UNTOUCHED = -1.0
 
@@ -44,7 +44,7 @@ def _split(length: int, size: int) -> int:
 def trainer_holdings(wholes, model, *, tp, etp, ep, pp, dp) -> tuple[list[Holdings], list[list[torch.Tensor]]]:
     """(What each rank holds, its shards) of a trainer of ``dp`` replicas; q, k and v lie in groups of 4, 2 and 2
     rows in one parameter, gate and up in another, as Megatron keeps them."""
-    from skyrl_megatron.weight_sync.routes import Holdings
+    from skyrl_megatron.weight_sync.slices import Holdings
 
     ep = ep if max(model["experts"], 1) % ep == 0 else 1
     held, memory = [], []
@@ -74,8 +74,8 @@ def trainer_holdings(wholes, model, *, tp, etp, ep, pp, dp) -> tuple[list[Holdin
 
 def _shards(wholes, name, size, owner, experts, place) -> list[TensorShard]:
     """The shards that one rank has of a tensor: of each of its experts one, where all experts are one tensor."""
-    from skyrl_megatron.weight_sync.bucket import TensorMeta
-    from skyrl_megatron.weight_sync.source import TensorShard, as_rows, dtype_name
+    from skyrl_megatron.weight_sync.buckets import TensorMeta
+    from skyrl_megatron.weight_sync.tensors import TensorShard, as_rows, dtype_name
 
     whole = wholes[name]
     number, ranks = experts
@@ -102,7 +102,7 @@ def _of_matrix(rows: torch.Tensor, name: str, size: int, owner: int) -> tuple[to
     """(The shard, where the rows of all shards belong) of a matrix."""
     import torch
 
-    from skyrl_megatron.weight_sync.source import RowRange
+    from skyrl_megatron.weight_sync.tensors import RowRange
 
     kind = name.split(".")[-1]
     if kind == "norm":
@@ -151,7 +151,7 @@ class _Worker:
 
     def load(self, place: int, target: torch.Tensor, part: torch.Tensor, name: str) -> None:
         """A loader: ``target``, a view of the target ``place``, gets ``part``, a view of a tensor."""
-        from skyrl_megatron.weight_sync.rectangles import rectangles, width_of
+        from skyrl_megatron.weight_sync.slices import rectangles, width_of
 
         target.copy_(part)
         where = (part.stride(), part.storage_offset()), (target.stride(), target.storage_offset())
@@ -204,7 +204,7 @@ class _Worker:
 
 def engine_routes(wholes, tensors, model, *, tp, ep, engines, pp) -> tuple[list[Route], list[list[np.ndarray]]]:
     """(The routes of all workers, what their targets are afterwards)."""
-    from skyrl_megatron.weight_sync.routes import Route
+    from skyrl_megatron.weight_sync.slices import Route
 
     numbers = {meta.name: number for number, meta in enumerate(tensors)}
     routes, expected = [], []

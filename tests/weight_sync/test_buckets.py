@@ -64,7 +64,7 @@ def test_nccl_group_is_connected_before_the_first_broadcast(monkeypatch):
     import torch.distributed as dist
 
     from skyrl_megatron import device
-    from skyrl_megatron.weight_sync.transport_nccl import NcclTransport
+    from skyrl_megatron.weight_sync.transport import NcclTransport
 
     calls = []
 
@@ -109,7 +109,7 @@ def test_a_checksum_knows_bits_and_places():
     """A flipped bit, two exchanged words in a row, in a column or elsewhere, and a stretch that came late all show."""
     import torch
 
-    from skyrl_megatron.weight_sync.bucket import PAGE, checksum
+    from skyrl_megatron.weight_sync.buckets import PAGE, checksum
 
     words = torch.randint(-(2**62), 2**62, (4, PAGE // 8), generator=torch.Generator().manual_seed(0))
     right = checksum(words.view(torch.uint8).flatten())

@@ -60,7 +60,7 @@ def receiver(weights):
     """A receiver that gets ``weights``, and the sender's checksums."""
     import torch
 
-    from skyrl_megatron.weight_sync.receiver import WeightReceiver
+    from skyrl_megatron.weight_sync.buckets import WeightReceiver
     from skyrl_megatron.weight_sync.sender import WeightSender
     from tests.support.state_source import StateSource
 
@@ -72,7 +72,7 @@ def receiver(weights):
 
 
 def checksums(buckets):
-    from skyrl_megatron.weight_sync.bucket import checksum
+    from skyrl_megatron.weight_sync.buckets import checksum
 
     return [int(checksum(bucket)) for bucket in buckets]
 
@@ -111,7 +111,7 @@ def test_copies_that_run_late_read_what_was_sent(receiver, stream, weights, laye
 
 @pytest.mark.parametrize("layer", [1, LAYER])
 def test_an_update_leaves_a_few_buffers(receiver, stream, layer):
-    from skyrl_megatron.weight_sync.buffers import KEPT
+    from skyrl_megatron.weight_sync.buckets import KEPT
 
     receiver, _ = receiver
     load(receiver, stream, layer)
@@ -145,7 +145,7 @@ def test_what_is_referred_to_is_never_filled_again(stream):
     """A view of any kind keeps a buffer from being used again, also one that the consumer never saw whole."""
     import torch
 
-    from skyrl_megatron.weight_sync.buffers import BufferPool
+    from skyrl_megatron.weight_sync.buckets import BufferPool
 
     left = []
     pool = BufferPool(torch.device("cpu"), lambda number, buffer: left.append((number, buffer.numel())))
@@ -166,8 +166,7 @@ def test_a_receiver_without_memory_blames_no_sender():
     import torch
 
     from skyrl_megatron.errors import WeightSyncError
-    from skyrl_megatron.weight_sync.bucket import TensorMeta
-    from skyrl_megatron.weight_sync.receiver import WeightReceiver
+    from skyrl_megatron.weight_sync.buckets import TensorMeta, WeightReceiver
 
     receiver = WeightReceiver([transport("gloo", Playback([]))], 1 << 50, torch.device("cpu"))
     receiver.set_metadata([[TensorMeta("weight", "float32", (1 << 48,))]])

@@ -19,7 +19,7 @@ from tests.weight_sync.test_route_plan import BUCKET_BYTES, layouts
 def carried_through(parts):
     """[(sender, its bucket, receiver, place)] of all that travels, as ranks would do it: each begins a round when its
     last one is over, and ends it when what it sends and what it receives have met their other sides."""
-    from skyrl_megatron.weight_sync.exchange import NONE
+    from skyrl_megatron.weight_sync.point_to_point import NONE
 
     at, met, order = [0] * len(parts), [set() for _ in parts], []
 
@@ -72,9 +72,9 @@ def check_nearest(plan, tensors, holdings, local):
 @settings(max_examples=60, deadline=None)
 @given(layouts())
 def test_every_bucket_comes_to_its_worker_in_order(layout):
-    from skyrl_megatron.weight_sync.exchange import plan_exchange
-    from skyrl_megatron.weight_sync.route_plan import Beside, join
-    from skyrl_megatron.weight_sync.routes import tensors_of
+    from skyrl_megatron.weight_sync.point_to_point import plan_exchange
+    from skyrl_megatron.weight_sync.reshard_plan import Beside, join
+    from skyrl_megatron.weight_sync.slices import tensors_of
 
     seed, model, trainer, engine = layout
     wholes = whole_tensors(seed, **model)
@@ -114,10 +114,10 @@ def with_a_lost_rank(lost, report):
     import torch
     import torch.distributed as dist
 
-    from skyrl_megatron.weight_sync.exchange import ExchangingSender, plan_exchange
-    from skyrl_megatron.weight_sync.route_plan import Beside, join
-    from skyrl_megatron.weight_sync.routes import tensors_of
-    from skyrl_megatron.weight_sync.source import TensorShard
+    from skyrl_megatron.weight_sync.point_to_point import ExchangingSender, plan_exchange
+    from skyrl_megatron.weight_sync.reshard_plan import Beside, join
+    from skyrl_megatron.weight_sync.slices import tensors_of
+    from skyrl_megatron.weight_sync.tensors import TensorShard
 
     rank, model = dist.get_rank(), dict(layers=2, experts=0, hidden=16, ffn=8, vocabulary=8, fused=False, tied=True)
     wholes = whole_tensors(0, **model)

@@ -15,7 +15,7 @@ BYTES, WORKERS, BUCKETS = 1 << 12, 2, 12
 
 @pytest.fixture
 def kind():
-    from skyrl_megatron.weight_sync.transport_ipc import IpcTransport
+    from skyrl_megatron.weight_sync.transport import IpcTransport
 
     return IpcTransport
 
@@ -94,7 +94,7 @@ def receive_in_a_process(port, got):
     """A member that ends without closing anything once it has what was sent."""
     import torch
 
-    from skyrl_megatron.weight_sync.transport_ipc import IpcTransport
+    from skyrl_megatron.weight_sync.transport import IpcTransport
 
     transport = IpcTransport("127.0.0.1", port, 1, 2, 60.0)
     buffer = torch.empty(BYTES, dtype=torch.uint8)
@@ -131,11 +131,11 @@ def test_nothing_is_sent_from_where_it_lies():
     import numpy as np
     import torch
 
-    from skyrl_megatron.weight_sync.bucket import TensorMeta
-    from skyrl_megatron.weight_sync.parcel_sender import ParcelSender
-    from skyrl_megatron.weight_sync.parcels import Parcels
-    from skyrl_megatron.weight_sync.source import RowRange, TensorShard
-    from skyrl_megatron.weight_sync.transport_ipc import IpcTransport
+    from skyrl_megatron.weight_sync.buckets import TensorMeta
+    from skyrl_megatron.weight_sync.point_to_point import ParcelSender
+    from skyrl_megatron.weight_sync.slices import Parcels
+    from skyrl_megatron.weight_sync.tensors import RowRange, TensorShard
+    from skyrl_megatron.weight_sync.transport import IpcTransport
 
     assert not IpcTransport.sends_any_memory
     weight = torch.randn(64, 64)

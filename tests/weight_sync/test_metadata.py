@@ -16,7 +16,7 @@ def model():
     from transformers import AutoConfig
 
     from bridges.plan import Plan
-    from skyrl_megatron.weight_sync.bucket import TensorMeta
+    from skyrl_megatron.weight_sync.buckets import TensorMeta
 
     config = AutoConfig.for_model("qwen3_moe", num_hidden_layers=3, tie_word_embeddings=True, **TINY["qwen3_moe"])
     hf = config.to_dict()
@@ -24,7 +24,7 @@ def model():
 
 
 def check(config, metas):
-    from skyrl_megatron.weight_sync.metadata import check_metadata
+    from skyrl_megatron.weight_sync.tensors import check_metadata
 
     check_metadata([metas], config)
 
@@ -38,8 +38,8 @@ def test_tied_embeddings_may_travel_once_or_twice(model):
 
 
 def test_fused_experts_may_travel_in_parts_of_several_ranks(model):
-    from skyrl_megatron.weight_sync.bucket import TensorMeta
-    from skyrl_megatron.weight_sync.metadata import check_metadata
+    from skyrl_megatron.weight_sync.buckets import TensorMeta
+    from skyrl_megatron.weight_sync.tensors import check_metadata
 
     config, metas = model
     others = [meta for name, meta in metas.items() if ".experts." not in name]
@@ -75,7 +75,7 @@ def test_a_mistake_is_named(model, change, message):
     import dataclasses
 
     from skyrl_megatron.errors import WeightSyncError
-    from skyrl_megatron.weight_sync.bucket import TensorMeta
+    from skyrl_megatron.weight_sync.buckets import TensorMeta
 
     config, metas = model
     if name := change.get("drop"):
@@ -120,7 +120,7 @@ def test_values_of_8_bits_come_with_their_scales(model, quantised, scales, messa
     import dataclasses
 
     from skyrl_megatron.errors import WeightSyncError
-    from skyrl_megatron.weight_sync.bucket import TensorMeta
+    from skyrl_megatron.weight_sync.buckets import TensorMeta
 
     config, metas = model
     name = f"{LAYER}.5.up_proj.weight"

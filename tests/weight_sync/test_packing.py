@@ -14,7 +14,7 @@ def test_packing_is_undone(name, isa):
     from vllm.platforms import current_platform
 
     from skyrl_megatron.errors import WeightSyncError
-    from skyrl_megatron.weight_sync import vllm_targets
+    from skyrl_megatron.weight_sync import vllm_reshard as vllm_targets
 
     current_platform.import_kernels()  # those that this processor can run
     word = vllm_targets.word_of(getattr(torch, name), isa)

@@ -54,8 +54,7 @@ def check(ranks, tmp_path, model_type, world, layout, **overrides):
     import torch
     from safetensors.torch import load_file
 
-    from skyrl_megatron.weight_sync.metadata import FUSED_EXPERTS
-    from skyrl_megatron.weight_sync.turned import as_on_disk
+    from skyrl_megatron.weight_sync.tensors import FUSED_EXPERTS, as_on_disk
     from tests.weight_sync.recording import received
 
     folders = [write_tiny_model(model_type, tmp_path / str(seed), seed, **overrides) for seed in (0, 1)]
@@ -92,9 +91,9 @@ def test_rows_of_every_expert_are_one_copy():
     """Gate and up, which alternate in Megatron's tensor; and rows that no stride describes."""
     import torch
 
-    from skyrl_megatron.weight_sync.bucket import TensorMeta
-    from skyrl_megatron.weight_sync.plan import ExportPlan
-    from skyrl_megatron.weight_sync.source import RowRange, TensorShard
+    from skyrl_megatron.weight_sync.buckets import TensorMeta
+    from skyrl_megatron.weight_sync.export_plan import ExportPlan
+    from skyrl_megatron.weight_sync.tensors import RowRange, TensorShard
 
     experts, held, local = 6, 5, torch.randn(6 * 2 * 5, 3)
     odd = [RowRange(0, 0, 2, 7), RowRange(0, 2, 2, 1), RowRange(0, 4, 2, 12, step=3), RowRange(0, 6, 1, 40)]

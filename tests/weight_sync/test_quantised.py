@@ -43,8 +43,8 @@ def arrived(trainer, config):
     """What a receiver gets of a trainer's ranks, and what they say of it: (tensors by name, metadata)."""
     import torch
 
-    from skyrl_megatron.weight_sync.metadata import check_metadata
-    from skyrl_megatron.weight_sync.receiver import WeightReceiver
+    from skyrl_megatron.weight_sync.buckets import WeightReceiver
+    from skyrl_megatron.weight_sync.tensors import check_metadata
     from skyrl_megatron.weight_sync.transport import open_transport
 
     metadata = trainer.together("weight_metadata")
@@ -140,10 +140,10 @@ def sent_of(ranks, start, plain, layout):
 
 def quantised_by(folder, layout):
     """Body of a rank: (metadata, buckets) of what it sends of a folder, every linear map in small blocks."""
-    from bridges.engine_form import EngineForm
+    from bridges.quantisation import EngineForm
     from skyrl_megatron.runtime.engine import MegatronEngine
-    from skyrl_megatron.runtime.hf.load import load_hf
-    from skyrl_megatron.weight_sync.quantised_source import QuantisedWeightSource
+    from skyrl_megatron.runtime.hf_weights import load_hf
+    from skyrl_megatron.weight_sync.megatron_source import QuantisedWeightSource
     from skyrl_megatron.weight_sync.sender import WeightSender
     from tests.training.bodies import config
     from tests.weight_sync.recording import sent
@@ -165,8 +165,8 @@ def test_ranks_send_what_the_whole_becomes(ranks, tmp_path):
     import torch
     from safetensors.torch import load_file, save_file
 
-    from bridges.engine_form import EngineForm
-    from bridges.quantiser import quantise
+    from bridges.quantisation import EngineForm
+    from bridges.quantized import quantise
     from tests.support.tiny_models import write_tiny_model
     from tests.weight_sync.recording import received
 
@@ -228,10 +228,10 @@ def test_ranks_send_what_vllm_makes(ranks, tmp_path):
 
 def source_of(folder, names):
     """Body of a rank: what is wrong with sending these tensors in 8 bits."""
-    from bridges.engine_form import EngineForm
+    from bridges.quantisation import EngineForm
     from skyrl_megatron.errors import WeightSyncError
     from skyrl_megatron.runtime.engine import MegatronEngine
-    from skyrl_megatron.weight_sync.quantised_source import QuantisedWeightSource
+    from skyrl_megatron.weight_sync.megatron_source import QuantisedWeightSource
     from skyrl_megatron.weight_sync.sender import WeightSender
     from tests.training.bodies import config
 
@@ -298,11 +298,11 @@ def delivered(trainer, tensors, holdings, routes, *, exchange=False):
     that come from each rank. ``exchange``: all through the rank on its device."""
     import torch
 
-    from skyrl_megatron.weight_sync.bucket import checksum
-    from skyrl_megatron.weight_sync.exchange import plan_exchange
-    from skyrl_megatron.weight_sync.route_plan import Beside, join
+    from skyrl_megatron.weight_sync.buckets import checksum
+    from skyrl_megatron.weight_sync.point_to_point import plan_exchange
+    from skyrl_megatron.weight_sync.reshard_plan import Beside, join
     from skyrl_megatron.weight_sync.transport import GroupMember, open_transport
-    from skyrl_megatron.workers.weight_routes import WorkerRoutes
+    from skyrl_megatron.workers.sync_calls import WorkerRoutes
 
     beside = Beside(range(len(routes)), 2) if exchange else None
     plan = join(tensors, holdings, routes, BUCKET_BYTES, beside)
@@ -351,7 +351,7 @@ def delivered(trainer, tensors, holdings, routes, *, exchange=False):
 def test_workers_get_their_own(ranks, tmp_path, family, form):
     """By routes each worker gets its own bytes of values and scales, once, and becomes that of a fresh engine; also
     where each gets them through one rank, from others if need be."""
-    from skyrl_megatron.weight_sync.routes import Route, tensors_of
+    from skyrl_megatron.weight_sync.slices import Route, tensors_of
 
     start, plain, quantised = written(tmp_path, family, form)
     tensors, routes, deliveries = [], {}, {}

@@ -16,7 +16,7 @@ def copied(source: torch.Tensor, part: torch.Tensor, into: torch.Tensor) -> tupl
     """(The memory of ``into`` once the rectangles of ``part``, a view of ``source``, are copied, rectangles)."""
     import torch
 
-    from skyrl_megatron.weight_sync.rectangles import merged, rectangles, width_of
+    from skyrl_megatron.weight_sync.slices import merged, rectangles, width_of
 
     width = width_of(source.shape)
     part = part.broadcast_to(into.shape)
@@ -108,7 +108,7 @@ def test_any_slices(data):
 @given(st.data())
 def test_parts_of_a_target(data):
     """Cut where a part ends, a rectangle fills the same elements; one whose row goes into two parts is refused."""
-    from skyrl_megatron.weight_sync.rectangles import Rectangle, in_parts
+    from skyrl_megatron.weight_sync.slices import Rectangle, in_parts
 
     rows, columns = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 6))
     turned, size = data.draw(st.booleans()), data.draw(st.integers(4, 24))
@@ -137,7 +137,7 @@ def test_parts_of_a_target(data):
 
 
 def test_what_runs_over_the_end_of_a_row_is_refused():
-    from skyrl_megatron.weight_sync.rectangles import rectangles
+    from skyrl_megatron.weight_sync.slices import rectangles
 
     with pytest.raises(ValueError, match="runs over the end of a row"):
         rectangles((3, 4), ((10, 1), 7), ((4, 1), 0), 10)

@@ -64,8 +64,8 @@ def engines_of(family):
 
 def check_all(trainers, engines) -> None:
     """Carry out the plan of every trainer with every engine, and compare with what loaders make of whole tensors."""
-    from skyrl_megatron.weight_sync.route_plan import join
-    from skyrl_megatron.weight_sync.routes import Route, tensors_of
+    from skyrl_megatron.weight_sync.reshard_plan import join
+    from skyrl_megatron.weight_sync.slices import Route, tensors_of
 
     tensors = tensors_of([holdings for holdings, _ in next(iter(trainers.values()))])
     for (layout, ranks), (engine, workers) in itertools.product(trainers.items(), engines.items()):
@@ -87,7 +87,7 @@ def check_all(trainers, engines) -> None:
 @pytest.mark.process
 @pytest.mark.parametrize("family", FAMILIES)
 def test_routes_bring_what_loaders_make(tmp_path, family):
-    from skyrl_megatron.weight_sync.routes import tensors_of
+    from skyrl_megatron.weight_sync.slices import tensors_of
 
     folder = write_tiny_model(family, tmp_path / "model", 1, **FAMILIES[family])
     trainers = answer("trainer_ranks", tmp_path / "job", folder, layouts_of(family))

@@ -45,8 +45,8 @@ def layouts(draw):
 @settings(max_examples=60, deadline=None)
 @given(layouts())
 def test_every_element_reaches_its_place_once(layout):
-    from skyrl_megatron.weight_sync.route_plan import join
-    from skyrl_megatron.weight_sync.routes import tensors_of
+    from skyrl_megatron.weight_sync.reshard_plan import join
+    from skyrl_megatron.weight_sync.slices import tensors_of
 
     seed, model, trainer, engine = layout
     wholes = whole_tensors(seed, **model)
@@ -67,8 +67,8 @@ def test_every_element_reaches_its_place_once(layout):
 
 
 def test_replicas_share_the_work():
-    from skyrl_megatron.weight_sync.route_plan import join
-    from skyrl_megatron.weight_sync.routes import tensors_of
+    from skyrl_megatron.weight_sync.reshard_plan import join
+    from skyrl_megatron.weight_sync.slices import tensors_of
 
     model = dict(layers=3, experts=8, hidden=64, ffn=64, vocabulary=64, fused=True, tied=False)
     wholes = whole_tensors(0, **model)
@@ -99,8 +99,8 @@ def test_what_cannot_be_planned_says_why(fault, message):
     from dataclasses import replace
 
     from skyrl_megatron.errors import WeightSyncError
-    from skyrl_megatron.weight_sync.route_plan import join
-    from skyrl_megatron.weight_sync.routes import Holdings, Unroutable, tensors_of
+    from skyrl_megatron.weight_sync.reshard_plan import join
+    from skyrl_megatron.weight_sync.slices import Holdings, Unroutable, tensors_of
 
     model = dict(layers=2, experts=0, hidden=8, ffn=8, vocabulary=8, fused=False, tied=True)
     wholes = whole_tensors(0, **model)
@@ -134,9 +134,8 @@ def test_what_cannot_be_planned_says_why(fault, message):
 def test_parcels_that_miss_or_repeat_an_element_are_refused():
     from dataclasses import replace
 
-    from skyrl_megatron.weight_sync.parcels import check_parcels
-    from skyrl_megatron.weight_sync.route_plan import join
-    from skyrl_megatron.weight_sync.routes import Unroutable, tensors_of
+    from skyrl_megatron.weight_sync.reshard_plan import join
+    from skyrl_megatron.weight_sync.slices import Unroutable, check_parcels, tensors_of
 
     model = dict(layers=1, experts=4, hidden=16, ffn=8, vocabulary=8, fused=True, tied=True)
     wholes = whole_tensors(0, **model)

@@ -43,8 +43,8 @@ def scores(pool, loop):
 def test_faults_are_found_and_named(pool, sync, loop, monkeypatch):
     """Each before a version is published; what comes after is whole."""
     from skyrl_megatron.errors import WeightSyncError
-    from skyrl_megatron.weight_sync.route_plan import join
-    from skyrl_megatron.workers import weight_routes
+    from skyrl_megatron.weight_sync.reshard_plan import join
+    from skyrl_megatron.workers import sync_calls as weight_routes
     from tests.weight_sync.faulty_copies import with_fault
 
     first = scores(pool, loop)

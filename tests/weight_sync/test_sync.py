@@ -85,8 +85,7 @@ def test_engines_equal_fresh_ones_bit_for_bit(answers, pool, sync, loop, models,
 
 
 def test_engines_on_shared_gpus_sleep_while_the_trainer_works(pool, on_shared_gpus, loop, fresh):
-    from skyrl_megatron.inference.client import InferenceClient
-    from skyrl_megatron.inference.health import HealthMonitor
+    from skyrl_megatron.inference.client import HealthMonitor, InferenceClient
 
     synchronizer, calls = on_shared_gpus
     client, monitor = InferenceClient(pool), HealthMonitor(pool, timeout_s=20)

@@ -59,7 +59,7 @@ def same(one, other):
 
 def test_readers_have_what_was_published(root):
     """One that follows, one that comes late, and one that slept through two bases; payloads follow what changed."""
-    from skyrl_megatron.weight_sync.versions import VersionReader, VersionWriter
+    from skyrl_megatron_tools.weight_versions import VersionReader, VersionWriter
 
     writer, tensors = VersionWriter(root, BASE_EVERY), weights()
     follows, sleeps = VersionReader(root), VersionReader(root)
@@ -85,7 +85,7 @@ def test_readers_have_what_was_published(root):
 def test_a_writer_that_dies_leaves_the_version_before(root):
     """The next one goes on behind it, with what changed since; the one before then publishes nothing more."""
     from skyrl_megatron.errors import WeightSyncError
-    from skyrl_megatron.weight_sync.versions import VersionReader, VersionWriter
+    from skyrl_megatron_tools.weight_versions import VersionReader, VersionWriter
 
     first, reader = weights(), VersionReader(root)
     second = trained(first, 1)
@@ -112,7 +112,7 @@ def test_a_writer_that_dies_leaves_the_version_before(root):
 def test_a_tensor_that_comes_goes_or_grows(root):
     import torch
 
-    from skyrl_megatron.weight_sync.versions import VersionReader, VersionWriter
+    from skyrl_megatron_tools.weight_versions import VersionReader, VersionWriter
 
     writer, reader, tensors = VersionWriter(root), VersionReader(root), weights()
     writer.publish("first", tensors.items())
@@ -138,7 +138,7 @@ def test_damage_is_named_and_never_served(tmp_path, damage, message):
     import shutil
 
     from skyrl_megatron.errors import WeightSyncError
-    from skyrl_megatron.weight_sync.versions import VersionReader, VersionWriter
+    from skyrl_megatron_tools.weight_versions import VersionReader, VersionWriter
 
     tensors = weights()
     for root in (tmp_path / "store", tmp_path / "other"):
@@ -170,7 +170,7 @@ def test_damage_is_named_and_never_served(tmp_path, damage, message):
 
 def test_nothing_published_is_one_error(tmp_path):
     from skyrl_megatron.errors import WeightSyncError
-    from skyrl_megatron.weight_sync.versions import VersionReader
+    from skyrl_megatron_tools.weight_versions import VersionReader
 
     with pytest.raises(WeightSyncError, match="store holds no version of any weights: nothing was published there"):
         VersionReader(tmp_path / "store").update()
@@ -180,7 +180,7 @@ def test_folders_are_published_and_fetched(tmp_path, capsys):
     """By the command; what is fetched is the folder, tensors and config."""
     from safetensors.torch import load_file, save_file
 
-    from skyrl_megatron.entrypoints.weight_versions import main
+    from skyrl_megatron_tools.weight_versions import main
 
     store, tensors = str(tmp_path / "store"), {name: weights()[name] for name in ("matrix", "bias", "never")}
     for step in (1, 2):

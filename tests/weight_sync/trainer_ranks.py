@@ -21,9 +21,9 @@ def held(folder: Path, world: int, layout: dict[str, Any], rank: int) -> tuple[A
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from skyrl_megatron.runtime.engine import MegatronEngine
-    from skyrl_megatron.runtime.hf.load import load_hf
+    from skyrl_megatron.runtime.hf_weights import load_hf
     from skyrl_megatron.weight_sync.megatron_source import MegatronWeightSource
-    from skyrl_megatron.weight_sync.routes import Holdings, Unroutable
+    from skyrl_megatron.weight_sync.slices import Holdings, Unroutable
     from tests.training.bodies import config
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))

@@ -26,7 +26,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from zmq.utils.monitor import recv_monitor_message
 
-from skyrl_megatron.inference.request_types import RESERVED, WrongType, typed_field
+from skyrl_megatron.inference.sampling_params import RESERVED, WrongType, typed_field
 
 log = logging.getLogger(__name__)
 RECONNECT_S = 3.0

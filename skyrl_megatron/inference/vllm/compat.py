@@ -1,7 +1,4 @@
-"""Everything of vLLM that moves between releases, for vLLM 0.32, but the transfer of weights (``vllm_backend.py``,
-``vllm_adapters.py``), what checks its requests (``admission.py``) and what its CPU runner lacks
-(``cpu_delta_net.py``, ``cpu_drafts.py``,
-``cpu_experts.py``, ``cpu_routes.py``, ``cpu_seeds.py``, ``cpu_sleep.py``): no other file imports vLLM.
+"""Everything of vLLM 0.32 that moves between releases, except weight transfer (``weight_sync/vllm_backend.py``).
 
 Loaded in every worker process as the module of ``worker_extension_cls``: importing it installs CPU work-arounds and
 registers our weight-transfer backend, before the model is built.
@@ -11,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import Callable, Sequence
-from functools import partialmethod
+from functools import partial, partialmethod
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
@@ -37,20 +36,127 @@ from vllm.v1.executor import multiproc_executor
 from vllm.v1.outputs import ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.sample.sampler import Sampler
 
-from skyrl_megatron.data.chat_template import guard_templates
+from skyrl_megatron.data.tokenizer import guard_templates
 from skyrl_megatron.errors import EngineError
+from skyrl_megatron.inference.protocol import AnswerExtension, answers_of
 from skyrl_megatron.inference.vllm import admission, processes
-from skyrl_megatron.inference.vllm.adapters import Held
-from skyrl_megatron.inference.vllm.answers import AnswerExtension, answers_of
-from skyrl_megatron.inference.vllm.cpu_delta_net import compute_delta_nets_in_fp32
-from skyrl_megatron.inference.vllm.cpu_drafts import widen_temperatures_on_cpu
-from skyrl_megatron.inference.vllm.cpu_experts import choose_experts_with_adapters, choose_experts_with_bias
-from skyrl_megatron.inference.vllm.cpu_routes import allow_routes_on_cpu, return_routes
-from skyrl_megatron.inference.vllm.cpu_seeds import rewind_seeds_on_cpu
-from skyrl_megatron.inference.vllm.cpu_sleep import sleep_on_cpu
-from skyrl_megatron.inference.vllm.layers import LayerExtension
+from skyrl_megatron.inference.vllm.adapter_versions import Held
+from skyrl_megatron.inference.vllm.cpu import (
+    allow_routes_on_cpu,
+    choose_experts_with_adapters,
+    choose_experts_with_bias,
+    compute_delta_nets_in_fp32,
+    return_routes,
+    rewind_seeds_on_cpu,
+    sleep_on_cpu,
+    widen_temperatures_on_cpu,
+)
 from skyrl_megatron.weight_sync.vllm_adapters import AdapterExtension
 from skyrl_megatron.weight_sync.vllm_backend import WeightExtension
+
+type Packed = list[tuple[str, list[int], bytes]]
+"""(name, shape, float32 values): what vLLM passes between its processes."""
+
+ATTENTION = ("self_attn", "attention", "attn", "linear_attn")
+MLP = ("mlp", "block_sparse_moe", "feed_forward", "moe")
+"""Names of a layer's two parts, of which each model has one."""
+
+
+class LayerWatch:
+    """Keeps what the layers of ``model`` give until :meth:`taken`, by the names of ``runtime/profiling.py``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._hooks: list[Any] = []
+        self._seen: dict[str, list[Tensor]] = {}
+        for path, module in model.named_modules():
+            if (number := layer_number(path)) is not None and path.endswith(f"layers.{number}"):
+                self._watch(number, module)
+            elif path.count(".") <= 1 and path.rpartition(".")[2] == "norm":
+                self._hooks.append(module.register_forward_hook(partial(self._see, "norm", 1)))
+
+    def taken(self) -> Packed:
+        """Return [tokens, H] of everything, and watch no more."""
+        for hook in self._hooks:
+            hook.remove()
+        return [packed(name, torch.cat(pieces)) for name, pieces in self._seen.items()]
+
+    def _watch(self, number: int, layer: nn.Module) -> None:
+        children = dict(layer.named_children())
+        attention = next((children[name] for name in ATTENTION if name in children), None)
+        mlp = next((children[name] for name in MLP if name in children), None)
+        for part, module in (("attention", attention), ("mlp", mlp), ("output", layer)):
+            if module is not None:
+                self._hooks.append(module.register_forward_hook(partial(self._see, f"{number}.{part}", 2)))
+        if number == 0:
+            self._hooks.append(layer.register_forward_pre_hook(self._see_input, with_kwargs=True))
+
+    def _see_input(self, _: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        self._see("embedding", 1, None, None, (*arguments, *keywords.values()))
+
+    def _see(self, name: str, parts: int, _: Any, arguments: Any, output: Any) -> None:
+        """Keep the sum of the first ``parts`` of an output: a layer's comes apart from the residual stream, and norms
+        that come next change both in place."""
+        hidden = [x for x in (output if isinstance(output, tuple) else (output,)) if is_hidden(x)][:parts]
+        value = sum(x.float().cpu() for x in hidden)
+        assert isinstance(value, Tensor), f"{name} gives nothing of [tokens, H]"
+        self._seen.setdefault(name, []).append(value)
+
+
+class LayerExtension:
+    """Methods of a worker; ``compat.WorkerExtension`` mixes them in."""
+
+    model_runner: Any
+    skyrl_watch: LayerWatch
+
+    def skyrl_watch_layers(self) -> None:
+        """Keep what the layers give from now on."""
+        self.skyrl_watch = LayerWatch(self.model_runner.get_model())
+
+    def skyrl_layer_outputs(self) -> Packed:
+        """Return what the layers gave since then, and watch no more."""
+        return self.skyrl_watch.taken()
+
+    def skyrl_layer_weights(self, layer: int | None) -> Packed:
+        """Return the tensors of a layer; None: those of no layer."""
+        return layer_weights(self.model_runner.get_model(), layer)
+
+
+def layer_weights(model: torch.nn.Module, layer: int | None) -> Packed:
+    """Return the tensors of a layer of a model, None: those of no layer. A weight that a kernel keeps in a form of its
+    own is what the map makes of the identity: exactly its rows, as everything else in a sum is 0."""
+    found: Packed = []
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False) if layer_number(path) == layer else ():
+            if parameter.numel():
+                found.append(packed(f"{path}.{name}", parameter))
+            elif name == "weight" and hasattr(module, "quant_method"):
+                inputs = getattr(module, "input_size_per_partition", None) or module.input_size
+                ones = torch.eye(int(inputs), dtype=parameter.dtype, device=parameter.device)
+                found.append(packed(f"{path}.{name}", module.quant_method.apply(module, ones, None).t()))
+    return found
+
+
+def layer_number(path: str) -> int | None:
+    """Return the layer that a module is in, by its name; None: it is in none."""
+    found = re.search(r"(?:^|\.)layers\.(\d+)(?:\.|$)", path)
+    return int(found[1]) if found else None
+
+
+def is_hidden(value: Any) -> bool:
+    """Return whether something may be [tokens, H]."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 2
+
+
+def packed(name: str, tensor: Tensor) -> tuple[str, list[int], bytes]:
+    """Make what travels of a tensor."""
+    values = tensor.detach().float().cpu().contiguous().numpy()
+    return name, list(values.shape), values.tobytes()
+
+
+def unpacked(travelled: Sequence[Sequence[Any]]) -> dict[str, np.ndarray]:
+    """Return float32 arrays by name."""
+    return {name: np.frombuffer(data, np.float32).reshape(shape) for name, shape, data in travelled}
+
 
 __all__ = [
     "WORKER_EXTENSION",

@@ -24,22 +24,19 @@ from skyrl_megatron.inference.protocol import (
     SampleRequest,
     WeightMetadata,
 )
-from skyrl_megatron.inference.request_types import WrongType, model_of, refused, typed_tokens
+from skyrl_megatron.inference.sampling_params import WrongType, model_of, refused, typed_tokens
 from skyrl_megatron.inference.vllm import processes
-from skyrl_megatron.inference.vllm.adapters import Held, HeldAdapters
-from skyrl_megatron.inference.vllm.asgi import call_app
-from skyrl_megatron.inference.vllm.log import child_output, last_errors
-from skyrl_megatron.inference.vllm.model_folder import hf_config
-from skyrl_megatron.inference.vllm.platform import platform_arguments, worker_environment
+from skyrl_megatron.inference.vllm.adapter_versions import Held, HeldAdapters
+from skyrl_megatron.inference.vllm.processes import child_output, last_errors, unless_stopped
 from skyrl_megatron.inference.vllm.requests import (
+    call_app,
     generation_of,
     in_our_terms,
     refusals,
     sampling_parameters,
 )
-from skyrl_megatron.inference.vllm.settings import EngineSettings
-from skyrl_megatron.inference.vllm.stopped import unless_stopped
-from skyrl_megatron.weight_sync.metadata import plain_metadata
+from skyrl_megatron.inference.vllm.settings import EngineSettings, hf_config, platform_arguments, worker_environment
+from skyrl_megatron.weight_sync.tensors import plain_metadata
 
 __all__ = ["EngineSettings", "VLLMEngine"]
 

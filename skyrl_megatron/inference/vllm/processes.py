@@ -1,4 +1,8 @@
-"""vLLM's processes on CPU, forked from one that has imported everything.
+"""The processes of an engine: forked from one that has imported vLLM (CPU), their log, and whether one is stopped.
+
+A step may take longer than an engine that hangs should be waited for. A process that is stopped answers nobody, and
+the kernel says so; it is never a long step. Processor time does not tell the two apart: workers sleep while a GPU
+computes (``torch.cuda.Event(blocking=True)``), as they do in a deadlock. Imports no vLLM.
 
 vLLM starts an engine as a core process, which starts workers, and each of them imports torch and vLLM anew: 15 s of a
 core a process. Here a fork server imports once, and every core and worker of all engines that a process starts is
@@ -11,18 +15,124 @@ On GPUs vLLM keeps its own way: CUDA and NCCL set themselves up in ways that a f
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import getpass
 import importlib
 import io
 import os
+import re
+import sys
 import tempfile
+import threading
+from collections.abc import Awaitable, Iterator, Sequence
 from importlib.util import find_spec
 from multiprocessing import context, forkserver, popen_forkserver, reduction, resource_tracker, spawn, util
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from skyrl_megatron import fork_server
+from skyrl_megatron.errors import EngineGoneError
 from skyrl_megatron.fork_server import ForkServer
+
+_starting = threading.Lock()
+_PREFIX = re.compile(r"^(\([^)]*\)\s*)?((INFO|WARNING|ERROR|DEBUG)\s+\d\d-\d\d [\d:]+\s+\[[^\]]*\]\s*)?")
+_TELLING = re.compile(
+    r"^[\w.]*(Error|Exception|Exit|Fault)\b.*:|out of memory|.*died unexpectedly|Killed|Segmentation fault|Aborted"
+)
+_POINTING = re.compile(r"Executor failed|[Ss]ee (root cause|stack trace)|Engine core initialization failed")
+"""What vLLM raises because of something that was said before."""
+SOME_OUTPUT = 1 << 16
+"""Bytes that a disk must take to be no cause: some are left of a page of a file, also where it is full."""
+
+
+@contextlib.contextmanager
+def child_output(path: Path) -> Iterator[None]:
+    """Let processes started within the block write what they print to ``path``, as this process does meanwhile.
+
+    File descriptors belong to the whole process: blocks of several threads take turns.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _starting, path.open("ab") as log:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        saved = os.dup(1), os.dup(2)
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for descriptor, original in zip((1, 2), saved, strict=True):
+                os.dup2(original, descriptor)
+                os.close(original)
+
+
+def last_errors(path: Path, count: int = 4) -> list[str]:
+    """Return the last few lines of an engine's output that name an error, each once, without vLLM's prefixes.
+
+    Those that only point to another are left out if there is another. Where none says why, the disk may: a process
+    ends that cannot write its output.
+    """
+    try:
+        text = path.read_bytes()[-200_000:].decode(errors="replace")
+    except OSError:
+        text = ""
+    found: dict[str, None] = {}
+    for line in text.splitlines():
+        words = _PREFIX.sub("", line).strip()
+        if _TELLING.search(words):
+            found.pop(words, None)
+            found[words] = None
+    causes = [words for words in found if not _POINTING.search(words)]
+    if not causes and (refused := _refused(path.parent)):
+        return [f"its output cannot be written to {path}: {refused}"]
+    return (causes or list(found))[-count:]
+
+
+def _refused(folder: Path) -> str:
+    """Return why nothing can be written in ``folder``; "" if it can."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(SOME_OUTPUT))
+            file.flush()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+LOOK_S = 1.0
+LOOKS = 5
+"""At which a process was stopped, one after the other. They are counted, not timed: this process may have been stopped
+together with the engine, and the looks in between did not take place then."""
+
+
+async def unless_stopped[T](answer: Awaitable[T], processes: Sequence[psutil.Process]) -> T:
+    """Await what an engine answers. Raises EngineGoneError once a process of it stays stopped."""
+    asked = asyncio.ensure_future(answer)
+    stopped: dict[int, int] = {}
+    try:
+        while not (await asyncio.wait([asked], timeout=LOOK_S))[0]:
+            stopped = {process: stopped.get(process, 0) + 1 for process in _stopped(processes)}
+            if LOOKS in stopped.values():
+                process = max(stopped, key=lambda each: stopped[each])
+                raise EngineGoneError(f"hangs: process {process} is stopped, for {LOOKS * LOOK_S:g} s so far")
+        return await asked
+    finally:
+        asked.cancel()
+
+
+def _stopped(processes: Sequence[psutil.Process]) -> list[int]:
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                found.append(process.pid)
+    return found
+
 
 IMPORTED = [
     "vllm.v1.engine.core",

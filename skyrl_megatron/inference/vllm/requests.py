@@ -1,15 +1,77 @@
-"""Requests and answers in vLLM's terms and in ours."""
+"""Requests and answers in vLLM's terms and in ours.
+
+Where a method raises on several workers, vLLM's executor reads no answer after the first error, and takes those of the
+other workers for answers to its next call (v1/executor/multiproc_executor.py, ``get_response``).
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from skyrl_megatron.errors import RequestError
-from skyrl_megatron.inference.protocol import Generation
-from skyrl_megatron.inference.request_types import WrongType, refused, typed_sampling
+from skyrl_megatron.inference.protocol import Generation, OpenAIAnswer
+from skyrl_megatron.inference.sampling_params import WrongType, refused, typed_sampling
 from skyrl_megatron.types import TokenSupport
+
+LEAVE_S = 10.0
+"""How long an application may take to notice that its client is gone."""
+
+
+async def call_app(app: Any, path: str, body: bytes) -> OpenAIAnswer:
+    """POST a JSON ``body`` to ``path``: first (status, content type), then the response's body as it comes.
+
+    Leaving the iterator early tells the application that its client is gone.
+    """
+    pieces: asyncio.Queue[tuple[int, str] | bytes | None] = asyncio.Queue()
+    sent, gone = False, asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        nonlocal sent
+        if not sent:
+            sent = True
+            return {"type": "http.request", "body": body, "more_body": False}
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            headers = {name.lower(): value for name, value in message["headers"]}
+            pieces.put_nowait((message["status"], headers.get(b"content-type", b"application/json").decode()))
+        elif message["type"] == "http.response.body":
+            if message.get("body"):
+                pieces.put_nowait(message["body"])
+            if not message.get("more_body"):
+                pieces.put_nowait(None)
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
+        "client": ("127.0.0.1", 0),
+        "server": ("127.0.0.1", 0),
+        "state": {},
+    }
+    call = asyncio.create_task(app(scope, receive, send))
+    call.add_done_callback(lambda _: pieces.put_nowait(None))
+    try:
+        while (piece := await pieces.get()) is not None:
+            yield piece
+        await call
+    finally:
+        gone.set()
+        if not call.done():  # it ends what it has begun; cancelled, vLLM's routes would leave that running
+            asyncio.get_running_loop().call_later(LEAVE_S, call.cancel)
+
 
 GREEDY_BELOW = 1e-5
 """Temperatures that vLLM takes for 0."""

@@ -1,4 +1,4 @@
-"""The arguments that an engine is started with, from the configuration."""
+"""The arguments and environment variables that an engine is started with. Imports no vLLM."""
 
 from __future__ import annotations
 
@@ -7,14 +7,84 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from bridges import files as json_file
+from bridges.errors import BridgeError
+from bridges.files import check_folder
 from skyrl_megatron import device, hub
 from skyrl_megatron.config import SkyRLTrainConfig
-from skyrl_megatron.config.hf_model import rope_parameters
-from skyrl_megatron.config.rules.sampling import support_travels, truncations
-from skyrl_megatron.inference.sampling import warn_of_truncation
-from skyrl_megatron.inference.vllm.adapters import AdapterSlots, adapter_slots
-from skyrl_megatron.inference.vllm.model_folder import cpu_kv_cache_bytes, cpu_weight_bytes, hf_config
+from skyrl_megatron.config.hf_model import element_bytes, kv_bytes_per_token, rope_parameters
+from skyrl_megatron.config.rules.rollout_rules import support_travels, truncations
+from skyrl_megatron.errors import EngineError
+from skyrl_megatron.inference.sampling_params import warn_of_truncation
+from skyrl_megatron.inference.vllm import processes
+from skyrl_megatron.inference.vllm.adapter_versions import AdapterSlots, adapter_slots
 from skyrl_megatron.weight_sync.adapter_tensors import configured_pairs
+
+
+def worker_environment() -> dict[str, str]:
+    """Return the environment that engine processes need, to be set before an engine is started."""
+    shared = {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
+    shared |= device.compiler_environment()
+    if not device.has_cuda():
+        # The default binding pins every engine to the first core and asserts as many NUMA nodes as tp ranks.
+        shared |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": processes.omp_threads()}
+    return shared
+
+
+def platform_arguments(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the engine arguments that the platform needs for a model."""
+    if device.has_cuda():
+        return {}
+    arguments: dict[str, Any] = {"distributed_executor_backend": "mp"}
+    if "kv_lora_rank" in hf_config:
+        # vLLM's CPU rotary kernel is wrong for the 3-D queries of multi-head latent attention: use the torch one
+        arguments["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
+    return arguments
+
+
+def hf_config(folder: Path) -> dict[str, Any]:
+    """Return ``config.json`` of a HF folder, all of whose files vLLM may then open. Raises EngineError."""
+    try:
+        check_folder(folder)
+        return json_file.read_hf_config(folder)
+    except BridgeError as error:
+        raise EngineError(f"{folder}: no readable config.json ({error}); give a HF folder as the model") from error
+
+
+def cpu_kv_cache_bytes(folder: Path, dtype: str, max_model_len: int, max_num_seqs: int) -> int:
+    """Return room for ``max_num_seqs`` sequences of full length, in whole MiB.
+
+    At most a quarter of the memory available now, and at least two such sequences.
+    """
+    import psutil
+
+    a_sequence = _kv_bytes_per_token(folder, dtype) * (-(-max_model_len // 128) + 1) * 128
+    wanted: int = min(a_sequence * max_num_seqs, psutil.virtual_memory().available // 4)
+    return -(-max(wanted, 2 * a_sequence) // (1 << 20)) << 20
+
+
+def _kv_bytes_per_token(folder: Path, dtype: str) -> int:
+    """Return the bytes of a token; a file that leaves out a size has transformers' default of its family."""
+    hf = hf_config(folder)
+    try:
+        return kv_bytes_per_token(hf, dtype)
+    except KeyError:
+        from bridges.hf_config import read_config  # loads transformers, which a file with all sizes need not wait for
+
+    try:
+        return kv_bytes_per_token(read_config(hf, str(hf.get("model_type"))).to_dict(), dtype)
+    except (BridgeError, KeyError, TypeError) as error:
+        raise EngineError(
+            f"{folder}: config.json does not say how large its attention is ({error}); fetch the file again"
+        ) from error
+
+
+def cpu_weight_bytes(folder: Path, dtype: str) -> int:
+    """Return the memory of the weights on CPU: as they are on disk, or more where ``dtype`` is wider."""
+    hf = hf_config(folder)
+    on_disk = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return int(on_disk * max(element_bytes(dtype, hf) / element_bytes("auto", hf), 1))
+
 
 PROCESS_BYTES = 1 << 30
 """Memory of an engine process on CPU beside weights and KV cache: measured 0.9 to 1.1 GB with vLLM 0.32."""

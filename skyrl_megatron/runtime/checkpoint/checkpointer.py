@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from skyrl_megatron.errors import CheckpointError
-from skyrl_megatron.runtime.checkpoint.background import Background
-from skyrl_megatron.runtime.checkpoint.resume import choose
-from skyrl_megatron.runtime.checkpoint.store import DATA, TRAINER_STATE, CheckpointStore, json_bytes
+from skyrl_megatron.runtime.checkpoint.storage import Background
+from skyrl_megatron.runtime.checkpoint.store import DATA, TRAINER_STATE, CheckpointStore, choose, json_bytes
 
 
 class RoleRanks(Protocol):

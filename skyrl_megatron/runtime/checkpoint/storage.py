@@ -1,4 +1,7 @@
-"""Where checkpoints lie: a folder of a file system, or an address of an object store through fsspec.
+"""Where checkpoints are stored: a local folder, or an object store through fsspec; one writer per folder.
+
+The thread is not a daemon: when the program ends, by its last line, ``sys.exit`` or an exception, the interpreter
+waits for it, so a save that is under way is finished.
 
 Both offer the same few operations. A file system makes every write durable (fsync of the file, then of its folder)
 and can rename a folder, so that a checkpoint appears at once. An object store cannot rename: a folder there is a
@@ -10,11 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import functools
 import io
 import os
 import posixpath
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, cast
@@ -23,6 +28,89 @@ from bridges.errors import BridgeError
 from bridges.files import refuse_special
 from bridges.staging import FileWriter, LocalFile
 from skyrl_megatron.errors import CheckpointError
+
+
+class Background:
+    """Runs one function at a time. ``name`` says in errors what it does."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether the function is still running."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def check_idle(self) -> None:
+        """Raise CheckpointError while the function is running."""
+        if self.busy:
+            raise CheckpointError(f"{self._name} is still under way; wait for it first")
+
+    def start(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Start ``function(*arguments)``. Raises CheckpointError when the last one is still running."""
+        self.check_idle()
+
+        def run() -> None:
+            try:
+                function(*arguments)
+            except BaseException as error:
+                self._failure = error
+
+        self._failure = None
+        self._thread = threading.Thread(target=run, name=self._name)
+        self._thread.start()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the function has ended. Raises CheckpointError when it failed, once, or takes longer."""
+        if self._thread is None:
+            return
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise CheckpointError(f"{self._name} has not ended within {timeout_s:.0f} s; check the storage")
+        self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise CheckpointError(f"{self._name} failed: {failure}") from failure
+
+
+_held: set[str] = set()  # a POSIX record lock does not exclude its own process
+
+
+class FolderLock:
+    """An exclusive lock on the file ``.lock`` of a folder, held from construction to :meth:`release`.
+
+    A POSIX record lock: it works over NFS, children made by fork do not inherit it, and after ``kill -9`` it is free
+    at once. ``setting``: what chooses the folder. Raises CheckpointError, naming the holder, when another process has
+    it.
+    """
+
+    def __init__(self, folder: str, setting: str = "trainer.ckpt_path") -> None:
+        self.path = os.path.join(os.path.realpath(folder), ".lock")
+        if self.path in _held:
+            raise CheckpointError(f"{folder} is being written by this process already; close that store first")
+        try:
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise CheckpointError(f"{folder} cannot be written ({error.strerror}); check {setting}") from error
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.read(self._descriptor, 64).decode(errors="replace").strip() or "another process"
+            os.close(self._descriptor)
+            raise CheckpointError(
+                f"{folder} is being written by {holder}; end that run, or give this one another {setting}"
+            ) from error
+        os.truncate(self._descriptor, 0)
+        os.write(self._descriptor, f"process {os.getpid()} on {os.uname().nodename}\n".encode())
+        _held.add(self.path)
+
+    def release(self) -> None:
+        """Give the lock back; safe to call twice."""
+        if self.path in _held:
+            _held.discard(self.path)
+            os.close(self._descriptor)
 
 
 class LocalStorage:

@@ -1,4 +1,4 @@
-"""The folder of all checkpoints of a run: which are complete, which is the newest, and how one comes and goes.
+"""The folder of a run's checkpoints: which are complete, which is the newest, which one a run resumes from.
 
     <root>/latest_ckpt_global_step.txt           the newest complete step, for people and tools
     <root>/global_step_<N>/MANIFEST.json         last in the folder: without it, this is not a checkpoint
@@ -29,20 +29,20 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_megatron.errors import CheckpointError, SkyRLMegatronWarning
-from skyrl_megatron.runtime.checkpoint.lock import FolderLock
 from skyrl_megatron.runtime.checkpoint.manifest import (
     MANIFEST,
     PARTS,
     Manifest,
     check_files,
     check_hashes,
+    complete_role,
     hash_bytes,
     read_manifest,
     read_verified,
     versions,
+    wait_for_notes,
 )
-from skyrl_megatron.runtime.checkpoint.merge import complete_role, wait_for_notes
-from skyrl_megatron.runtime.checkpoint.storage import LocalStorage, open_storage
+from skyrl_megatron.runtime.checkpoint.storage import FolderLock, LocalStorage, open_storage
 
 logger = logging.getLogger(__name__)
 
@@ -382,3 +382,51 @@ def json_bytes(value: Mapping[str, Any], name: str) -> bytes:
         return json.dumps(dict(value), indent=1).encode()
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{name} can hold plain JSON values only: {error}") from error
+
+
+class Candidates(Iterator[SavedCheckpoint]):
+    """Checkpoints to try, best first. A caller that could not load one calls :meth:`reject` and takes the next.
+
+    Ends when there is nothing to resume. Raises CheckpointError when checkpoints were there and all of them were
+    passed: starting anew would in time prune them.
+    """
+
+    def __init__(self, found: Iterator[SavedCheckpoint], *, root: str, only: bool, any_folder: bool) -> None:
+        self._found, self._root, self._only, self._any_folder = found, root, only, any_folder
+
+    def __next__(self) -> SavedCheckpoint:
+        try:
+            return next(self._found)
+        except StopIteration:
+            if not self._any_folder:
+                raise
+            raise CheckpointError(
+                f"no checkpoint in {self._root} can be loaded (see the warnings above); repair one, set "
+                "trainer.resume_mode=none to start anew, or give another trainer.ckpt_path"
+            ) from None
+
+    def reject(self, reason: str) -> None:
+        """Pass the last one, which could not be loaded. Raises CheckpointError when it was the only choice."""
+        if self._only:
+            raise CheckpointError(reason)
+        warnings.warn(f"{reason}: skipped, trying the one before", SkyRLMegatronWarning, stacklevel=2)
+
+
+def choose(store: CheckpointStore, mode: str | None, path: str | None) -> Candidates:
+    """Return the checkpoints to try for ``mode`` and ``path``. Raises CheckpointError, naming the key to change, for
+    an unknown mode and for a ``path`` that is no complete checkpoint."""
+    if mode is None or mode == "none":
+        return Candidates(iter(()), root=store.root, only=True, any_folder=False)
+    if mode == "latest":
+        return Candidates(store.candidates(), root=store.root, only=False, any_folder=store.has_checkpoints())
+    if mode != "from_path":
+        raise CheckpointError(f"trainer.resume_mode={mode}: must be none, latest or from_path")
+    if not path:
+        raise CheckpointError("trainer.resume_path is not set; resume_mode=from_path needs a checkpoint folder")
+    storage = open_storage(path)
+    try:
+        manifest = read_manifest(storage, storage.root)
+        check_files(storage, storage.root, manifest)
+    except CheckpointError as error:
+        raise CheckpointError(f"trainer.resume_path={path}: {error}") from error
+    return Candidates(iter([SavedCheckpoint(path, manifest)]), root=path, only=True, any_folder=False)

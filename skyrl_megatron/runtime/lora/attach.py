@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from bridges.conversions import InterleaveQkv, JoinByGroup
 from bridges.names import canonical
 from bridges.rules import Entry
-from skyrl_megatron.runtime.lora.adapter import (
+from skyrl_megatron.runtime.lora.layers import (
     JOINED,
     Adapter,
     AdapterSettings,
@@ -29,8 +29,7 @@ from skyrl_megatron.runtime.lora.adapter import (
     second_factor,
 )
 from skyrl_megatron.runtime.lora.targets import Selection
-from skyrl_megatron.runtime.model.build import ModelChunks
-from skyrl_megatron.runtime.model.lm_head import returns_hidden_states
+from skyrl_megatron.runtime.model.build import ModelChunks, returns_hidden_states
 from skyrl_megatron.runtime.model.local_weights import ADAPTERS, first_expert
 from skyrl_megatron.runtime.model.scaled_weights import weight_data
 from skyrl_megatron.runtime.parallel_state import ProcessGroups

@@ -1,20 +1,32 @@
-"""Which linear maps of a model get an adapter, by Hugging Face's or Megatron's names. Needs no Megatron."""
+"""Which linear layers get an adapter, by Hugging Face's or Megatron's names; whether a PEFT folder fits. Imports no
+Megatron.
+"""
 
 from __future__ import annotations
 
 import difflib
+import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import blake3
+
+from bridges.errors import BridgeError
+from bridges.files import open_regular, read_json
+from bridges.peft import AdapterConfig, PeftFolder
 from bridges.plan import Plan
+from bridges.rows import Shape
 from bridges.rules import Entry, HfSlice
 from skyrl_megatron.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron.config.rules.layout import ParallelConfig
+
 
 ALL_LINEAR = "all-linear"
 KEY = "trainer.policy.model.lora"
@@ -209,3 +221,77 @@ def rank_problems(
             worst = most, Problem(f"{KEY}.rank", own, fix)
     if worst is not None:
         yield worst[1]
+
+
+SAMPLES, SAMPLE_BYTES = 64, 64 * 2**10
+
+
+def fingerprint(folder: Path) -> str:
+    """Return a BLAKE3 hash over every safetensors file of a folder: its name, size, header, and 64 pieces of 64 KiB
+    spread evenly over its data (all of it where it has no more). Equal for copies of the folder; weights that a
+    training step has changed differ in every piece."""
+    hasher = blake3.blake3()
+    for path in sorted(folder.glob("*.safetensors")):
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            hasher.update(f"{path.name}\0{size}\0".encode())
+            header = file.read(8)
+            hasher.update(header + file.read(min(int.from_bytes(header, "little"), size)))
+            start = file.tell()
+            for place in _places(start, size):
+                hasher.update(os.pread(file.fileno(), SAMPLE_BYTES, place))
+    return hasher.hexdigest()
+
+
+def _places(start: int, stop: int) -> list[int]:
+    """Return where the pieces of ``[start, stop)`` begin."""
+    if stop - start <= SAMPLES * SAMPLE_BYTES:
+        return list(range(start, stop, SAMPLE_BYTES))
+    return [start + (stop - start - SAMPLE_BYTES) * piece // (SAMPLES - 1) for piece in range(SAMPLES)]
+
+
+BASE = "base_model.json"
+"""The file of an adapter folder that says by hash which weights the adapter was trained on; PEFT has none for it."""
+_HASH = "fingerprint"
+
+
+def selected_modules(selection: Selection, plan: Plan) -> dict[str, Shape]:
+    """Return HF module → shape of its weight for every adapted projection of the whole model, in model order."""
+    return {piece.name.removesuffix(".weight"): piece.shape for _, piece in adapted(plan, selection)}
+
+
+def base_file(base: str) -> bytes:
+    """Return the content of :data:`BASE`. ``base``: fingerprint of the weights (``base.py``)."""
+    return (json.dumps({_HASH: base}, indent=2) + "\n").encode()
+
+
+def misfits(peft: PeftFolder, wanted: AdapterConfig, selection: Selection, plan: Plan) -> Iterator[str]:
+    """Yield what ``peft`` has otherwise than ``wanted`` and ``selection``, with the setting to change."""
+    config = peft.config
+    for name, theirs, ours in (
+        ("rank", config.rank, wanted.rank),
+        ("alpha", config.alpha, wanted.alpha),
+        ("use_rslora", config.rank_stabilised, wanted.rank_stabilised),
+    ):
+        if theirs != ours:
+            value = f"{theirs:g}" if name == "alpha" else str(theirs).lower()
+            yield f"{KEY}.{name} is {ours}, the folder's {value}: set {KEY}.{name}={value}"
+    modules = set(selected_modules(selection, plan))
+    if absent := sorted(modules - peft.modules):
+        yield f"{absent[0]} has no adapter there ({len(absent)} in all): set {KEY}.target_modules to fit"
+    if extra := sorted(peft.modules - modules):
+        yield f"{extra[0]} has an adapter there ({len(extra)} in all): set {KEY}.target_modules to fit"
+
+
+def base_misfit(folder: Path, base: str | Path) -> str | None:
+    """Say that an adapter was trained on other weights than ``base``: their fingerprint, or their folder. None where
+    they are the same, or the folder does not say (other programs write no :data:`BASE`)."""
+    try:
+        saved = read_json(folder / BASE).get(_HASH)
+    except BridgeError:
+        return None
+    ours = base if isinstance(base, str) else fingerprint(base)
+    if not isinstance(saved, str) or saved == ours:
+        return None
+    fix = "set trainer.policy.model.path to the model that it was trained on"
+    return f"it is an adapter of another base model ({BASE} has {saved[:12]}…, these weights are {ours[:12]}…): {fix}"

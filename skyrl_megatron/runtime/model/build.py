@@ -1,4 +1,4 @@
-"""This rank's part of a model, built from a HF config and a layout. The only importer of ``GPTModel``."""
+"""Build this rank's part of a model from a HF config and a layout. The only importer of ``GPTModel``."""
 
 from __future__ import annotations
 
@@ -12,25 +12,225 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from megatron.core.activations import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.transformer import TransformerConfig
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+from torch.nn import functional as F
 
-from bridges.shard import padded_rows
+from bridges.family import MegatronModelConfig
+from bridges.rules import padded_rows
 from skyrl_megatron import device as devices
 from skyrl_megatron.config.rules.layout import PREFIX, ParallelConfig, layout_problems, stage_layers
-from skyrl_megatron.errors import ConfigError
-from skyrl_megatron.runtime.hf.model import HfModel, read_hf_model
-from skyrl_megatron.runtime.model.draft import DraftHead
-from skyrl_megatron.runtime.model.layer_choice import TRANSFORMER_ENGINE, describe, use_transformer_engine
+from skyrl_megatron.errors import ConfigError, Problem
+from skyrl_megatron.runtime.loss_scale import SUMMED_GRADIENTS
+from skyrl_megatron.runtime.model.description import (
+    TRANSFORMER_ENGINE,
+    HfModel,
+    describe,
+    read_hf_model,
+    use_transformer_engine,
+)
 from skyrl_megatron.runtime.model.layer_spec import block_spec, layer_spec
+from skyrl_megatron.runtime.model.moe import router_class
+from skyrl_megatron.runtime.model.mtp import DraftHead
 from skyrl_megatron.runtime.model.rotary import PackedRotary
-from skyrl_megatron.runtime.model.router import router_class
 from skyrl_megatron.runtime.model.scaled_weights import built_without_memory
-from skyrl_megatron.runtime.model.transformer_config import transformer_config
-from skyrl_megatron.runtime.model.value_head import ValueHead
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
+
+_ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu}
+
+
+def transformer_config(
+    model: HfModel,
+    parallel: ParallelConfig,
+    *,
+    dtype: torch.dtype,
+    overrides: Mapping[str, Any] | None = None,
+    use_te: bool = False,
+    on_meta: bool = False,
+    prefix: str = PREFIX,
+) -> TransformerConfig:
+    """Make the ``TransformerConfig`` (``MLATransformerConfig`` for multi-latent attention) of a model in a layout.
+
+    ``overrides`` (``transformer_config_kwargs``) are its fields, applied last; keys that start with ``rope_`` or
+    belong to the layout are refused, because they have settings of their own. Raises ConfigError for an unknown or
+    refused field, and with Megatron's own message when it rejects the combination.
+    """
+    overrides = dict(overrides or {})
+    cls = MLATransformerConfig if model.megatron.multi_latent_attention else TransformerConfig
+    known = {field.name for field in dataclasses.fields(cls)}
+    layout = _layout_fields(parallel)
+    key = f"{prefix}transformer_config_kwargs"
+    problems = [
+        Problem(f"{key}.{name}", value, f"megatron's {cls.__name__} has no such field")
+        for name, value in overrides.items()
+        if name not in known
+    ]
+    problems += [
+        Problem(f"{key}.{name}", value, f"the layout decides it ({layout[name]}); set {prefix}* instead")
+        for name, value in overrides.items()
+        if name in layout and value != layout[name]
+    ]
+    biased = model.layout_shape.num_experts and model.megatron.transformer.get("add_bias_linear")
+    if biased and parallel.etp > 1:
+        fix = "experts with biases are not split: set it to 1 and raise expert_model_parallel_size instead"
+        problems.append(Problem(f"{prefix}expert_tensor_parallel_size", parallel.etp, fix))
+    name, own = "moe_router_enable_expert_bias", model.megatron.transformer.get("moe_router_enable_expert_bias", False)
+    if bool(overrides.get(name, own)) != own:
+        fix = f"the model has {'a' if own else 'no'} bias for each expert: leave it out"
+        problems.append(Problem(f"{prefix}{name}", overrides[name], fix))
+    if problems:
+        raise ConfigError(problems)
+    if isinstance(backend := overrides.get("attention_backend"), str):
+        overrides["attention_backend"] = AttnBackend[backend]
+    fields = {
+        **_common_fields(dtype, use_te, on_meta),
+        "apply_rope_fusion": use_te and _has_fused_rotary(model.megatron),
+        **model.megatron.transformer,
+        "activation_func": _ACTIVATIONS[model.megatron.activation],
+        **layout,
+        **overrides,
+    }
+    try:
+        config = cls(**fields)
+    except (ValueError, AssertionError) as error:
+        raise ConfigError([Problem(key, overrides, f"Megatron rejects it: {error}")]) from error
+    for name, value in model.megatron.attributes.items():
+        setattr(config, name, value)
+    return config
+
+
+def _has_fused_rotary(megatron: MegatronModelConfig) -> bool:
+    """Tell whether there is a fused kernel that rotates as the model does. That of multi-latent attention knows YaRN
+    alone (transformer_config.py refuses another); Transformer Engine's for packed sequences leaves out YaRN's
+    ``mscale`` (models/common/embeddings/rope_utils.py), and where pairs are neighbours it asks for the version of
+    Transformer Engine, which was not tried."""
+    if megatron.multi_latent_attention:
+        return bool(megatron.transformer["rope_type"] == "yarn")
+    neighbours = megatron.transformer.get("rotary_interleaved", False)
+    return not neighbours and bool(megatron.model.get("position_embedding_type") != "yarn")
+
+
+def _layout_fields(parallel: ParallelConfig) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": parallel.tp,
+        "pipeline_model_parallel_size": parallel.pp,
+        "virtual_pipeline_model_parallel_size": parallel.vpp if parallel.vpp > 1 else None,
+        "context_parallel_size": parallel.cp,
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": parallel.etp,
+        "num_layers_in_first_pipeline_stage": parallel.num_layers_in_first_pipeline_stage,
+        "num_layers_in_last_pipeline_stage": parallel.num_layers_in_last_pipeline_stage,
+        "sequence_parallel": parallel.sequence_parallel,
+        # Batched sends between two interleaved stages are matched in the wrong order: gradients come out wrong.
+        "overlap_p2p_comm": parallel.uses_overlapped_p2p,
+        "batch_p2p_comm": not parallel.uses_overlapped_p2p,
+    }
+
+
+def _common_fields(dtype: torch.dtype, use_te: bool, on_meta: bool) -> dict[str, Any]:
+    """Return fields that do not depend on the model: precision, varying shapes, fused kernels where they exist."""
+    return {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "variable_seq_lengths": True,
+        "deallocate_pipeline_outputs": True,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": True,
+        "transformer_impl": "transformer_engine" if use_te else "local",
+        "bias_activation_fusion": use_te,
+        "bias_dropout_fusion": use_te,
+        "masked_softmax_fusion": use_te,
+        "persist_layer_norm": use_te,
+        "moe_permute_fusion": use_te,
+        "gradient_accumulation_fusion": False,
+        **SUMMED_GRADIENTS,
+        # Weights come from a checkpoint; on_meta, modules make them where torch.device("meta") says.
+        "perform_initialization": False,
+        "use_cpu_initialization": on_meta and not use_te,
+        "init_model_with_meta_device": on_meta,
+        "attention_backend": AttnBackend.auto,
+    }
+
+
+_HANDS_ON = "hands_hidden_states_on"
+
+
+def returns_hidden_states(output_layer: Any) -> bool:
+    """Return whether :func:`return_hidden_states` was here: what comes out of the layer are no logits."""
+    return getattr(output_layer, _HANDS_ON, False)
+
+
+def return_hidden_states(chunk: Any, groups: ProcessGroups) -> Tensor:
+    """Make the last chunk return [b, s, H] instead of [b, s, V_padded / tp]; returns the head's weight.
+
+    The output layer stays where it is, with its weight, its checkpoint key and its hooks; only its ``forward`` hands
+    the hidden states on, gathered over tp where the sequence is split. Their gradient is summed over tp on the way
+    back, since each tp rank computes the part that its columns of the vocabulary give.
+    """
+
+    def hand_on(
+        hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        if chunk.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, group=groups.tp)
+        return hidden, None
+
+    chunk.output_layer.forward = hand_on
+    setattr(chunk.output_layer, _HANDS_ON, True)
+    tied = chunk.share_embeddings_and_output_weights
+    weight: Tensor = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
+    return weight
+
+
+class ValueHead(torch.nn.Module):
+    """Linear map H → 1 in place of ``GPTModel.output_layer``; whole on every tp rank.
+
+    Starts from a normal distribution of deviation 1 / (H + 1), equal on all ranks. Computes in fp32, because values
+    are regressed.
+    """
+
+    def __init__(self, config: TransformerConfig, groups: ProcessGroups, *, seed: int = 0) -> None:
+        super().__init__()
+        self.groups, self.sequence_parallel = groups, config.sequence_parallel
+        hidden = config.hidden_size
+        weight = torch.randn(1, hidden, generator=torch.Generator().manual_seed(seed), device="cpu") / (hidden + 1)
+        parameter: Any = torch.nn.Parameter(weight.to(config.params_dtype))
+        parameter.sequence_parallel = config.sequence_parallel  # its gradient is summed over tp
+        self.weight: torch.nn.Parameter = parameter
+
+    def forward(
+        self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        """Map [s, b, H] (s / tp under sequence parallelism) → ([s, b, 1] float32 on every tp rank, None)."""
+        values = hidden.float() @ self.weight.float().t()
+        if self.sequence_parallel:
+            # Every tp rank goes on to compute the same loss, so a rank keeps the gradient of its own tokens.
+            values = gather_from_sequence_parallel_region(
+                values, tensor_parallel_output_grad=False, group=self.groups.tp
+            )
+        return values, None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Describe the one replicated tensor, ``output_layer.weight`` [1, H]."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            state, prefix, {}, sharded_offsets, tp_group=self.groups.tp, dp_cp_group=self.groups.dp_cp
+        )
+        return sharded
+
 
 Head = Literal["lm", "value"]
 _BACKENDS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")

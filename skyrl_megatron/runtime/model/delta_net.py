@@ -15,7 +15,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint,
 from torch import Tensor
 from torch.nn import functional as F
 
-from skyrl_megatron.runtime.model.context_parallel import heads_to_tokens, tokens_to_heads
+from skyrl_megatron.runtime.model.attention import heads_to_tokens, tokens_to_heads
 from skyrl_megatron.runtime.model.delta_rule import chunk_plan, gated_delta_rule, short_convolution, unit
 from skyrl_megatron.runtime.model.norm import RMSNorm
 

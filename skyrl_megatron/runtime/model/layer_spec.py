@@ -23,15 +23,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from bridges.family import MegatronModelConfig
 from bridges.names import fused_norms
 from bridges.rows import DELTA_NET
-from skyrl_megatron.runtime.hf.model import HfModel
 from skyrl_megatron.runtime.model.attention import PackedAttention
 from skyrl_megatron.runtime.model.delta_net import GatedDeltaNet
-from skyrl_megatron.runtime.model.experts import GroupedExperts
-from skyrl_megatron.runtime.model.heads_by_layer import HeadsByLayer
-from skyrl_megatron.runtime.model.latent_attention import LatentAttention
+from skyrl_megatron.runtime.model.description import HfModel
+from skyrl_megatron.runtime.model.family_attention import HeadsByLayer, LatentAttention, SelectedAttention
+from skyrl_megatron.runtime.model.moe import GroupedExperts, router_class
 from skyrl_megatron.runtime.model.norm import FullWidthNorm, RMSNorm
-from skyrl_megatron.runtime.model.router import router_class
-from skyrl_megatron.runtime.model.selected_attention import SelectedAttention
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
 

@@ -1,4 +1,4 @@
-"""Parameters and buffers of this rank's chunks by their canonical global names, one entry per expert."""
+"""The weights that a rank holds, by name, and their scales where they are kept in 8 bits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from bridges.names import LAYERS, canonical
 from bridges.rules import Entry
 from skyrl_megatron.runtime.model.build import ModelChunks
-from skyrl_megatron.runtime.model.draft import DRAFT
+from skyrl_megatron.runtime.model.mtp import DRAFT
 from skyrl_megatron.runtime.model.scaled_weights import scaled_weight
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
 

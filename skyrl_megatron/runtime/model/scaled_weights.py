@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from bridges.scaled import ScaledMatrix
+from bridges.quantized import ScaledMatrix
 
 VALUES, SCALES = "_values", "_scales"
 

@@ -30,7 +30,7 @@ def arguments_on_gpus(cfg):
 
 def sampling(cfg):
     """What a request of training carries."""
-    from skyrl_megatron.inference.sampling import engine_sampling
+    from skyrl_megatron.inference.sampling_params import engine_sampling
 
     return engine_sampling(cfg.generator.sampling_params)
 
@@ -46,14 +46,14 @@ def kind(cfg):
 
 def elsewhere(cfg):
     """The engines that are not started here."""
-    from skyrl_megatron.workers.inference_engine_client import _elsewhere
+    from skyrl_megatron.workers.engines import _elsewhere
 
     return [(each.args, each.keywords) for each in _elsewhere(cfg)]
 
 
 def transport(cfg):
     """What carries weights."""
-    from skyrl_megatron.config.rules.role_layout import weight_transport
+    from skyrl_megatron.config.roles import weight_transport
 
     return weight_transport(cfg)
 
@@ -62,7 +62,7 @@ def endpoint(cfg):
     """Address, token file and model name of the HTTP endpoint of a client without engines; None without one."""
     import httpx
 
-    from skyrl_megatron.workers.inference_engine_client import InferenceEngineClient
+    from skyrl_megatron.workers.engines import InferenceEngineClient
 
     cfg.generator.inference_engine.remote_urls = []
 
@@ -85,7 +85,7 @@ def endpoint(cfg):
 def registry(cfg):
     """The registry of a client without engines, and what it does with those that join; None without one."""
     from skyrl_megatron.errors import LaunchError
-    from skyrl_megatron.workers.inference_engine_client import InferenceEngineClient
+    from skyrl_megatron.workers.engines import InferenceEngineClient
 
     cfg.generator.inference_engine.remote_urls = []
     cfg.trainer.phase_timeout_s = 0.1  # nobody joins
@@ -107,21 +107,21 @@ def registry(cfg):
 
 def layout(cfg):
     """Ranks of each role and how they are laid out."""
-    from skyrl_megatron.config.rules.role_layout import active_roles, role_layout
+    from skyrl_megatron.config.roles import active_roles, role_layout
 
     return {role: role_layout(cfg, role) for role in active_roles(cfg)}
 
 
 def devices(cfg):
     """Devices of each role and of the engines."""
-    from skyrl_megatron.config.rules.placement import gpus_asked
+    from skyrl_megatron.config.rules.placement_rules import gpus_asked
 
     return gpus_asked(cfg)
 
 
 def folder(cfg):
     """Where logs go."""
-    from skyrl_megatron.config.run_folder import run_folder
+    from skyrl_megatron.config.resolve import run_folder
 
     return str(run_folder(cfg))
 

@@ -182,7 +182,7 @@ def scores(cfg):
 
 def _batch_of(uids):
     from skyrl_megatron.data.batch import collate
-    from skyrl_megatron.data.splitting import PROMPT_UIDS
+    from skyrl_megatron.data.packing import PROMPT_UIDS
 
     batch = collate([[1, 2]] * len(uids), [[3, 4]] * len(uids), uids=list(uids), rewards=[1.0] * len(uids))
     batch.metadata[PROMPT_UIDS] = list(uids)
@@ -197,7 +197,7 @@ def stream(cfg):
 
 def rollouts(cfg):
     """Where the groups of a run are kept."""
-    from skyrl_megatron.config.rules.fully_async import rollouts_folder
+    from skyrl_megatron.config.rules.training_rules import rollouts_folder
 
     return rollouts_folder(cfg)
 
@@ -212,7 +212,7 @@ def keeps(cfg):
     """Whether a group stays on disk once a checkpoint has it."""
     import tempfile
 
-    from skyrl_megatron.trainer.stream.durable import DurableGroups
+    from skyrl_megatron.trainer.rollout_store import DurableGroups
 
     with tempfile.TemporaryDirectory() as folder:
         cfg.trainer.ckpt_path = folder
@@ -256,8 +256,8 @@ def dumps(cfg):
 
 def exports(cfg):
     """Who else is told of numbers and spans."""
+    from skyrl_megatron.trainer.observe import RunWatch
     from skyrl_megatron.trainer.tracking import Tracking
-    from skyrl_megatron.trainer.watch import RunWatch
 
     tracking, collector = Tracking(cfg), RunWatch(cfg, None, 1).collector
     tracking.open(total_steps=1)
@@ -291,7 +291,7 @@ def evaluation(cfg):
 
 def restarts(cfg):
     """How often an engine is restarted."""
-    from skyrl_megatron.workers.inference_engine_client import health_monitor
+    from skyrl_megatron.workers.engines import health_monitor
 
     return health_monitor(cfg, None, None).restarts_per_hour
 

@@ -13,7 +13,7 @@ def loss(cfg):
     """Loss and gradient of four sequences."""
     import torch
 
-    from skyrl_megatron.algorithms.losses.covariance import seed_random_picks
+    from skyrl_megatron.algorithms.losses import seed_random_picks
     from skyrl_megatron.algorithms.objective import PolicyObjective
 
     logprobs = (-_tokens(0).abs() - 0.1).requires_grad_()

@@ -62,7 +62,7 @@ def _trained(engine):
 
 def _route_problem(engine):
     """What is said of rows without routes."""
-    from skyrl_megatron.runtime.batch_checks import find_route_problem
+    from skyrl_megatron.runtime.packed_inputs import find_route_problem
 
     return str(find_route_problem(_batch(), engine.model, engine.megatron.moe_routing_replay_missing))
 

@@ -66,8 +66,8 @@ def fake_cuda(topk: int = 1) -> Iterator[FakeTensorMode]:
     from megatron.core.transformer.moe import token_dispatcher
 
     from skyrl_megatron import device
+    from skyrl_megatron.runtime import cpu_patches as megatron_patches
     from skyrl_megatron.runtime import softmax
-    from skyrl_megatron.runtime.cpu import megatron_patches
 
     get_torch_obj_rule_map()  # torch.compile looks functions up by identity: in a table of the originals
     torch._C._ensureCUDADeviceGuardSet()  # FakeTensorMode does it where there is no GPU

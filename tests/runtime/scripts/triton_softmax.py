@@ -19,8 +19,8 @@ CASES = [
 def errors(rank, world, store, width, pipe):
     import torch.distributed as dist
 
-    from skyrl_megatron.runtime import vocab_parallel
-    from skyrl_megatron.runtime.softmax import triton_kernel
+    from skyrl_megatron.runtime import logprobs as vocab_parallel
+    from skyrl_megatron.runtime import triton_softmax as triton_kernel
     from tests.runtime.test_vocab_parallel import compute
 
     triton_kernel.BLOCK = 512  # several blocks in the tests' vocabulary
@@ -30,7 +30,7 @@ def errors(rank, world, store, width, pipe):
 
 
 def main(folder):
-    import skyrl_megatron.runtime.softmax.triton_kernel  # noqa: F401  before the ranks are forked
+    import skyrl_megatron.runtime.triton_softmax  # noqa: F401  before the ranks are forked
     from tests.runtime.test_vocab_parallel import PADDED
 
     fork, found = multiprocessing.get_context("fork"), {}

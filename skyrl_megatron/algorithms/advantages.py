@@ -1,0 +1,551 @@
+"""Advantage estimators: GRPO, RLOO, REINFORCE++, MaxRL, GAE, and how a registered one is called.
+
+An estimator is ``fn(token_level_rewards [B, T], response_mask [B, T], index [B], **kwargs)`` and returns
+``(advantages [B, T], returns [B, T])``.
+
+GRPO, RLOO and MaxRL are functions of scores first, one number a sequence ([B] → [B]), which is all they need to know.
+Their registered forms sum the token rewards, and :func:`over_response` spreads the result over the response.
+
+``index`` holds the uid of each row's prompt. Keywords passed on: ``values``, ``grpo_norm_by_std``, ``gamma``,
+``lambd``, ``config`` and whatever the caller adds; an estimator takes what it needs and ``**kwargs``.
+
+    name                   file
+    grpo                   grpo.py (``grpo_norm_by_std=False``: Dr. GRPO)
+    rloo, maxrl, gae       rloo.py, maxrl.py, gae.py
+    reinforce++            reinforce.py
+    distillation           ../distillation.py
+
+``groups.py`` holds the groups of responses to a prompt, ``trained.py`` leaves out tokens that are not trained,
+``normalize.py`` whitens a batch, ``compute.py`` checks input and output of an estimator.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from skyrl_megatron.algorithms.distillation import distillation
+from skyrl_megatron.algorithms.masked import (
+    check_mask,
+    check_token_tensors,
+    finite_rows,
+    keep_masked,
+    masked_mean,
+    masked_var,
+    masked_whiten,
+)
+from skyrl_megatron.algorithms.registry import BaseFunctionRegistry
+from skyrl_megatron.config.schema.algorithm import AdvantageEstimator, GAEConfig
+from skyrl_megatron.errors import AlgorithmError
+
+type Index = Sequence[object] | np.ndarray | Tensor
+"""[B] uid of the prompt of each row."""
+
+EPSILON = 1e-6
+
+
+class Groups:
+    """Which of B sequences belong to the same prompt, from their uids.
+
+    ``ids`` [B] int64 numbers the groups 0…G-1 in order of first appearance; ``sizes`` [G] float64.
+    """
+
+    __slots__ = ("ids", "sizes")
+
+    def __init__(self, index: Index, rows: int, device: torch.device) -> None:
+        uids = index if isinstance(index, list | tuple) else index.tolist()  # type: ignore[union-attr]
+        if len(uids) != rows:
+            raise AlgorithmError(f"index names {len(uids)} sequences, the rewards hold {rows}")
+        numbers = dict.fromkeys(uids)
+        numbers = dict(zip(numbers, range(len(numbers)), strict=True))
+        self.ids = torch.from_numpy(np.fromiter(map(numbers.__getitem__, uids), np.int64, rows)).to(device)
+        self.sizes = torch.bincount(self.ids, minlength=len(numbers)).double()
+
+    def mean(self, scores: Tensor) -> Tensor:
+        """Return the mean of ``scores`` [B] in each group, [G] float64."""
+        return torch.bincount(self.ids, weights=scores.double(), minlength=len(self.sizes)) / self.sizes
+
+    def std(self, deviations: Tensor) -> Tensor:
+        """Return each group's unbiased standard deviation [G] float64, given the deviations [B] from its mean."""
+        squares = torch.bincount(self.ids, weights=deviations.double() ** 2, minlength=len(self.sizes))
+        return (squares / (self.sizes - 1).clamp(min=1)).sqrt()
+
+    def spread(self, scores: Tensor, considered: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the range [G] of the ``considered`` [B] bool scores of each group, and how many there are [G]."""
+        infinity = torch.full_like(self.sizes, float("inf"))
+        ids, values = self.ids[considered], scores.double()[considered]
+        largest = (-infinity).scatter_reduce(0, ids, values, "amax")
+        smallest = infinity.scatter_reduce(0, ids, values, "amin")
+        return largest - smallest, torch.bincount(ids, minlength=len(self.sizes))
+
+
+def varied_rows(
+    scores: Tensor,
+    index: Index,
+    loss_mask: Tensor | None = None,
+    tolerance: float = 1e-6,
+) -> Tensor:
+    """Return [B] bool: the sequences whose group has a learning signal (``algorithm.zero_variance_filter``).
+
+    A group is dropped when at least two of its responses are trained on (``loss_mask`` [B, T] not all 0) and their
+    ``scores`` [B] lie within ``tolerance``: group-relative advantages are then 0. Masked responses do not count as
+    variety; a group with fewer than two trained responses stays.
+    """
+    groups = Groups(index, len(scores), scores.device)
+    trained = torch.ones_like(scores, dtype=torch.bool) if loss_mask is None else (loss_mask > 0).any(dim=1)
+    spread, count = groups.spread(scores, trained)
+    return ~((count > 1) & (spread <= tolerance))[groups.ids]
+
+
+def over_response(scores: Callable[..., Tensor], rewards: Tensor, mask: Tensor, *args: Any, **options: Any) -> Tensor:
+    """Spread the scores of the summed rewards over the tokens of the response: [B, T] of the rewards' dtype."""
+    advantages = scores(rewards.sum(dim=1), *args, **options)
+    return advantages[:, None] * (mask if mask.dtype == rewards.dtype else mask.to(rewards.dtype))
+
+
+@torch.no_grad()
+def normalize_advantages(advantages: Tensor, mask: Tensor) -> Tensor:
+    """Scale advantages [B, T] to mean 0 and deviation 1 over the tokens where ``mask`` [B, T] is 1; 0 elsewhere.
+
+    ``algorithm.advantage_batch_normalize``. Padding does not count, so the result does not depend on it. The variance
+    is the biased one and at least 1e-8; a mask without a token gives zeros.
+    """
+    advantages = keep_masked(advantages, mask)
+    centred = advantages - masked_mean(advantages, mask)
+    variance = masked_mean(centred * centred, mask).clamp(min=1e-8)
+    return keep_masked(centred * variance.rsqrt(), mask)
+
+
+def mask_to_skip_by(loss_mask: Tensor | None, config: Any) -> Tensor | None:
+    """Return ``loss_mask`` [B, T] where an estimator that carries reward through time passes over what is outside it
+    (``algorithm.skip_untrained_tokens``), else None."""
+    return loss_mask if getattr(config, "skip_untrained_tokens", True) else None
+
+
+class TrainedTokens:
+    """The trained tokens of each row, moved to its right end in their order, as if there were no others.
+
+    ``mask`` [B, T]: 1 for those. ``moved``: the mask of the moved tokens.
+    """
+
+    __slots__ = ("_place", "_trained", "moved")
+
+    def __init__(self, mask: Tensor) -> None:
+        self._trained = mask > 0
+        following = self._trained.flip(1).cumsum(1).flip(1)  # [B, T] trained tokens from here on
+        # Where a trained token moves to; of any other token, where the trained one before it does.
+        self._place = mask.shape[1] - following - (~self._trained).long()
+        self.moved = self.move(mask)
+
+    @classmethod
+    def unless_at_the_end(cls, mask: Tensor) -> TrainedTokens | None:
+        """Return the trained tokens; None where all of a row's are at its right end already, in every row."""
+        return None if bool((mask[:, 1:] >= mask[:, :-1]).all()) else cls(mask)
+
+    def move(self, x: Tensor) -> Tensor:
+        """Move what belongs to trained tokens; all else is 0."""
+        return self.credit(torch.where(self._trained, x, 0.0))
+
+    def credit(self, rewards: Tensor) -> Tensor:
+        """Move rewards; one at a token that is not trained is added to the trained token before it, the action that
+        earned it."""
+        return torch.zeros_like(rewards).scatter_add_(1, self._place, rewards)
+
+    def back(self, x: Tensor) -> Tensor:
+        """Put moved values at their tokens, and 0 at the others."""
+        return torch.where(self._trained, x.gather(1, self._place), 0.0)
+
+
+type Estimator = Callable[..., tuple[Tensor, Tensor]]
+
+NEEDS_WHOLE_TRAJECTORY = ("gae", "reinforce++")
+
+
+@torch.no_grad()
+def run_estimator(
+    name: str,
+    estimator: Estimator,
+    *,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Index,
+    values: Tensor | None,
+    nonfinite: str,
+    is_last_step: Tensor | None = None,
+    loss_mask: Tensor | None = None,
+    truncated: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return advantages and returns [B, T] of a registered estimator; see ``compute_advantages_and_returns``."""
+    tensors = {"token_level_rewards": token_level_rewards, "response_mask": response_mask, "values": values}
+    check_token_tensors("token_level_rewards", **tensors, loss_mask=loss_mask)
+    check_mask("response_mask", response_mask)
+    if loss_mask is not None:
+        check_mask("loss_mask", loss_mask)
+    uids = index if isinstance(index, Tensor) else np.asarray(index)
+    rows = len(token_level_rewards)
+    if len(uids) != rows:
+        raise AlgorithmError(f"index names {len(uids)} sequences, token_level_rewards has {rows} rows")
+    if is_last_step is not None:
+        if str(name) in NEEDS_WHOLE_TRAJECTORY:
+            raise AlgorithmError(f"{name} carries reward through time: it cannot use step-wise trajectories")
+        return _stepwise(name, estimator, tensors, uids, is_last_step, nonfinite, options)
+    # Only to those that name them: estimators without **kwargs were written before there were such keywords.
+    named = inspect.signature(estimator).parameters
+    tensors |= {key: each for key, each in {"loss_mask": loss_mask, "truncated": truncated}.items() if key in named}
+    whose = uids if isinstance(uids, np.ndarray) else None
+    keep = finite_rows("token_level_rewards", token_level_rewards, nonfinite=nonfinite, uids=whose)
+    if values is not None:
+        keep &= finite_rows("values", values, nonfinite=nonfinite, uids=whose)
+    if bool(keep.all()):
+        result = estimator(**tensors, index=uids, **options)
+        return _checked(name, result, token_level_rewards.shape)
+    # A sample left out must not affect its group either: the estimator sees the others only.
+    kept = {key: None if tensor is None else tensor[keep] for key, tensor in tensors.items()}
+    result = estimator(**kept, index=uids[keep if isinstance(uids, Tensor) else keep.numpy(force=True)], **options)
+    parts = _checked(name, result, torch.Size([int(keep.sum()), token_level_rewards.shape[1]]))
+    advantages, returns = (part.new_zeros(token_level_rewards.shape).index_put((keep,), part) for part in parts)
+    return advantages, returns
+
+
+def _stepwise(
+    name: str,
+    estimator: Estimator,
+    tensors: dict[str, Tensor | None],
+    uids: np.ndarray | Tensor,
+    is_last_step: Tensor,
+    nonfinite: str,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """Give all rows of a trajectory the advantage of its last one: a row is a step, and the last has the reward.
+
+    The estimator runs on the last rows with a mask of ones, so that its (constant) advantage stands in every column.
+    """
+    rewards, mask = tensors["token_level_rewards"], tensors["response_mask"]
+    assert rewards is not None and mask is not None
+    last = is_last_step.to(rewards.device, torch.bool)
+    if last.shape != (len(rewards),) or not bool(last[-1:].all()):
+        raise AlgorithmError(
+            f"is_last_step must be [B] = [{len(rewards)}] and end with a last step, got shape {tuple(last.shape)}"
+        )
+    trajectory = last.cumsum(0) - last.long()  # [B] number of the trajectory that a row belongs to
+    values = tensors["values"]
+    advantages, returns = run_estimator(
+        name,
+        estimator,
+        token_level_rewards=rewards[last],
+        response_mask=torch.ones_like(rewards[last]),
+        index=uids[last if isinstance(uids, Tensor) else last.numpy(force=True)],
+        values=None if values is None else values[last],
+        nonfinite=nonfinite,
+        **options,
+    )
+    spread = mask.to(rewards.dtype)
+    return advantages[trajectory] * spread, returns[trajectory] * spread
+
+
+def _checked(name: str, result: object, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """Return (advantages, returns) as returned. Raises AlgorithmError when they are not two [B, T] tensors."""
+    wanted = f"the advantage estimator {str(name)!r} must return (advantages, returns), both floating {list(shape)}"
+    if not isinstance(result, tuple | list) or len(result) != 2:
+        got = f"{len(result)} values" if isinstance(result, tuple | list) else type(result).__name__
+        raise AlgorithmError(f"{wanted}; got {got}")
+    for what, tensor in zip(("advantages", "returns"), result, strict=True):
+        if not isinstance(tensor, Tensor):
+            raise AlgorithmError(f"{wanted}; {what} is {type(tensor).__name__}")
+        if tensor.shape != shape or not tensor.is_floating_point():
+            raise AlgorithmError(f"{wanted}; {what} is {tensor.dtype} {list(tensor.shape)}")
+    advantages, returns = result
+    return advantages, returns
+
+
+BLOCK = 32
+
+
+def discounted_suffix_sum(x: Tensor, factor: float | Tensor) -> Tensor:
+    """Return ``y_t = Σ_{s≥t} factor^(s-t) · x_s`` for x [B, T] and 0 ≤ factor ≤ 1, as a new tensor [B, T].
+
+    ``factor``: of all rows, or [B] float64, one for each. Within blocks of tokens by one matrix product, then the same
+    over the sums of the blocks: log(T) products.
+    """
+    rows, length = x.shape
+    size = min(BLOCK, length)
+    if isinstance(factor, Tensor):
+        factor = factor.view(-1, 1, 1)
+    steps = torch.arange(size, device=x.device, dtype=torch.float64)
+    distance = steps[:, None] - steps[None, :]  # from the column's token forward to the row's
+    powers = torch.where(distance >= 0, factor ** distance.clamp(min=0), 0.0).to(x.dtype)
+    padding = -length % size
+    padded = torch.nn.functional.pad(x, (padding, 0)) if padding else x
+    blocks = padded.view(rows, -1, size)
+    within = blocks @ powers if powers.dim() == 3 else (blocks.reshape(-1, size) @ powers).view(blocks.shape)
+    if within.shape[1] > 1:
+        whole = factor**size
+        totals = discounted_suffix_sum(within[:, :, 0], whole.flatten() if isinstance(whole, Tensor) else whole)
+        reach = (factor ** (size - steps)).to(x.dtype)  # from the first token of the next block
+        within[:, :-1].addcmul_(totals[:, 1:, None], reach)
+    return within.reshape(rows, -1)[:, padding:]
+
+
+def length_adaptive_lambda(response_mask: Tensor, alpha: float) -> Tensor:
+    """Return [B] float64: λ = 1 − 1/(α·l) of a response of l tokens, at least 0 (VAPO, arXiv:2504.05118,
+    length-adaptive GAE).
+
+    The weights of the temporal-difference errors, Σ λ^t ≈ 1/(1 − λ) = α·l, then grow as the response does.
+    """
+    length = response_mask.sum(dim=1, dtype=torch.float64).clamp(min=1)
+    return (1 - 1 / (alpha * length)).clamp(min=0)
+
+
+@torch.no_grad()
+def gae(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    values: Tensor | None = None,
+    gamma: float = 1.0,
+    lambd: float = 1.0,
+    config: Any = None,
+    loss_mask: Tensor | None = None,
+    truncated: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Estimate advantages from the critic's values and whiten them over the response; returns are A + V before that.
+
+    δ_t = r_t + γV_{t+1} - V_t and A_t = δ_t + γλA_{t+1}, over all of T: padding stands at the left, where nothing
+    flows from. ``config.gae`` may give the returns a λ of their own, and the advantages one that depends on the length
+    of the response.
+
+    With ``loss_mask`` [B, T], unless ``config.skip_untrained_tokens`` is false, t + 1 is the next trained token, and
+    trained tokens alone are whitened: the critic learns no values of others. A reward at another token counts for the
+    trained one before it. With ``config.gae.bootstrap_truncated`` the value at the last token of the rows that are
+    ``truncated`` [B] is the value after it (bootstrap); otherwise that value is 0.
+
+    Entries of the result outside the mask mean nothing: ignore them.
+    Raises AlgorithmError without ``values`` [B, T], for a λ or γ outside [0, 1], or when fewer than two tokens are
+    valid; with ``loss_mask`` such advantages are 0.
+    """
+    if values is None:
+        raise AlgorithmError(
+            "the estimator gae needs values: set trainer.critic.model.path, or take another estimator"
+        )
+    settings = getattr(config, "gae", None) or GAEConfig()
+    critic_lambd = lambd if settings.critic_lambd is None else settings.critic_lambd
+    for name, given in (("lambd", lambd), ("gae.critic_lambd", critic_lambd), ("gamma", gamma)):
+        if not 0 <= given <= 1:
+            raise AlgorithmError(f"trainer.algorithm.{name}={given}: must lie between 0 and 1")
+    mask, trained = response_mask, None
+    if (counted := mask_to_skip_by(loss_mask, config)) is not None:
+        mask, trained = counted, TrainedTokens.unless_at_the_end(counted)
+    if trained is not None:
+        token_level_rewards, values, mask = trained.credit(token_level_rewards), trained.move(values), trained.moved
+    deltas = token_level_rewards - values
+    deltas[:, :-1].add_(values[:, 1:], alpha=gamma)
+    if settings.bootstrap_truncated and truncated is not None:
+        deltas[:, -1].add_(values[:, -1] * truncated, alpha=gamma)
+    alpha = settings.length_adaptive_alpha
+    policy_lambd = lambd if alpha is None else length_adaptive_lambda(mask, alpha)
+    advantages = discounted_suffix_sum(deltas, gamma * policy_lambd)
+    same = alpha is None and critic_lambd == lambd
+    returns = advantages if same else discounted_suffix_sum(deltas, gamma * critic_lambd)
+    returns = torch.add(returns, values, out=deltas)
+    if mask is not response_mask and mask.sum() < 2:  # nothing to train on, or one token that is its own mean
+        advantages.zero_()
+    else:
+        scale = torch.rsqrt(masked_var(advantages, mask) + 1e-8)
+        advantages.sub_(masked_mean(advantages, mask)).mul_(scale)
+    return (advantages, returns) if trained is None else (trained.back(advantages), trained.back(returns))
+
+
+@torch.no_grad()
+def grpo_scores(scores: Tensor, index: Index, norm_by_std: bool = True, epsilon: float = EPSILON) -> Tensor:
+    """Return the deviation from the group's mean [B], divided by (unbiased std + ε) if ``norm_by_std``.
+
+    A group of one has mean 0 and std 1. arXiv:2402.03300, section 4.1.2; without std arXiv:2503.20783 (Dr. GRPO).
+    """
+    groups = Groups(index, len(scores), scores.device)
+    alone = groups.sizes == 1
+    deviations = scores.double() - groups.mean(scores).masked_fill(alone, 0.0)[groups.ids]
+    if norm_by_std:
+        std = groups.std(deviations.masked_fill(alone[groups.ids], 0.0)).masked_fill(alone, 1.0)
+        deviations = deviations / (std + epsilon)[groups.ids]
+    return deviations.to(scores.dtype)
+
+
+def grpo(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Index,
+    epsilon: float = EPSILON,
+    grpo_norm_by_std: bool = True,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Spread :func:`grpo_scores` of the summed rewards over the response: [B, T], one tensor for both."""
+    advantages = over_response(grpo_scores, token_level_rewards, response_mask, index, grpo_norm_by_std, epsilon)
+    return advantages, advantages
+
+
+@torch.no_grad()
+def maxrl_scores(scores: Tensor, index: Index, epsilon: float = EPSILON) -> Tensor:
+    """Return [B]: the deviation from the group's mean, divided by (mean |score| + ε); in a group of one the score.
+
+    With rewards of 0 and above mean |score| is the mean, as MaxRL has it. A mean of rewards of both signs comes near 0
+    or below it, where a division by it would blow advantages up or reverse them.
+    """
+    groups = Groups(index, len(scores), scores.device)
+    alone = groups.sizes == 1
+    baseline = groups.mean(scores).masked_fill(alone, 0.0)
+    scale = (groups.mean(scores.abs()) + epsilon).masked_fill(alone, 1.0)
+    return ((scores.double() - baseline[groups.ids]) / scale[groups.ids]).to(scores.dtype)
+
+
+def maxrl(
+    token_level_rewards: Tensor, response_mask: Tensor, index: Index, epsilon: float = EPSILON, **_: Any
+) -> tuple[Tensor, Tensor]:
+    """Spread :func:`maxrl_scores` of the summed rewards over the response: [B, T], one tensor for both."""
+    advantages = over_response(maxrl_scores, token_level_rewards, response_mask, index, epsilon)
+    return advantages, advantages
+
+
+@torch.no_grad()
+def reinforce_plus_plus(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    gamma: float = 1.0,
+    config: Any = None,
+    loss_mask: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Whiten the discounted sums of the rewards to come over the response.
+
+    The sum at a token stops before the next token outside the mask: ``y_t = r_t + γ·mask_{t+1}·y_{t+1}``. Returns are
+    the sums, advantages their whitened and masked form, both [B, T]. With ``loss_mask`` [B, T], unless
+    ``config.skip_untrained_tokens`` is false, t + 1 is the next trained token, and trained tokens alone are whitened.
+    Raises AlgorithmError when fewer than two tokens are valid; with ``loss_mask`` such advantages are 0.
+    """
+    counted = mask_to_skip_by(loss_mask, config)
+    if counted is None:
+        returns = _sums_up_to_gaps(token_level_rewards, response_mask, gamma)
+        return masked_whiten(returns, response_mask) * response_mask, returns
+    trained = TrainedTokens.unless_at_the_end(counted)
+    if trained is None:
+        returns = discounted_suffix_sum(token_level_rewards, gamma) * counted
+    else:
+        returns = trained.back(discounted_suffix_sum(trained.credit(token_level_rewards), gamma))
+    if counted.sum() < 2:
+        return torch.zeros_like(returns), returns
+    return masked_whiten(returns, counted) * counted, returns
+
+
+def _sums_up_to_gaps(token_level_rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
+    sums = discounted_suffix_sum(token_level_rewards, gamma)
+    rows, length = sums.shape
+    end = length * torch.ones(rows, 1, dtype=torch.int64, device=sums.device)
+    position = torch.arange(length, device=sums.device).expand(rows, -1)
+    gaps = torch.cat([torch.where(response_mask > 0, end, position)[:, 1:], end], dim=1)
+    stop = gaps.flip(1).cummin(dim=1).values.flip(1)  # first token after t that is outside the mask, or T
+    beyond = torch.cat([sums, sums.new_zeros(rows, 1)], dim=1).gather(1, stop)
+    return sums - beyond * (gamma ** (stop - position).double()).to(sums.dtype)
+
+
+@torch.no_grad()
+def rloo_scores(scores: Tensor, index: Index) -> Tensor:
+    """Return the deviation from the mean of the other responses, (s - mean)·n/(n-1); 0 in a group of one. [B]."""
+    groups = Groups(index, len(scores), scores.device)
+    leave_one_out = groups.sizes / (groups.sizes - 1).clamp(min=1) * (groups.sizes > 1)
+    deviations = scores.double() - groups.mean(scores)[groups.ids]
+    return (deviations * leave_one_out[groups.ids]).to(scores.dtype)
+
+
+def rloo(token_level_rewards: Tensor, response_mask: Tensor, index: Index, **_: Any) -> tuple[Tensor, Tensor]:
+    """Spread :func:`rloo_scores` of the summed rewards over the response: [B, T], one tensor for both."""
+    advantages = over_response(rloo_scores, token_level_rewards, response_mask, index)
+    return advantages, advantages
+
+
+__all__ = [
+    "AdvantageEstimator",
+    "AdvantageEstimatorRegistry",
+    "Groups",
+    "compute_advantages_and_returns",
+    "discounted_suffix_sum",
+    "grpo_scores",
+    "maxrl_scores",
+    "normalize_advantages",
+    "register_advantage_estimator",
+    "rloo_scores",
+    "varied_rows",
+]
+
+
+class AdvantageEstimatorRegistry(BaseFunctionRegistry):
+    """Advantage estimators by name (``algorithm.advantage_estimator``)."""
+
+    _function_type = "advantage estimator"
+
+
+BUILT_IN: dict[AdvantageEstimator, Estimator] = {
+    AdvantageEstimator.GAE: gae,
+    AdvantageEstimator.GRPO: grpo,
+    AdvantageEstimator.RLOO: rloo,
+    AdvantageEstimator.REINFORCE_PP: reinforce_plus_plus,
+    AdvantageEstimator.MAXRL: maxrl,
+    AdvantageEstimator.DISTILLATION: distillation,
+}
+AdvantageEstimatorRegistry.add_builtins(AdvantageEstimator, BUILT_IN)
+
+
+def register_advantage_estimator(name: str) -> Callable[[Estimator], Estimator]:
+    """Return a decorator that registers a function as the estimator ``name``."""
+
+    def decorate(function: Estimator) -> Estimator:
+        AdvantageEstimatorRegistry.register(name, function)
+        return function
+
+    return decorate
+
+
+def compute_advantages_and_returns(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Index,
+    adv_estimator: str,
+    config: Any,
+    values: Tensor | None = None,
+    grpo_norm_by_std: bool = True,
+    gamma: float = 1.0,
+    lambd: float = 1.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Compute advantages and returns [B, T] by the estimator of that name, built-in or custom.
+
+    ``token_level_rewards`` [B, T] floating, ``response_mask`` [B, T] in {0, 1}, ``index`` [B] prompt uids, ``values``
+    [B, T] for gae, ``config`` the AlgorithmConfig. Further keywords reach the estimator, except these:
+
+    - ``is_last_step`` [B] bool: rows are steps of trajectories, in order, and the advantage of the last step counts
+      for all of them (outcome estimators only).
+    - ``loss_mask`` [B, T]: the tokens trained on; ``truncated`` [B] bool: the responses that were cut off. They reach
+      estimators that have a parameter of that name: gae, and the first one reinforce++.
+
+    Raises AlgorithmError (a ValueError) for an unknown name, shapes, dtypes or masks that do not fit, a wrong return
+    of a custom estimator, and rewards or values that are not finite; with ``config.nonfinite == "skip"`` such rows get
+    zeros and affect no other row (``checks.finite_rows`` returns which, to mask and to count them).
+    """
+    return run_estimator(
+        adv_estimator,
+        AdvantageEstimatorRegistry.get(adv_estimator),
+        token_level_rewards=token_level_rewards,
+        response_mask=response_mask,
+        index=index,
+        values=values,
+        nonfinite=getattr(config, "nonfinite", "error"),
+        grpo_norm_by_std=grpo_norm_by_std,
+        gamma=gamma,
+        lambd=lambd,
+        config=config,
+        **kwargs,
+    )

@@ -1,0 +1,403 @@
+"""Policy losses and the critic's loss.
+
+A policy loss is ``fn(log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_log_probs=None)``. All
+tensors are [B, T]; advantages are not scaled. A built-in loss returns the loss per token [B, T] and its metrics;
+``reduction.py`` averages it.
+
+A formula takes (log_probs, old_log_probs, advantages, config, mask, rollout), where ``mask`` is the loss mask,
+``rollout`` the engine's log-probs or None, and every tensor is [B, T] and 0 wherever the mask is. It returns the loss
+of each token with metrics.
+:func:`builtin_loss` turns it into a registered function, which
+
+* accepts padding that holds anything, NaN included: it gets exactly 0, and so does its gradient,
+* gives the loss of tokens dropped by the off-policy correction exactly 0 and weights the others, if ``corrected``.
+
+Everywhere r = exp(log_probs - old_log_probs), A the advantage, clip(r) = r limited to [1 - eps_clip_low,
+1 + eps_clip_high]; the metric ``clip_ratio`` is the share of tokens whose loss the limit changed.
+
+The covariance of a token is its advantage minus the mean advantage, times its log-probability minus the mean one, with
+means over the micro-batch. These losses therefore depend on how a batch is cut.
+
+All tensors are [B, T], log-probs in nats, advantages as the estimator gave them (not divided by anything). A built-in
+loss returns the loss of each token [B, T], 0 where masked, and a dict of metrics; ``algorithms/reduction.py``
+averages. A custom loss may return that too, or a scalar (``losses/custom.py``).
+
+    name                                   file
+    regular, dual_clip                     ppo.py
+    gspo, cispo, sapo, dppo                gspo.py, cispo.py, sapo.py, dppo.py
+    importance_sampling, rollout_is        importance_sampling.py
+    clip_cov, kl_cov                       covariance.py
+    cross_entropy                          cross_entropy.py
+    ppo_critic_loss (the critic's)         critic.py
+
+``builtin.py`` is what the formulas share.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from skyrl_megatron.algorithms.masked import check_token_tensors, keep_masked, masked_mean
+from skyrl_megatron.algorithms.metrics import ReducibleMetrics, moments, token_mean
+from skyrl_megatron.algorithms.off_policy import clamped_ratio, correct
+from skyrl_megatron.algorithms.registry import BaseFunctionRegistry
+from skyrl_megatron.config.schema.algorithm import PolicyLossType, correction_enabled
+from skyrl_megatron.errors import AlgorithmError
+
+type Formula = Callable[[Tensor, Tensor, Tensor, Any, Tensor, Tensor | None], tuple[Tensor, ReducibleMetrics]]
+
+
+class BuiltinLoss(Protocol):
+    """A registered built-in loss and what is known about it."""
+
+    corrected: bool
+    """Applies ``off_policy_correction``."""
+    uses_old: Callable[[Any], bool]
+    """Whether, with this config, its formula reads ``old_log_probs``. (The correction does, too.)"""
+    depends_on_cut: bool
+    """Uses statistics of the micro-batch that it is given."""
+    __name__: str
+
+    def __call__(
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor | None,
+        advantages: Tensor,
+        config: Any,
+        loss_mask: Tensor | None = None,
+        rollout_log_probs: Tensor | None = None,
+    ) -> tuple[Tensor, ReducibleMetrics]:
+        """Return the loss of each token [B, T], unscaled and 0 where masked, and metrics."""
+        ...
+
+
+def always(config: Any) -> bool:
+    """Return True: for losses that read the old log-probs."""
+    return True
+
+
+def never(config: Any) -> bool:
+    """Return False: for losses that do not read the old log-probs."""
+    return False
+
+
+def nothing_clipped(mask: Tensor) -> ReducibleMetrics:
+    """Return ``clip_ratio`` 0, for losses that clip nothing."""
+    return {"clip_ratio": token_mean(torch.zeros_like(mask, dtype=torch.bool), mask)}
+
+
+def require_rollout(name: str, rollout: Tensor | None) -> Tensor:
+    """Return the engine's log-probs. Raises AlgorithmError where they are missing."""
+    if rollout is None:
+        raise AlgorithmError(f"{name} needs the engine's log-probs: set generator.sampling_params.logprobs=1")
+    return rollout
+
+
+def builtin_loss(
+    *, corrected: bool = True, uses_old: Callable[[Any], bool] = always, depends_on_cut: bool = False
+) -> Callable[[Formula], BuiltinLoss]:
+    """Make a formula a policy loss with the signature of the registry (a decorator)."""
+
+    def decorate(formula: Formula) -> BuiltinLoss:
+        def loss(
+            log_probs: Tensor,
+            old_log_probs: Tensor | None,
+            advantages: Tensor,
+            config: Any,
+            loss_mask: Tensor | None = None,
+            rollout_log_probs: Tensor | None = None,
+        ) -> tuple[Tensor, ReducibleMetrics]:
+            mask = torch.ones_like(log_probs) if loss_mask is None else loss_mask
+            check_token_tensors(
+                "log_probs",
+                log_probs=log_probs,
+                old_log_probs=old_log_probs,
+                advantages=advantages,
+                loss_mask=mask,
+                rollout_log_probs=rollout_log_probs,
+            )
+            cfg = getattr(config, "off_policy_correction", None) if corrected else None
+            if old_log_probs is None:
+                if uses_old(config) or correction_enabled(cfg):
+                    raise AlgorithmError(f"the policy loss {formula.__name__} needs old_log_probs with this config")
+                old_log_probs = torch.zeros_like(log_probs)  # not read
+            old = keep_masked(old_log_probs, mask)
+            rollout = None if rollout_log_probs is None else keep_masked(rollout_log_probs, mask)
+            values, metrics = formula(
+                keep_masked(log_probs, mask), old, keep_masked(advantages, mask), config, mask, rollout
+            )
+            correction = correct(old, rollout, mask, cfg)
+            if correction.weight is not None:
+                values = values * correction.weight
+            return keep_masked(values, correction.mask), metrics | correction.metrics
+
+        for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+            setattr(loss, name, getattr(formula, name))
+        registered = cast(BuiltinLoss, loss)
+        registered.corrected, registered.uses_old, registered.depends_on_cut = corrected, uses_old, depends_on_cut
+        return registered
+
+    return decorate
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, config: Any, mask: Tensor) -> tuple[Tensor, ReducibleMetrics]:
+    """Return -min(r·A, clip(r)·A) of each token [B, T], and the metric ``clip_ratio``."""
+    free = -ratio * advantages
+    clipped = -ratio.clamp(1 - config.eps_clip_low, 1 + config.eps_clip_high) * advantages
+    return torch.maximum(free, clipped), {"clip_ratio": token_mean(clipped > free, mask)}
+
+
+@builtin_loss()
+def regular(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, config: Any, mask: Tensor, rollout: Tensor | None
+) -> tuple[Tensor, ReducibleMetrics]:
+    """Return -min(r·A, clip(r)·A) of each token. arXiv:1707.06347, equation 7."""
+    return clipped_surrogate(clamped_ratio(log_probs - old_log_probs), advantages, config, mask)
+
+
+@builtin_loss()
+def dual_clip(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, config: Any, mask: Tensor, rollout: Tensor | None
+) -> tuple[Tensor, ReducibleMetrics]:
+    """Return PPO's loss, limited to -c·A where A < 0, with c = ``clip_ratio_c``. arXiv:1912.09729."""
+    loss, metrics = clipped_surrogate(clamped_ratio(log_probs - old_log_probs), advantages, config, mask)
+    limited = torch.minimum(loss, -config.clip_ratio_c * advantages)
+    return torch.where(advantages < 0, limited, loss), metrics
+
+
+@builtin_loss()
+def gspo(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, config: Any, mask: Tensor, rollout: Tensor | None
+) -> tuple[Tensor, ReducibleMetrics]:
+    """Return PPO's loss with one ratio a sequence, the geometric mean of r (equations 14 and 15).
+
+    The ratio's value is the sequence's, its gradient each token's own. Meant for ``loss_reduction=sequence_mean``.
+    """
+    sequence = masked_mean(log_probs - old_log_probs, mask, dim=1)[:, None]
+    ratio = (log_probs - log_probs.detach() + sequence.detach()).clamp(max=10.0).exp()
+    return clipped_surrogate(ratio, advantages, config, mask)
+
+
+@builtin_loss()
+def sapo(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, config: Any, mask: Tensor, rollout: Tensor | None
+) -> tuple[Tensor, ReducibleMetrics]:
+    """Return -g·A with the soft gate g = σ(τ(r - 1))·4/τ in place of the ratio r.
+
+    τ is ``tau_pos`` where A > 0, else ``tau_neg``. Meant for ``loss_reduction=sequence_mean``.
+    """
+    ratio = clamped_ratio(log_probs - old_log_probs)
+    temperature = torch.full_like(ratio, config.sapo.tau_neg).masked_fill(advantages > 0, config.sapo.tau_pos)
+    gate = torch.sigmoid(temperature * (ratio - 1)) * (4 / temperature)
+    return -gate * advantages, nothing_clipped(mask)
+
+
+def anchored_to_rollout(config: Any) -> bool:
+    """Return whether the ratio is measured against the engine's log-probs."""
+    return bool(getattr(config.cispo, "anchor", "old") == "rollout")
+
+
+@builtin_loss(uses_old=lambda config: not anchored_to_rollout(config))
+def cispo(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, config: Any, mask: Tensor, rollout: Tensor | None
+) -> tuple[Tensor, ReducibleMetrics]:
+    """Return REINFORCE's loss weighted by r, limited to 1 - cispo_eps_clip_low … 1 + cispo_eps_clip_high.
+
+    With ``cispo.anchor=rollout`` r is against the engine's log-probs, which is an off-policy correction by itself:
+    truncated importance sampling on top would count it twice and raises AlgorithmError.
+    """
+    anchor, correction = old_log_probs, getattr(config, "off_policy_correction", None)
+    if anchored_to_rollout(config):
+        anchor = require_rollout("cispo with cispo.anchor=rollout", rollout)
+        if correction is not None and correction.tis_ratio_type is not None:
+            raise AlgorithmError(
+                f"off_policy_correction.tis_ratio_type={correction.tis_ratio_type!r} with cispo.anchor=rollout"
+                " corrects twice: set one of them back"
+            )
+    ratio = clamped_ratio(log_probs - anchor)
+    weight = ratio.clamp(1 - config.cispo.cispo_eps_clip_low, 1 + config.cispo.cispo_eps_clip_high).detach()
+    metrics: ReducibleMetrics = {
+        "clip_ratio": token_mean(ratio != weight, mask),
+        **moments("cispo/ratio", ratio, mask),
+        "cispo/ratio_clamped_mean": token_mean(weight, mask),
+    }
+    return -weight * advantages * log_probs, metrics
+
+
+@builtin_loss(uses_old=never)
+def dppo(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, config: Any, mask: Tensor, rollout: Tensor | None
+) -> tuple[Tensor, ReducibleMetrics]:
+    """Return -r·A, and 0 for tokens that are too far from the engine's policy and would move further away.
+
+    r is against the engine's log-probs. How far is measured on the two outcomes {token, not token}, by total variation
+    |p - q| (``dppo_type=binary_tv``, equation 13) or KL(q ‖ p) (``binary_kl``, equation 14). A token is 0 when its
+    probability rose, its advantage is positive, and the distance is above ``delta_high``; or all three mirrored, with
+    ``delta_low``.
+    """
+    rollout = require_rollout("dppo", rollout)
+    with torch.no_grad():
+        here, there = log_probs.exp(), rollout.exp()
+        rise = here - there
+        match config.dppo.dppo_type:
+            case "binary_tv":
+                distance = rise.abs()
+            case "binary_kl":
+                rest = torch.log((1 - there + 1e-8) / (1 - here + 1e-8))
+                distance = there * (rollout - log_probs) + (1 - there) * rest
+            case other:
+                raise AlgorithmError(f"dppo.dppo_type={other!r}: choose binary_tv or binary_kl")
+        too_high = (advantages > 0) & (rise > 0) & (distance > config.dppo.delta_high)
+        too_low = (advantages < 0) & (rise < 0) & (distance > config.dppo.delta_low)
+        dropped = too_high | too_low
+    ratio = clamped_ratio(log_probs - rollout)
+    return torch.where(dropped, 0.0, -ratio * advantages), {"clip_ratio": token_mean(dropped, mask)}
+
+
+_picks = torch.Generator().manual_seed(0)
+
+
+def seed_random_picks(*parts: int | str) -> None:
+    """Seed the random choice of tokens that ``clip_cov`` makes.
+
+    All ranks that hold the same tokens (tp, cp, pp) must choose the same: call this before each micro-batch with parts
+    that they share, such as (seed, step, dp rank, number of the micro-batch).
+    """
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=7).digest()
+    _picks.manual_seed(int.from_bytes(digest))
+
+
+@torch.no_grad()
+def covariance(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """Return what each token contributes to the covariance of advantage and log-probability, [B, T]."""
+    return (advantages - masked_mean(advantages, mask)) * (log_probs - masked_mean(log_probs, mask))
+
+
+@builtin_loss(corrected=False, depends_on_cut=True)
+def clip_cov(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, config: Any, mask: Tensor, rollout: Tensor | None
+) -> tuple[Tensor, ReducibleMetrics]:
+    """Return PPO's loss, set to 0 for a few tokens of high covariance.
+
+    They are a random choice of max(⌊clip_ratio · tokens⌋, 1) from the tokens that PPO does not clip and whose
+    covariance lies between ``clip_cov_lb`` and ``clip_cov_ub``. Metric ``clip_ratio``: the share of tokens chosen.
+    """
+    ratio = (log_probs - old_log_probs).exp()
+    loss, _ = clipped_surrogate(ratio, advantages, config, mask)
+    with torch.no_grad():
+        cov, unclipped = covariance(log_probs, advantages, mask), loss <= -ratio * advantages
+        inside = (cov > config.clip_cov.clip_cov_lb) & (cov < config.clip_cov.clip_cov_ub)
+        candidates = (inside & unclipped & (mask > 0)).flatten().nonzero().squeeze(1)
+        count = max(int(config.clip_cov.clip_ratio * int((mask > 0).sum())), 1)
+        order = torch.randperm(len(candidates), generator=_picks)[:count].to(candidates.device)
+        chosen = torch.zeros_like(mask, dtype=torch.bool).flatten().index_fill(0, candidates[order], True)
+        chosen = chosen.view_as(mask)
+    return torch.where(chosen, 0.0, loss), {"clip_ratio": token_mean(chosen, mask)}
+
+
+@builtin_loss(corrected=False, depends_on_cut=True)
+def kl_cov(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, config: Any, mask: Tensor, rollout: Tensor | None
+) -> tuple[Tensor, ReducibleMetrics]:
+    """Return -r·A, plus ``ppo_kl_coef``·|log r| for the tokens of largest covariance.
+
+    These are max(⌊kl_cov_frac · tokens⌋, 1) tokens.
+    """
+    difference = log_probs - old_log_probs
+    loss = -difference.exp() * advantages
+    valid = (mask > 0).flatten()
+    tokens = int(valid.sum())
+    cov = covariance(log_probs, advantages, mask).flatten().masked_fill(~valid, -torch.inf)
+    count = min(max(int(config.kl_cov.kl_cov_frac * tokens), 1), tokens)
+    chosen = torch.zeros_like(valid).index_fill(0, cov.topk(count).indices, True).view_as(mask)
+    penalty = config.kl_cov.ppo_kl_coef * difference.abs()
+    return torch.where(chosen, loss + penalty, loss), nothing_clipped(mask)
+
+
+@builtin_loss(corrected=False)
+def importance_sampling(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, config: Any, mask: Tensor, rollout: Tensor | None
+) -> tuple[Tensor, ReducibleMetrics]:
+    """Return -r·A with r = exp(log_probs - old_log_probs), neither clamped nor corrected.
+
+    Metric ``importance_ratio``: mean r.
+    """
+    ratio = (log_probs - old_log_probs).exp()
+    return -ratio * advantages, {"importance_ratio": token_mean(ratio, mask)}
+
+
+@builtin_loss(uses_old=never)
+def rollout_is(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, config: Any, mask: Tensor, rollout: Tensor | None
+) -> tuple[Tensor, ReducibleMetrics]:
+    """Return REINFORCE's loss weighted by r against the engine's log-probs; 0 where r leaves the PPO clip range."""
+    ratio = clamped_ratio(log_probs - require_rollout("rollout_is", rollout))
+    inside = (ratio > 1 - config.eps_clip_low) & (ratio < 1 + config.eps_clip_high)
+    weight = torch.where(inside, ratio, 0.0).detach()
+    return -weight * advantages * log_probs, {"clip_ratio": token_mean(~inside, mask)}
+
+
+@builtin_loss(corrected=False, uses_old=never)
+def cross_entropy(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, config: Any, mask: Tensor, rollout: Tensor | None
+) -> tuple[Tensor, ReducibleMetrics]:
+    """Return -log p of each token."""
+    return -log_probs, nothing_clipped(mask)
+
+
+def ppo_critic_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, config: Any, loss_mask: Tensor | None = None
+) -> tuple[Tensor, ReducibleMetrics]:
+    """Return ½·max((V - R)², (clip(V) - R)²) of each token [B, T], 0 where masked, and the metric ``clip_ratio``.
+
+    clip(V) keeps V within ``config.value_clip`` of ``old_values``; None clips nothing. Per token, like the policy
+    losses: averaged in ``reduction.py``. Raises AlgorithmError for shapes that differ.
+    """
+    check_token_tensors("values", values=values, old_values=old_values, returns=returns, loss_mask=loss_mask)
+    mask = torch.ones_like(values) if loss_mask is None else loss_mask
+    values, old_values, returns = (keep_masked(tensor, mask) for tensor in (values, old_values, returns))
+    free = (values - returns).square()
+    limit = config.value_clip
+    near = values if limit is None else old_values + (values - old_values).clamp(-limit, limit)
+    clipped = (near - returns).square()
+    return 0.5 * torch.maximum(free, clipped), {"clip_ratio": token_mean(clipped > free, mask)}
+
+
+__all__ = ["PolicyLossRegistry", "PolicyLossType", "ppo_critic_loss", "register_policy_loss", "seed_random_picks"]
+
+
+class PolicyLossRegistry(BaseFunctionRegistry):
+    """Policy losses by name (``algorithm.policy_loss_type``)."""
+
+    _function_type = "policy loss"
+
+
+BUILT_IN = {
+    PolicyLossType.REGULAR: regular,
+    PolicyLossType.DUAL_CLIP: dual_clip,
+    PolicyLossType.GSPO: gspo,
+    PolicyLossType.CISPO: cispo,
+    PolicyLossType.SAPO: sapo,
+    PolicyLossType.CLIP_COV: clip_cov,
+    PolicyLossType.KL_COV: kl_cov,
+    PolicyLossType.CROSS_ENTROPY: cross_entropy,
+    PolicyLossType.IMPORTANCE_SAMPLING: importance_sampling,
+    PolicyLossType.ROLLOUT_IS: rollout_is,
+    PolicyLossType.DPPO: dppo,
+}
+PolicyLossRegistry.add_builtins(PolicyLossType, BUILT_IN)
+
+
+def register_policy_loss(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that registers a function as the policy loss ``name``."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        PolicyLossRegistry.register(name, function)
+        return function
+
+    return decorate

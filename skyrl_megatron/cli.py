@@ -1,0 +1,56 @@
+"""The command ``skyrl-megatron VERB [ARGUMENTS]``. ``skyrl-megatron VERB --help`` says more about each verb."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+
+VERBS = {
+    "train": ("skyrl_megatron.entrypoints.main_base", "train a model; key=value"),
+    "train-async": ("skyrl_megatron.entrypoints.fully_async", "train while rollouts run ahead; key=value"),
+    "evaluate": ("skyrl_megatron.entrypoints.main_generate", "evaluate a model; key=value"),
+    "check": ("skyrl_megatron.entrypoints.main_base:check_only", "check a configuration; starts nothing"),
+    "doctor": ("skyrl_megatron_tools.doctor.__main__", "check this machine, each finding with its fix"),
+    "convert": ("skyrl_megatron.entrypoints.convert", "convert a checkpoint to a Hugging Face folder"),
+    "report": ("skyrl_megatron.trainer.run_report", "write report.html of a run"),
+    "dashboard": ("skyrl_megatron_tools.dashboard", "serve the dashboards of runs"),
+    "compare": ("skyrl_megatron_tools.compare_runs", "compare a run with a baseline; exit code 1 if it is worse"),
+    "diagnose": ("skyrl_megatron_tools.diagnose", "show what each process of a hanging run waits for"),
+    "explain-mismatch": ("skyrl_megatron_tools.logprob_mismatch.command", "why trainer and engine log-probs differ"),
+    "replay-batch": ("skyrl_megatron_tools.replay_batch", "train a dumped step again"),
+    "simulate": ("skyrl_megatron_tools.simulate.__main__", "predict step time and staleness"),
+    "serve-engine": ("skyrl_megatron_tools.serve_engine", "serve an engine on another host"),
+    "weight-versions": ("skyrl_megatron_tools.weight_versions", "publish versions of weights in a folder or store"),
+    "one-step": ("skyrl_megatron_tools.one_step", "one step of everything, on real parts"),
+    "cluster": ("skyrl_megatron_tools.cluster.__main__", "start, show or end a Ray cluster"),
+}
+"""Verb → module with a ``main(arguments)``, or ``module:function``; and what it does."""
+ALIASES = {
+    "run": "train",
+    "run-async": "train-async",
+    "eval": "evaluate",
+    "explain-gap": "explain-mismatch",
+}
+"""Other names of verbs, earlier ones among them."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a verb; returns its exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    if not given or given[0] in ("-h", "--help"):
+        print(__doc__)
+        print("\n".join(f"  {name:<18}{text}" for name, (_, text) in VERBS.items()))
+        return 0 if given else 2
+    verb, *arguments = given
+    verb = ALIASES.get(verb, verb)
+    if verb not in VERBS:
+        print(f"VERB={verb}: no such verb; there are {', '.join(VERBS)}", file=sys.stderr)
+        return 2
+    module, _, function = VERBS[verb][0].partition(":")
+    work: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), function or "main")
+    return work(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,383 @@
+"""Parse ``key=value`` arguments, YAML files and mappings: sources of assignments, types, and renamed keys.
+
+Strict on purpose: "4" is not an int, 1 is not a bool, 4.0 is not an int. The exceptions lose nothing: an int is a
+float, a path object is a string, and text typed for a string field is taken as typed (``run_name=007``).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import enum
+import math
+import os
+import re
+import types
+import typing
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any
+
+from skyrl_megatron.config.fields import Bounds, OneOf, Section, field_types, leaves, members_of
+from skyrl_megatron.errors import Problem
+
+
+def nearest_keys(root: type, cls: type, key: str, whole: str) -> list[str]:
+    """Return up to three valid keys like ``whole``, wrong from ``key`` on: siblings, the same last name, any."""
+    prefix, _, name = key.rpartition(".")
+    every = [leaf for leaf, _, _ in leaves(root)]
+    siblings = [f"{prefix}.{near}" if prefix else near for near in difflib.get_close_matches(name, field_types(cls))]
+    same = [leaf for leaf in every if leaf.rpartition(".")[2] == name]
+    alike = difflib.get_close_matches(whole, every, n=3, cutoff=0.85)
+    return list(dict.fromkeys([*alike[:1], *siblings, *same, *alike]))[:3]
+
+
+_ENGINE = "generator.inference_engine"
+_KEPT_THEIR_NAME = """
+    model_dtype run_engines_locally backend weight_sync_backend weight_transfer_threshold_cuda_ipc_GB async_engine
+    vllm_v1_disable_multiproc enable_prefix_caching enable_chunked_prefill max_num_batched_tokens enforce_eager
+    fully_sharded_loras enable_ray_prometheus_stats gpu_memory_utilization max_num_seqs enable_http_endpoint
+    http_endpoint_host http_endpoint_port served_model_name engine_init_kwargs override_existing_update_group
+    external_proxy_url external_server_urls
+""".split()
+
+DEPRECATED: Mapping[str, str] = MappingProxyType(
+    {f"generator.{name}": f"{_ENGINE}.{name}" for name in _KEPT_THEIR_NAME}
+    | {
+        "generator.num_inference_engines": f"{_ENGINE}.num_engines",
+        "generator.inference_engine_tensor_parallel_size": f"{_ENGINE}.tensor_parallel_size",
+        "generator.inference_engine_pipeline_parallel_size": f"{_ENGINE}.pipeline_parallel_size",
+        "generator.inference_engine_expert_parallel_size": f"{_ENGINE}.expert_parallel_size",
+        "generator.inference_engine_data_parallel_size": f"{_ENGINE}.data_parallel_size",
+        "generator.remote_inference_engine_urls": f"{_ENGINE}.remote_urls",
+    }
+)
+"""Flat engine keys of older configurations → where they live now."""
+
+DROPPED: Mapping[str, str] = MappingProxyType({"generator.model_name": "trainer.policy.model.path"})
+"""Older keys that repeat another one → the key that counts."""
+
+ALIASES: Mapping[str, str] = MappingProxyType({"trainer.remove_microbatch_padding": "trainer.use_sample_packing"})
+"""Other names in current use."""
+
+
+def warn_deprecated(used: Mapping[str, str]) -> None:
+    """Give one DeprecationWarning for all older spellings of a configuration, each with its new key.
+
+    Attributed to the caller of ``SkyRLTrainConfig.from_cli_overrides``, so that Python shows it to a script.
+    """
+    if not used:
+        return
+    lines = [
+        f"  {old} is dropped: {new} says it" if old in DROPPED else f"  {old} is now {new}"
+        for old, new in sorted(used.items())
+    ]
+    warnings.warn("older spelling of configuration keys:\n" + "\n".join(lines), DeprecationWarning, stacklevel=4)
+
+
+OPTIONS = ("--check", "--config", "--help", "--recipe")
+"""Options of the commands, for whoever mistypes one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """One value for one key."""
+
+    key: str
+    """Dotted key."""
+    value: Any
+    """The value as read."""
+    text: str | None
+    """How it was typed, where it was typed."""
+    source: str
+    """Which file, or the command line."""
+    spelled: str
+    """The key as the user wrote it, before renaming."""
+
+    def below(self, name: str, value: Any) -> Assignment:
+        """Return an entry of this assignment's mapping as an assignment of its own."""
+        return Assignment(f"{self.key}.{name}", value, None, self.source, f"{self.spelled}.{name}")
+
+    def typed(self) -> Any:
+        """Return the text read as YAML, or as it is where it is no YAML."""
+        try:
+            return _yaml_value(self.text or "")
+        except ValueError:
+            return self.text
+
+    def renamed(self, key: str) -> Assignment:
+        """Return the same under another key."""
+        return dataclasses.replace(self, key=key)
+
+    def with_value(self, value: Any) -> Assignment:
+        """Return the same with its interpolations resolved; a number taken from another key may stand for a string."""
+        return dataclasses.replace(self, value=value, text=str(value) if isinstance(value, int | float) else None)
+
+
+def read_mapping(mapping: Mapping[str, Any], source: str, text: bool = False) -> list[Assignment]:
+    """Read a mapping, whose keys may be dotted. ``text``: strings may stand for other types, as when typed."""
+    found = []
+    for key, value in mapping.items():
+        typed = value if text and isinstance(value, str) else None
+        found.append(Assignment(str(key), value, typed, source, str(key)))
+    return found
+
+
+def read_arguments(args: Sequence[str]) -> tuple[list[Assignment], list[Problem]]:
+    """Read ``key=value`` and ``--config FILE`` arguments, in order, and name what cannot be read."""
+    found: list[Assignment] = []
+    problems: list[Problem] = []
+    rest = iter(args)
+    for arg in rest:
+        if arg == "--config" or arg.startswith("--config="):
+            path = arg.partition("=")[2] if "=" in arg else next(rest, "")
+            entries, wrong = read_yaml(path)
+            found += entries
+            problems += wrong
+            continue
+        key, equals, text = arg.partition("=")
+        if refused := _refusal(arg, bool(equals)):
+            problems.append(Problem(key, text, refused))
+            continue
+        try:
+            found.append(Assignment(key, _yaml_value(text), text, "command line", key))
+        except ValueError as error:
+            problems.append(Problem(key, text, str(error)))
+    return found, problems
+
+
+def names_key(assignments: Sequence[Assignment], key: str) -> bool:
+    """Return whether one of ``assignments`` gives ``key`` a value, by itself or inside a mapping for a section."""
+    return any(
+        item.key == key
+        or (key.startswith(f"{item.key}.") and isinstance(item.value, Mapping) and names_key(_entries(item), key))
+        for item in assignments
+    )
+
+
+def _entries(item: Assignment) -> list[Assignment]:
+    return [item.below(str(name), value) for name, value in item.value.items()]
+
+
+def read_yaml(path: str) -> tuple[list[Assignment], list[Problem]]:
+    """Read a YAML file, or say why it cannot be read, with the line."""
+    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    def wrong(fix: str) -> tuple[list[Assignment], list[Problem]]:
+        return [], [Problem("--config", path, fix)]
+
+    if not path:
+        return wrong("name a YAML file")
+    try:
+        content = OmegaConf.load(Path(path).expanduser())
+        plain = OmegaConf.to_container(content, resolve=False)
+    except FileNotFoundError:
+        return wrong("no such file")
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        return wrong(f"{place}{error.problem or error.context}")
+    except yaml.YAMLError as error:
+        return wrong(" ".join(str(error).split()))
+    except OmegaConfBaseException as error:
+        return wrong(" ".join(str(error).split()))
+    except (OSError, UnicodeDecodeError) as error:
+        return wrong(str(error))
+    if not isinstance(plain, dict):
+        return wrong("must hold a mapping of keys to values")
+    return read_mapping({str(key): value for key, value in plain.items()}, path), []
+
+
+def _refusal(arg: str, has_value: bool) -> str | None:
+    """Say why an argument is not an assignment; None if it is."""
+    if arg.startswith(("+", "~")):
+        return (
+            f"'{arg[0]}' adds or removes keys in Hydra; here every key exists already: write it without, "
+            "or subclass the configuration class to add your own"
+        )
+    if arg.startswith("-"):
+        near = difflib.get_close_matches(arg.partition("=")[0], OPTIONS, n=1)
+        return f"unknown option{f'; did you mean {near[0]}?' if near else ''} Settings are written key=value"
+    if has_value:
+        return None
+    if re.fullmatch(r"\d+x\d+", arg):
+        return f"settings are written key=value; a machine is written --check={arg}"
+    return "settings are written key=value"
+
+
+def _yaml_value(text: str) -> Any:
+    """Read typed text as YAML: ``4``, ``1e-6``, ``true``, ``null``, ``[a, b]``, ``{a: 1}``. Raises ValueError."""
+    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        text.encode()
+        node = OmegaConf.from_dotlist([f"value={text}"])
+    except yaml.YAMLError as error:
+        reason = getattr(error, "problem", None) or str(error)
+        raise ValueError(f"not readable as YAML: {reason.splitlines()[0]}") from None
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"not readable as an interpolation, ${{other.key}} or ${{oc.env:NAME}}: {reason}") from None
+    except UnicodeEncodeError:
+        raise ValueError("holds bytes that are not UTF-8") from None
+    plain = OmegaConf.to_container(node, resolve=False)
+    assert isinstance(plain, dict)
+    value = plain["value"]
+    is_block = isinstance(value, dict | list) and text.lstrip()[:1] not in ("{", "[")
+    return text if is_block else value  # "a: b" is a string, not YAML's block mapping
+
+
+_NAMES: dict[Any, str] = {Any: "any value", types.NoneType: "null", dict: "mapping", list: "list"}
+
+
+class Mismatch(Exception):
+    """A value does not fit its field; the message is the fix."""
+
+
+def convert(annotation: Any, value: Any, text: str | None = None) -> Any:
+    """Return ``value`` as the type ``annotation``. ``text``: how it was typed, where it was. Raises Mismatch."""
+    origin = typing.get_origin(annotation)
+    if origin is Annotated:
+        inner, *rules = typing.get_args(annotation)
+        converted = convert(inner, value, text)
+        for rule in rules:
+            if converted is not None and isinstance(rule, Bounds | OneOf):
+                _obey(rule, converted)
+        return converted
+    if origin in (typing.Union, types.UnionType):
+        return _convert_union(annotation, value, text)
+    if annotation is Any:
+        return value
+    if origin is typing.Literal:
+        choices = typing.get_args(annotation)
+        if value not in choices:
+            raise Mismatch(f"must be one of {', '.join(map(repr, choices))}")
+        return value
+    if annotation is types.NoneType:
+        if value is None:
+            return None
+        raise Mismatch("must be null")
+    if annotation is list or origin in (list, tuple):
+        return _convert_list(annotation, value)
+    if annotation is dict or origin is dict:
+        return _convert_dict(annotation, value)
+    return _convert_scalar(annotation, value, text)
+
+
+def describe(annotation: Any) -> str:
+    """Return the type in words, rules left out: ``int or null``."""
+    names = []
+    for member in members_of(annotation):
+        if typing.get_origin(member) is list:
+            names.append(f"list of {describe(*typing.get_args(member))}")
+        elif typing.get_origin(member) is dict:
+            names.append("mapping")
+        elif isinstance(member, type) and issubclass(member, Section):
+            names.append("a section: set the fields below it")
+        else:
+            names.append(_NAMES.get(member, getattr(member, "__name__", str(member))))
+    return " or ".join(names)
+
+
+def _wrong_type(annotation: Any, value: Any) -> Mismatch:
+    return Mismatch(f"must be {describe(annotation)}, not {type(value).__name__}")
+
+
+def _obey(rule: Bounds | OneOf, value: Any) -> None:
+    if rule.allows(value):
+        return
+    near = difflib.get_close_matches(str(value), rule.choices, n=1) if isinstance(rule, OneOf) else []
+    raise Mismatch(f"must be {rule}" + (f"; did you mean {near[0]}?" if near else ""))
+
+
+def _convert_union(annotation: Any, value: Any, text: str | None) -> Any:
+    members = typing.get_args(annotation)
+    if value is None and types.NoneType in members:
+        return None
+    failures = []
+    # the member of exactly this type first, so that true stays a bool in `bool | int`
+    for member in sorted(members, key=lambda kind: not _is_exactly(value, kind)):
+        try:
+            return convert(member, value, text)
+        except Mismatch as failure:
+            if _is_exactly(value, member):
+                raise
+            failures.append(failure)
+    only = [kind for kind in members if kind is not types.NoneType]
+    if len(only) == 1 and not str(failures[0]).startswith("must be null"):
+        named = describe(only[0])
+        raise Mismatch(str(failures[0]).replace(f"must be {named},", f"must be {describe(annotation)},"))
+    raise _wrong_type(annotation, value)
+
+
+def _is_exactly(value: Any, annotation: Any) -> bool:
+    return any(type(value) in (kind, typing.get_origin(kind)) for kind in members_of(annotation))
+
+
+def _convert_list(annotation: Any, value: Any) -> Any:
+    if not isinstance(value, list | tuple):
+        hint = f'; write a list: ["{value}"]' if isinstance(value, str) else ""
+        raise Mismatch(f"must be {describe(annotation)}, not {type(value).__name__}{hint}")
+    kinds = typing.get_args(annotation)
+    if typing.get_origin(annotation) is tuple and kinds and kinds[-1] is not Ellipsis:
+        if len(kinds) != len(value):
+            raise Mismatch(f"must have {len(kinds)} entries, not {len(value)}")
+        return tuple(convert(kind, item) for kind, item in zip(kinds, value, strict=True))
+    items = [convert(kinds[0] if kinds else Any, item) for item in value]
+    return tuple(items) if typing.get_origin(annotation) is tuple else items
+
+
+def _convert_dict(annotation: Any, value: Any) -> dict[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise _wrong_type(annotation, value)
+    key_type, item_type = typing.get_args(annotation) or (Any, Any)
+    return {convert(key_type, key): copy.deepcopy(convert(item_type, item)) for key, item in value.items()}
+
+
+def _convert_scalar(kind: Any, value: Any, text: str | None) -> Any:
+    if kind is bool or kind is int:
+        if type(value) is kind:
+            return value
+    elif kind is float:
+        if type(value) in (int, float):
+            if not math.isfinite(value):
+                raise Mismatch("must be a finite number")
+            return float(value)
+    elif kind is str:
+        if text is not None and isinstance(value, str | bool | int | float):
+            quoted = isinstance(value, str) and text.lstrip()[:1] in ("'", '"')
+            return value if quoted else text
+        if isinstance(value, str):
+            return str(value)
+        if isinstance(value, os.PathLike):
+            return os.fspath(value)
+        if isinstance(value, bool | int | float):
+            raise Mismatch("must be str: put it in quotes")
+    elif isinstance(kind, type) and issubclass(kind, enum.Enum):
+        for member in kind:
+            if value is member or value in (member.value, member.name):
+                return member
+        raise Mismatch(f"must be one of {', '.join(str(member.value) for member in kind)}")
+    elif isinstance(value, kind):
+        return value
+    elif dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
+        return _convert_dataclass(kind, value)
+    raise _wrong_type(kind, value)
+
+
+def _convert_dataclass(kind: Any, value: Mapping[Any, Any]) -> Any:
+    """Convert a mapping to a dataclass inside a list, or to one that is no Section."""
+    if issubclass(kind, Section):
+        return kind.from_dict_config(value)
+    try:
+        return kind(**value)
+    except TypeError as error:
+        raise Mismatch(str(error)) from None

@@ -1,0 +1,224 @@
+"""Rules of rollouts: lengths, turns, sampling, engines, and how they match the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from skyrl_megatron.config.hf_model import model_dimensions
+from skyrl_megatron.config.roles import ADAPTERS_KEY as ADAPTERS
+from skyrl_megatron.config.roles import adapter_problems, ranks_exchange_weights
+from skyrl_megatron.config.rules.layout import ModelDimensions
+from skyrl_megatron.config.rules.training_rules import longest_sequence
+from skyrl_megatron.errors import Problem
+from skyrl_megatron.plugins import ENGINES, GENERATORS, TRANSPORTS
+
+if TYPE_CHECKING:
+    from skyrl_megatron.config.schema.generator import SamplingParams
+    from skyrl_megatron.config.schema.run import SkyRLTrainConfig
+
+
+KEY = "generator.inference_engine.return_sampling_support"
+_CHANGING = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "bad_words", "min_tokens")
+
+
+def truncations(params: SamplingParams) -> list[str]:
+    """Return the settings with which tokens are not sampled from softmax(logits / temperature)."""
+    return [
+        f"{name}={value}"
+        for name, value, changes in (
+            ("top_p", params.top_p, params.top_p < 1),
+            ("top_k", params.top_k, params.top_k > 0),
+            ("min_p", params.min_p, params.min_p > 0),
+            ("repetition_penalty", params.repetition_penalty, params.repetition_penalty != 1),
+        )
+        if changes
+    ]
+
+
+def support_travels(cfg: SkyRLTrainConfig) -> bool:
+    """Return whether engines return what training's tokens are sampled from, for the trainer's softmax.
+
+    Never where that is the whole vocabulary; if not configured: where nothing is in the way.
+    """
+    if not truncations(cfg.generator.sampling_params):
+        return False
+    wanted = cfg.generator.inference_engine.return_sampling_support
+    return not any(_obstacles(cfg)) if wanted is None else wanted
+
+
+def support_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
+    """Yield what is in the way of a support that is asked for."""
+    if cfg.generator.inference_engine.return_sampling_support:
+        for obstacle in _obstacles(cfg):
+            yield Problem(KEY, True, f"{obstacle}: change that, or set false here")
+
+
+def _obstacles(cfg: SkyRLTrainConfig) -> Iterator[str]:
+    engine, params = cfg.generator.inference_engine, cfg.generator.sampling_params
+    if not engine.run_engines_locally or engine.backend != "vllm":
+        yield "comes from vLLM engines that this run starts alone (run_engines_locally, backend)"
+    if engine.enable_registry:
+        yield "comes from engines that this run starts alone, and with enable_registry others join"
+    if engine.enable_http_endpoint:
+        yield "engines that return it take no request without top_k, which clients of enable_http_endpoint send"
+    if params.logprobs is None:
+        yield "is of use with log-probs of the engine alone, and generator.sampling_params.logprobs=null"
+    more = params.additional_kwargs or {}
+    changed = [f"additional_kwargs.{name}={more[name]}" for name in _CHANGING if more.get(name)]
+    if params.repetition_penalty != 1:
+        changed.append(f"repetition_penalty={params.repetition_penalty}")
+    for setting in changed:
+        yield f"the probability of a token is not that of the softmax, with generator.sampling_params.{setting}"
+
+
+_E = "generator.inference_engine."
+
+
+def rollout_problems(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield everything wrong with generation. ``hf``: the policy's ``config.json``, empty where it is not at hand."""
+    yield from GENERATORS.problems(cfg.generator.name)
+    yield from _turns(cfg)
+    yield from _engines(cfg, model_dimensions(hf))
+    yield from _routes(cfg, model_dimensions(hf))
+    yield from _lengths(cfg, hf)
+    yield from _external(cfg)
+    yield from _lora(cfg)
+    yield from support_problems(cfg)
+
+
+def _turns(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
+    generator, prompt = cfg.generator, cfg.trainer.max_prompt_length
+    context = generator.max_input_length or prompt
+    if generator.max_turns == 1 and context != prompt:
+        fix = f"a single turn starts from the prompt: must equal trainer.max_prompt_length={prompt}, or be left out"
+        yield Problem("generator.max_input_length", context, fix)
+    elif context < prompt:
+        yield Problem("generator.max_input_length", context, f"must be at least trainer.max_prompt_length={prompt}")
+    if generator.merge_stepwise_output:
+        if not generator.step_wise_trajectories:
+            fix = "joins the turns of step-wise trajectories: set generator.step_wise_trajectories=true"
+            yield Problem("generator.merge_stepwise_output", True, fix)
+        megatron = cfg.trainer.policy.megatron_config
+        if megatron.moe_enable_routing_replay and megatron.moe_routing_replay_source == "rollout":
+            fix = "loses the routes of the joined turns: set moe_enable_routing_replay=false, or false here"
+            yield Problem("generator.merge_stepwise_output", True, fix)
+    if generator.batched:
+        for key, conflict in (
+            ("max_turns", generator.max_turns > 1),
+            ("step_wise_trajectories", generator.step_wise_trajectories),
+            ("chat_template_kwargs", bool(generator.chat_template_kwargs)),
+        ):
+            if conflict:
+                fix = f"generator.{key}={getattr(generator, key)} needs an agent loop per prompt: set batched=false"
+                yield Problem("generator.batched", True, fix)
+
+
+def _engines(cfg: SkyRLTrainConfig, dims: ModelDimensions | None) -> Iterator[Problem]:
+    engine = cfg.generator.inference_engine
+    yield from ENGINES.problems(engine.backend)
+    yield from TRANSPORTS.problems(engine.weight_sync_backend)
+    if ranks_exchange_weights(cfg) and not engine.weight_sync_routes:
+        fix = "engine workers cannot open the memory of ranks on other nodes or GPUs: set it to true, or "
+        yield Problem(f"{_E}weight_sync_routes", False, fix + "trainer.placement.colocate_all=false")
+    spread = engine.data_parallel_size * engine.tensor_parallel_size
+    if engine.expert_parallel_size > 1 and engine.expert_parallel_size != spread:
+        fix = f"must be 1 or data_parallel_size · tensor_parallel_size = {spread}"
+        yield Problem(f"{_E}expert_parallel_size", engine.expert_parallel_size, fix)
+    if dims is not None and dims.num_attention_heads % engine.tensor_parallel_size:
+        fix = f"must divide the model's {dims.num_attention_heads} attention heads"
+        yield Problem(f"{_E}tensor_parallel_size", engine.tensor_parallel_size, fix)
+    if dims is not None and engine.pipeline_parallel_size > dims.num_layers:
+        fix = f"the model has {dims.num_layers} layers only"
+        yield Problem(f"{_E}pipeline_parallel_size", engine.pipeline_parallel_size, fix)
+    if dims is not None and engine.expert_parallel_size > 1 and not dims.num_experts:
+        fix = "the model has no experts: set it to 1"
+        yield Problem(f"{_E}expert_parallel_size", engine.expert_parallel_size, fix)
+
+
+def _routes(cfg: SkyRLTrainConfig, dims: ModelDimensions | None) -> Iterator[Problem]:
+    engine = cfg.generator.inference_engine
+    if not engine.enable_return_routed_experts:
+        return
+    alone = engine.run_engines_locally and not engine.enable_registry and engine.backend == "vllm"
+    for wrong, why in (
+        (dims is not None and not dims.num_experts, "the model has no experts: set false"),
+        (
+            not alone,
+            "needs vLLM engines that this run starts: run_engines_locally=true, enable_registry=false, backend=vllm",
+        ),
+        (not engine.enable_prefix_caching, "needs the prefix cache: set enable_prefix_caching=true"),
+        (engine.pipeline_parallel_size > 1, "vLLM returns none of pipeline stages: set pipeline_parallel_size=1"),
+    ):
+        if wrong:
+            yield Problem(f"{_E}enable_return_routed_experts", True, why)
+
+
+def _lengths(cfg: SkyRLTrainConfig, hf: Mapping[str, Any]) -> Iterator[Problem]:
+    engine = cfg.generator.inference_engine
+    wanted = {"training": longest_sequence(cfg)}
+    if cfg.generator.eval_sampling_params is not None:
+        responses = cfg.generator.eval_sampling_params.max_generate_length
+        wanted["evaluation"] = (cfg.generator.max_input_length or 0) + responses
+    limit = engine.engine_init_kwargs.get("max_model_len")
+    for phase, tokens in wanted.items():
+        if isinstance(limit, int) and tokens > limit:
+            fix = (
+                f"{phase} makes sequences of up to {tokens} tokens (max_input_length + max_generate_length): raise it"
+            )
+            yield Problem(f"{_E}engine_init_kwargs.max_model_len", limit, fix)
+    positions = hf.get("max_position_embeddings")
+    longest = max(wanted.values())
+    if isinstance(positions, int) and longest > positions and cfg.trainer.rope_scaling is None:
+        fix = f"up to {longest} tokens exceed the model's {positions} positions: shorten, or set rope_scaling"
+        yield Problem("generator.max_input_length", cfg.generator.max_input_length, fix)
+    if not engine.enable_chunked_prefill and engine.max_num_batched_tokens < longest:
+        fix = f"must be at least {longest}, the longest sequence, while enable_chunked_prefill=false"
+        yield Problem(f"{_E}max_num_batched_tokens", engine.max_num_batched_tokens, fix)
+
+
+def _external(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
+    engine = cfg.generator.inference_engine
+    urls = engine.remote_urls or engine.external_server_urls or engine.external_proxy_url
+    if not engine.run_engines_locally and not urls and not (engine.enable_registry and engine.registry_min_engines):
+        fix = f"name the engines in {_E}remote_urls or external_server_urls, let them join (enable_registry=true and "
+        fix += "registry_min_engines=1), or set it to true"
+        yield Problem(f"{_E}run_engines_locally", False, fix)
+    if engine.enable_registry and (changed := truncations(cfg.generator.sampling_params)):
+        fix = f"engines that join take log-probs after {', '.join(changed)}, the run's own before: sample without"
+        yield Problem(f"{_E}enable_registry", True, fix)
+    if engine.enable_registry and cfg.trainer.placement.colocate_all:
+        fix = "engines that join do not take turns with the trainer's GPUs: set trainer.placement.colocate_all=false"
+        yield Problem(f"{_E}enable_registry", True, fix)
+    if cfg.trainer.placement.colocate_all and (urls or not engine.run_engines_locally):
+        fix = "engines started elsewhere do not share the trainer's GPUs: set it to false"
+        yield Problem("trainer.placement.colocate_all", True, fix)
+
+
+def _lora(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
+    """Check how adapters get to the engines."""
+    lora, merge = cfg.trainer.policy.model.lora, cfg.trainer.policy.megatron_config.lora_config.merge_lora
+    yield from adapter_problems(cfg)
+    if len(lora.adapters) > 1 and lora.sync_mode == "merged":
+        fix = "an engine has one set of weights, into which several adapters cannot go: set lora.sync_mode=memory"
+        yield Problem(ADAPTERS, ", ".join(lora.adapters), fix)
+    if lora.sync_mode == "memory" and merge:
+        fix = "sends the adapter alone: set trainer.policy.megatron_config.lora_config.merge_lora=false"
+        yield Problem("trainer.policy.model.lora.sync_mode", "memory", fix)
+    elif lora.sync_mode == "merged" and not merge:
+        fix = "sends merged weights: set trainer.policy.megatron_config.lora_config.merge_lora=true"
+        yield Problem("trainer.policy.model.lora.sync_mode", "merged", fix)
+    elif lora.rank and lora.sync_mode == "memory":
+        engine = cfg.generator.inference_engine
+        if not engine.run_engines_locally or engine.enable_registry or engine.backend != "vllm":
+            fix = (
+                "an adapter travels alone to vLLM engines that the run starts: set merged, and "
+                "trainer.policy.megatron_config.lora_config.merge_lora=true"
+            )
+            yield Problem("trainer.policy.model.lora.sync_mode", "memory", fix)
+        least = 2 * max(len(lora.adapters), 1)
+        slots = engine.engine_init_kwargs.get("max_loras", least)
+        if not isinstance(slots, int) or slots < least:
+            several = f" of each of {len(lora.adapters)} adapters" if len(lora.adapters) > 1 else ""
+            fix = f"an engine holds the version that serves and the next one{several}: at least {least}"
+            yield Problem(f"{_E}engine_init_kwargs.max_loras", slots, fix)

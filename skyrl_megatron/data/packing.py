@@ -1,0 +1,184 @@
+"""Split a batch into mini-batches, a mini-batch over replicas, and a replica's rows into packed micro-batches.
+
+Mini-batches hold whole prompts. Data-parallel replicas get nearly equal work. Micro-batches have a fixed number of
+rows, or a token budget that none exceeds. Pipeline schedules need equally many of them on all replicas, so replicas
+with less work split further or add empty micro-batches, which weigh nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+import numpy as np
+
+from skyrl_megatron.types import TrainingBatch
+
+PROMPT_UIDS = "prompt_uids"
+"""Metadata of a batch: the prompt of each row, also of rows that have a uid of their own since they failed."""
+
+
+def mini_batches(batch: TrainingBatch, prompts: int) -> list[TrainingBatch]:
+    """Cut ``batch`` after every ``prompts`` prompts. The rows of a prompt, however many, stand next to each other."""
+    ends = []
+    row = 0
+    uids = batch.metadata.get(PROMPT_UIDS, batch.uids)
+    for number, (_, rows) in enumerate(groupby(uids), 1):
+        row += len(list(rows))
+        if number % prompts == 0:
+            ends.append(row)
+    if not ends or ends[-1] != row:
+        ends.append(row)
+    if len(ends) == 1:
+        return [batch]
+    starts = [0, *ends[:-1]]
+    return [batch.select(range(start, end)) for start, end in zip(starts, ends, strict=True)]
+
+
+def counted_rows(batch: TrainingBatch) -> TrainingBatch:
+    """Keep the rows with a token to train on: the others add nothing to loss or gradients. All, if there is none."""
+    rows = batch.loss_mask.any(dim=1).nonzero().flatten()
+    return batch.select(rows.numpy()) if 0 < len(rows) < len(batch) else batch
+
+
+def trainable(parts: list[TrainingBatch]) -> list[TrainingBatch]:
+    """Leave out mini-batches without a token to train on, which have no gradient: filters may mask all of their rows
+    while others learn. All, if every one is so."""
+    return [part for part in parts if part.loss_mask.any()] or parts
+
+
+def rows_by_adapter(batch: TrainingBatch, names: Sequence[str]) -> dict[str, np.ndarray]:
+    """Return name → rows [b] int64 that belong to each of the policy's adapters, ascending; all belong to the first
+    where the batch names none. Raises ValueError with row and names for one that is not among ``names``."""
+    if not batch.adapters:
+        return {name: np.arange(0 if number else len(batch)) for number, name in enumerate(names)}
+    for row, name in enumerate(batch.adapters):
+        if name not in names:
+            known = ", ".join(filter(None, names)) or "none: trainer.policy.model.lora.adapters is empty"
+            raise ValueError(f"row {row} of the batch belongs to adapter {name!r}; there are: {known}")
+    labels = np.asarray(batch.adapters)
+    return {name: np.flatnonzero(labels == name) for name in names}
+
+
+def split_for_dp(costs: np.ndarray, dp: int) -> list[np.ndarray]:
+    """Assign rows to ``dp`` replicas so that their costs are balanced, with equal counts where they divide.
+
+    ``costs``: [B], say FLOPs. Returns ``dp`` ascending index arrays that together hold every row once.
+    Raises ValueError when there are fewer rows than replicas.
+    """
+    if len(costs) < dp:
+        raise ValueError(f"{len(costs)} sequences for {dp} data-parallel ranks: each needs at least one")
+    if dp == 1:
+        return [np.arange(len(costs))]
+    return balance(costs, dp, equal_counts=len(costs) % dp == 0)
+
+
+def balance(costs: np.ndarray, k: int, *, equal_counts: bool = False) -> list[np.ndarray]:
+    """Form ``k`` groups with nearly equal sums: each item, heaviest first, goes to the lightest (LPT, Graham 1969).
+
+    ``costs``: [n] non-negative. Returns index arrays, each ascending, that together hold every item once. With
+    ``equal_counts`` every group takes ⌊n/k⌋ or ⌈n/k⌉ items. Raises ValueError when there are fewer items than groups.
+    """
+    costs = np.asarray(costs, dtype=np.float64)
+    if len(costs) < k:
+        raise ValueError(f"{len(costs)} items cannot fill {k} groups")
+    room, extra = divmod(len(costs), k) if equal_counts else (len(costs), 0)
+    groups: list[list[int]] = [[] for _ in range(k)]
+    lightest = [(0.0, group) for group in range(k)]
+    values = costs.tolist()
+    for item in np.argsort(-costs, kind="stable").tolist():
+        weight, group = lightest[0]
+        groups[group].append(item)
+        full = equal_counts and len(groups[group]) >= room
+        if full and len(groups[group]) == room and extra:
+            extra -= 1  # one of the groups that take an item more
+            full = False
+        if full:
+            heapq.heappop(lightest)
+        else:
+            heapq.heapreplace(lightest, (weight + values[item], group))
+    return [np.sort(np.asarray(group, dtype=np.int64)) for group in groups]
+
+
+def aligned(lengths: np.ndarray, alignment: int) -> np.ndarray:
+    """Round token counts up to multiples of ``alignment``, the padding of sequences (tp · 2cp rules). [B] → [B]."""
+    return -(-np.asarray(lengths, dtype=np.int64) // alignment) * alignment
+
+
+def plan_micro_batches(
+    lengths: np.ndarray,
+    *,
+    alignment: int,
+    max_tokens: int,
+    rows: int,
+    multiple_of: int,
+    dp_maximum: Callable[[Sequence[int]], list[int]],
+) -> list[np.ndarray]:
+    """Plan the rows of each micro-batch of this replica; all replicas call together.
+
+    ``max_tokens`` > 0: as few micro-batches as a budget of that many aligned tokens allows; else ``rows`` a
+    micro-batch. The count is the largest that any replica needs, rounded up to ``multiple_of``. ``dp_maximum`` returns
+    the largest of each number over the replicas. Raises ValueError (on every replica) when a sequence is longer than
+    the budget.
+    """
+    tokens = aligned(lengths, alignment)
+    too_long = max_tokens > 0 and len(tokens) > 0 and int(tokens.max()) > max_tokens
+    if max_tokens > 0:
+        bins = [] if too_long else pack_by_tokens(tokens, max_tokens)
+    else:
+        bins = [np.arange(start, min(start + rows, len(tokens))) for start in range(0, len(tokens), rows)]
+    needed, longest = dp_maximum([len(bins), int(tokens.max()) if too_long else 0])
+    if longest:
+        raise ValueError(
+            f"a sequence of {longest} tokens exceeds trainer.max_tokens_per_microbatch={max_tokens}: "
+            f"raise the budget to at least {longest}, or shorten trainer.max_prompt_length and "
+            "generator.sampling_params.max_generate_length"
+        )
+    count = -(-max(needed, 1) // multiple_of) * multiple_of
+    return split_to_count(bins, tokens, count)
+
+
+def pack_by_tokens(lengths: np.ndarray, cap: int) -> list[np.ndarray]:
+    """Pack sequences into few bins of at most ``cap`` tokens each: best fit, longest first.
+
+    ``lengths``: [n] positive tokens. Returns index arrays, each ascending, that together hold every sequence once.
+    Best fit decreasing needs at most 11/9 of the optimum plus one bin (Johnson 1973) and next to nothing extra when
+    bins hold many sequences. Raises ValueError naming the first sequence longer than ``cap``.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    too_long = np.flatnonzero(lengths > cap)
+    if len(too_long):
+        row = int(too_long[0])
+        raise ValueError(f"sequence {row} has {int(lengths[row])} tokens, the budget of a micro-batch is {cap}")
+    bins: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (tokens left, bin), sorted
+    for row in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[row])
+        place = bisect_left(free, (length, -1))
+        if place < len(free):
+            left, target = free.pop(place)
+            bins[target].append(row)
+        else:
+            left, target = cap, len(bins)
+            bins.append([row])
+        if left > length:
+            insort(free, (left - length, target))
+    return [np.sort(np.asarray(rows, dtype=np.int64)) for rows in bins]
+
+
+def split_to_count(bins: list[np.ndarray], lengths: np.ndarray, count: int) -> list[np.ndarray]:
+    """Halve the fullest bins that hold more than one sequence until there are ``count``; then add empty ones."""
+    bins = list(bins)
+    while len(bins) < count:
+        fullest = max(
+            (i for i, rows in enumerate(bins) if len(rows) > 1),
+            key=lambda i: int(lengths[bins[i]].sum()),
+            default=None,
+        )
+        if fullest is None:
+            break
+        rows = bins.pop(fullest)
+        bins += [rows[::2], rows[1::2]]
+    return bins + [np.zeros(0, dtype=np.int64) for _ in range(count - len(bins))]

@@ -1,0 +1,412 @@
+"""Rows of data files as they are written: JSON by a JSON reader, parquet by its types."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bridges.errors import BridgeError
+from bridges.files import refuse_special
+from skyrl_megatron.errors import DataError, HubError
+from skyrl_megatron.hub import Repo, data_folder, data_source
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+logger = logging.getLogger(__name__)
+
+READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
+BATCH_ROWS = 1000
+_BOM = b"\xef\xbb\xbf"
+_SPACE = b" \t\r\n"
+_BLOCK = 1 << 20
+
+type DatasetRow = dict[str, Any]
+
+
+class Rows(ABC):
+    """Rows by number, read when they are asked for; memory does not grow with the files."""
+
+    column_names: Sequence[str]
+    """Columns that any row has."""
+    files: Sequence[Path]
+    """Files that the rows are read from."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitem__(self, number: int) -> DatasetRow: ...
+
+    def __iter__(self) -> Iterator[DatasetRow]:
+        return self.each()
+
+    def each(self, columns: Sequence[str] | None = None) -> Iterator[DatasetRow]:
+        """Yield all rows in order, with ``columns`` (None: all) at least."""
+        for batch in self.batches(columns):
+            yield from batch
+
+    def batches(self, columns: Sequence[str] | None = None) -> Iterator[list[DatasetRow]]:
+        """Yield all rows in order, a thousand at a time, with ``columns`` (None: all) at least."""
+        for first in range(0, len(self), BATCH_ROWS):
+            yield [self[number] for number in range(first, min(first + BATCH_ROWS, len(self)))]
+
+    def place(self, number: int) -> str:
+        """Say which row of which file a row is."""
+        return f"{self.files[0]}, row {number}"
+
+    @cached_property
+    def fingerprint(self) -> list[dict[str, Any]]:
+        """Name, size and hash of the contents of each file; takes a second a GB, once."""
+        return [_fingerprint(file) for file in self.files]
+
+
+class JsonRows(Rows):
+    """Rows of a file with a JSON object a line, or of one JSON array of objects. Values are what the file says: text
+    stays text, integers are exact, and rows may have different columns.
+
+    Every row is read once to find errors. What stays in memory is where each begins, 16 bytes a row. Raises DataError
+    with file and row for what is not UTF-8, not JSON, not an object, or has no value in Python: a number beyond
+    float64, a column given twice, half of a surrogate pair.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.files = [path]
+        self._file = path.open("rb")
+        begins = _after_space(self._file.read(4096))
+        spans = self._elements if begins.startswith(b"[") else self._lines
+        columns: dict[str, None] = {}
+        found = np.empty((1024, 2), np.int64)
+        size = 0
+        for start, data in spans():
+            columns |= dict.fromkeys(_parsed(data, path, size, _CHECKED))
+            if size == len(found):
+                found = np.resize(found, (2 * size, 2))
+            found[size] = start, len(data)
+            size += 1
+        self._spans = found[:size].copy()
+        self.column_names = list(columns)
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def __getitem__(self, number: int) -> DatasetRow:
+        start, length = self._spans[range(len(self))[number]].tolist()
+        return self._read(number, os.pread(self._file.fileno(), length, start))
+
+    def batches(self, columns: Sequence[str] | None = None) -> Iterator[list[DatasetRow]]:
+        """Yield all rows in order, with one read for those that are next to each other."""
+        for first in range(0, len(self), BATCH_ROWS):
+            spans = self._spans[first : first + BATCH_ROWS].tolist()
+            base = spans[0][0]
+            data = os.pread(self._file.fileno(), sum(spans[-1]) - base, base)
+            yield [
+                self._read(first + offset, data[start - base : start - base + length])
+                for offset, (start, length) in enumerate(spans)
+            ]
+
+    def _read(self, number: int, data: bytes) -> DatasetRow:
+        try:
+            return _parsed(data, self.files[0], number)
+        except DataError as error:  # each was read when the file was opened
+            raise DataError(f"{error}; the file has changed since the run opened it") from error
+
+    def _lines(self) -> Iterator[tuple[int, bytes]]:
+        self._file.seek(0)
+        start = 0
+        for line in self._file:
+            skipped = len(_BOM) if start == 0 and line.startswith(_BOM) else 0
+            if line[skipped:].strip(_SPACE):
+                yield start + skipped, line[skipped:]
+            start += len(line)
+
+    def _elements(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the elements of an array. Bytes that are not UTF-8 are escaped here, and refused with their row."""
+        self._file.seek(0)
+        start, row, width = self._file.read(4096).index(b"[") + 1, 0, _BLOCK
+        while True:
+            block = os.pread(self._file.fileno(), width, start)
+            text, at, problem = block.decode("utf-8", "surrogateescape"), 0, "the file ends within the array"
+            while (closed := _CLOSED.match(text, at)) is None:
+                gap = (_SPACES if row == 0 else _COMMA).match(text, at)
+                if gap is None:
+                    problem = "no comma is before it" if text[at:].strip() else problem
+                    break
+                try:
+                    _, end = _DECODER.raw_decode(text, gap.end())
+                except (ValueError, RecursionError) as error:
+                    problem = f"cannot be read as json: {_reason(error)}" if text[gap.end() :] else problem
+                    break
+                start += len(text[at : gap.end()].encode("utf-8", "surrogateescape"))
+                data = text[gap.end() : end].encode("utf-8", "surrogateescape")
+                yield start, data
+                start, at, row = start + len(data), end, row + 1
+            if closed and not text[closed.end() :].strip():
+                return
+            if closed:
+                raise DataError(f"{self.files[0]}: there is more after the array; write one row a line, or one array")
+            if len(block) < width:
+                raise DataError(f"{self.files[0]}, row {row}: {problem}")
+            width = 2 * width if at == 0 else _BLOCK
+
+
+class ArrowRows(Rows):
+    """Rows of a data set of Arrow, with the types of its columns; a row has all columns."""
+
+    def __init__(self, table: Dataset, files: Sequence[Path], name: str) -> None:
+        self.files, self._table, self._name = files, table, name
+        self.column_names = table.column_names
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, number: int) -> DatasetRow:
+        with self._text_of([number]):
+            return dict(self._table[number])
+
+    def batches(self, columns: Sequence[str] | None = None) -> Iterator[list[DatasetRow]]:
+        """Yield all rows in order, a thousand at a time; only ``columns`` of them, as far as there are such."""
+        names = [name for name in self.column_names if columns is None or name in columns]
+        table = self._table.select_columns(names)
+        for first in range(0, len(table), BATCH_ROWS):
+            size = min(BATCH_ROWS, len(table) - first)
+            with self._text_of(range(first, first + size)):
+                found = table[first : first + size]
+            yield [{name: found[name][offset] for name in names} for offset in range(size)]
+
+    def place(self, number: int) -> str:
+        """Say which row of the data set a row is."""
+        return f"{self._name}, row {number}"
+
+    @contextmanager
+    def _text_of(self, numbers: Sequence[int]) -> Iterator[None]:
+        """Name the row, of those that are read, whose text is not UTF-8."""
+        try:
+            yield
+        except UnicodeDecodeError as error:
+            for number in numbers if len(numbers) > 1 else ():
+                self[number]
+            raise DataError(f"{self.place(numbers[0])}: text that is not UTF-8: {error}; write it as UTF-8") from error
+
+
+class PartOfRows(Rows):
+    """Some rows of others, one after another."""
+
+    def __init__(self, rows: Rows, start: int, stop: int) -> None:
+        self._rows, self._range = rows, range(start, stop)
+        self.column_names, self.files = rows.column_names, rows.files
+
+    def __len__(self) -> int:
+        return len(self._range)
+
+    def __getitem__(self, number: int) -> DatasetRow:
+        return self._rows[self._range[number]]
+
+    def place(self, number: int) -> str:
+        """Say which row of which file a row is."""
+        return self._rows.place(self._range[number])
+
+
+class JoinedRows(Rows):
+    """The rows of several sources, one source after the other. A row has the columns of its own source."""
+
+    def __init__(self, sources: Sequence[Rows]) -> None:
+        self._sources = sources
+        self._ends = np.cumsum([len(source) for source in sources]).tolist()
+        self.column_names = list(dict.fromkeys(name for source in sources for name in source.column_names))
+        self.files = [file for source in sources for file in source.files]
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, number: int) -> DatasetRow:
+        source, row = self._source(range(len(self))[number])
+        return source[row]
+
+    def batches(self, columns: Sequence[str] | None = None) -> Iterator[list[DatasetRow]]:
+        """Yield all rows in order, at most a thousand at a time."""
+        for source in self._sources:
+            yield from source.batches(columns)
+
+    def place(self, number: int) -> str:
+        """Say which row of which source a row is."""
+        source, row = self._source(number)
+        return source.place(row)
+
+    def _source(self, number: int) -> tuple[Rows, int]:
+        place = bisect_right(self._ends, number)
+        return self._sources[place], number - (self._ends[place - 1] if place else 0)
+
+
+def load_source(
+    name: str,
+    num_workers: int = 1,
+    hub_commits: Mapping[str, str] | None = None,
+    say: Callable[[str], None] = logger.info,
+) -> Rows:
+    """Open a file, or a data set of a folder or the hub. Raises DataError when it is missing, empty or unreadable."""
+    path = Path(name).expanduser()
+    reader = READERS.get(path.suffix.lower())
+    if reader is None:
+        return _load_folder(name, hub_commits or {}, say)
+    if not path.is_file():
+        raise DataError(
+            f"{path}: no such file; prepare it with python -m skyrl_megatron.data.prepare, or name another"
+        )
+    return _filled(_json_rows(path) if reader == "json" else _parquet_rows(path, num_workers), str(path))
+
+
+def _filled(rows: Rows, name: str) -> Rows:
+    if not len(rows):
+        raise DataError(f"{name} has no rows: write it again, or name another")
+    return rows
+
+
+def _json_rows(path: Path) -> Rows:
+    _refuse_special(path)
+    try:
+        return JsonRows(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read as json: {error.strerror}") from error
+
+
+def _parquet_rows(path: Path, num_workers: int) -> Rows:
+    from datasets import load_dataset
+
+    try:
+        found: Any = load_dataset(
+            "parquet", data_files=str(path), split="train", num_proc=num_workers if num_workers > 1 else None
+        )
+    except Exception as error:
+        if _has_no_rows(path):
+            raise DataError(f"{path} has no rows: write it again, or name another") from error
+        raise DataError(f"{path} cannot be read as parquet: {_reason(error.__cause__ or error)}") from error
+    return ArrowRows(found, [path], str(path))
+
+
+def _has_no_rows(path: Path) -> bool:
+    """Return whether a file is whole parquet without rows, which the reader of ``datasets`` fails on."""
+    from pyarrow import ArrowException, parquet
+
+    try:
+        return bool(parquet.read_metadata(path).num_rows == 0)
+    except (ArrowException, OSError, ValueError):  # a name of a column that is not UTF-8 is none of Arrow's
+        return False
+
+
+def _load_folder(name: str, hub_commits: Mapping[str, str], say: Callable[[str], None]) -> Rows:
+    from datasets import load_dataset, load_dataset_builder
+
+    source = data_source(name)
+    if source is None:
+        raise DataError(
+            f"{name} is neither a file ({', '.join(READERS)}) or folder here nor a data set of the Hugging Face hub "
+            "(org/name[@revision][:subset][:split])"
+        )
+    try:
+        folder = source.where
+        if isinstance(folder, Repo):
+            folder = data_folder(folder, source.subset, hub_commits, say=say)
+        builder = load_dataset_builder(str(folder), source.subset)
+        splits = {str(split): [Path(file) for file in files] for split, files in builder.config.data_files.items()}
+        if all(READERS.get(file.suffix.lower()) == "json" for files in splits.values() for file in files):
+            return _filled(_of_split(splits, source.split), name)
+        for file in (file for files in splits.values() for file in files):
+            _refuse_special(file)
+        table: Any = load_dataset(str(folder), source.subset, split=source.split)
+        return ArrowRows(table, [file for files in splits.values() for file in files], name)
+    except HubError as error:
+        raise DataError(f"{name}: {error}") from error
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"{name} cannot be read: {error.__cause__ or error}") from error
+
+
+def _refuse_special(path: Path) -> None:
+    """Raise DataError where there is a pipe, a socket or a device, which a reader would wait for."""
+    try:
+        refuse_special(path)
+    except BridgeError as error:
+        raise DataError(str(error)) from error
+
+
+def _of_split(files: Mapping[str, Sequence[Path]], asked: str) -> Rows:
+    """Open the JSON files of a split, which may be sliced or a sum: ``train``, ``train[:1000]``, ``train+test``."""
+    from datasets import ReadInstruction
+
+    asked = "+".join(files) if asked == "all" else asked
+    wanted = {split for split in files if re.search(rf"(^|\+){re.escape(split)}($|[\[+])", asked)}
+    rows = {split: JoinedRows([_json_rows(file) for file in files[split]]) for split in wanted}
+    sizes = {split: len(rows[split]) if split in rows else 0 for split in files}
+    parts = ReadInstruction.from_spec(asked).to_absolute(sizes)
+    return JoinedRows([PartOfRows(rows[part.splitname], part.from_, part.to) for part in parts])
+
+
+def _after_space(head: bytes) -> bytes:
+    return head.removeprefix(_BOM).lstrip(_SPACE)
+
+
+def _parsed(data: bytes, path: Path, number: int, decoder: json.JSONDecoder | None = None) -> DatasetRow:
+    """Return the object that ``data`` is. With ``_CHECKED`` as decoder, look for what a file's first reading finds."""
+    cause: Exception | None = None
+    try:
+        row = (decoder or _DECODER).decode(data.decode("utf-8"))
+        if decoder and (b"\\ud" in data or b"\\uD" in data):
+            json.dumps(row, ensure_ascii=False).encode("utf-8")
+        if isinstance(row, dict):
+            return row
+        problem = f"it is {row!r:.80}, it must be an object with a prompt"
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        problem, cause = f"byte {error.start} (0x{byte:02x}) is not UTF-8; write the file as UTF-8", error
+    except UnicodeEncodeError as error:
+        problem, cause = "half of a surrogate pair, which is no character; write the whole one", error
+    except (ValueError, RecursionError) as error:
+        problem, cause = f"cannot be read as json: {_reason(error)}", error
+    raise DataError(f"{path}, row {number}: {problem}") from cause
+
+
+def _reason(error: BaseException) -> str:
+    return (
+        "it is nested too deeply" if isinstance(error, RecursionError) else str(error).strip() or type(error).__name__
+    )
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> DatasetRow:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is given twice in one object")
+    return found
+
+
+def _finite(text: str) -> float:
+    if math.isinf(value := float(text)):
+        raise ValueError(f"the number {text:.40} is beyond what a float can be")
+    return value
+
+
+_DECODER = json.JSONDecoder()
+_CHECKED = json.JSONDecoder(object_pairs_hook=_distinct, parse_float=_finite)
+_SPACES, _COMMA, _CLOSED = (re.compile(rf"[ \t\r\n]*{mark}") for mark in ("", r",[ \t\r\n]*", r"\]"))
+
+
+def _fingerprint(file: Path) -> dict[str, Any]:
+    with file.open("rb") as opened:
+        found = hashlib.file_digest(opened, "sha256").hexdigest()
+    return {"name": file.name, "bytes": file.stat().st_size, "sha256": found}

@@ -1,0 +1,429 @@
+"""One HTTP endpoint over all engines: OpenAI's completions and chat completions, and tokens in / tokens out.
+
+It listens on loopback unless configured otherwise, needs a token, and bounds headers, bodies and connections.
+
+uvicorn has one for idle connections after a request (``timeout_keep_alive``) and for the size of a head
+(``h11_max_incomplete_event_size``); a connection that sends nothing, or a head byte by byte, it keeps for ever.
+
+The OpenAI answers are vLLM's own: each request is handed to the OpenAI application of one engine, chosen as every
+other request is, and its answer streamed back. Token requests go through the client, with its retries.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import secrets
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from skyrl_megatron.errors import EngineError, LaunchError, RequestError
+from skyrl_megatron.inference.client import InferenceClient
+from skyrl_megatron.inference.pool import WITHDRAW_S
+from skyrl_megatron.inference.protocol import ENGINE_KEY
+from skyrl_megatron.inference.sampling_params import (
+    TOKENS,
+    WrongType,
+    check_body,
+    model_of,
+    typed_sampling,
+    typed_tokens,
+)
+
+HEAD_S = 10.0
+"""From a connection, or the end of the answer before, to the last byte of a request's head."""
+MAX_HEAD_BYTES = 64 << 10
+MAX_CONNECTIONS, MIN_CONNECTIONS = 8192, 16
+
+
+@cache
+def connections_allowed() -> int:
+    """Return how many connections this process keeps at a time: half of the file descriptors that it has left when it
+    is first asked, so that its files and its own connections have the others."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    left = soft - len(os.listdir("/proc/self/fd"))
+    return max(MIN_CONNECTIONS, min(MAX_CONNECTIONS, left // 2))
+
+
+class LimitedProtocol(H11Protocol):
+    """uvicorn's HTTP/1.1, for ``uvicorn.Config(http=…)``. A connection without a request is closed after ``HEAD_S``;
+    the one that has waited longest makes room for another above :func:`connections_allowed`."""
+
+    _due: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_head()
+        if len(self.connections) > connections_allowed():
+            waiting = (each for each in self.connections if isinstance(each, LimitedProtocol) and each._due)
+            longest = min(waiting, key=lambda each: each._due.when())  # type: ignore[union-attr]
+            longest.connections.discard(longest)
+            longest.transport.abort()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_waiting()
+
+    def on_response_complete(self) -> None:
+        self._await_head()
+        super().on_response_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _await_head(self) -> None:
+        self._stop_waiting()
+        self._due = self.loop.call_later(HEAD_S, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
+
+
+MAX_BODY_BYTES = 16 << 20
+MAX_ENGINE_BODY_BYTES = 1 << 30
+"""The metadata of a model of a million tensors are below it."""
+BODY_S, ENGINE_BODY_S = 60.0, 600.0
+"""For all of a body to arrive."""
+
+
+def refusal(
+    status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
+) -> JSONResponse:
+    """Make an answer that says why a request is refused, in OpenAI's form. ``param``: the field that is wrong."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    content = {"error": {"message": message, "type": kind, "param": param, "code": status}}
+    return JSONResponse(content, status, headers)
+
+
+def _unread(status: int, message: str) -> JSONResponse:
+    """Make a refusal of a request whose body is not read, nor what the connection has after it."""
+    return refusal(status, message, headers={"connection": "close"})
+
+
+def guarded(token: str, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
+    """Make an application without routes behind a :class:`Guard`; an error in one of them is answered as a refusal is,
+    without its text, and is logged."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(Guard, token=token, max_body_bytes=max_body_bytes)
+
+    async def failed(request: Request, error: Exception) -> JSONResponse:
+        return refusal(500, f"{request.url.path}: {type(error).__name__}, see the log of the run")
+
+    async def unknown(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        return refusal(
+            error.status_code, f"{request.method} {request.url.path}: {error.detail}", headers=error.headers
+        )
+
+    app.add_exception_handler(Exception, failed)
+    app.add_exception_handler(HTTPException, unknown)
+    return app
+
+
+async def json_of(request: Request) -> Any:
+    """Return what a request's body holds. Raises RequestError for one that is no JSON, or nested deeper than it can be
+    read."""
+    try:
+        return json.loads(await request.body())
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{request.url.path}: the body is no JSON: {error}") from error
+
+
+class Guard:
+    """Token, size, time and types of a request, before anything else reads it. ``GET /health`` without a body needs no
+    token; who has none never has a body read."""
+
+    def __init__(
+        self,
+        app: Callable[..., Awaitable[None]],
+        token: str,
+        max_body_bytes: int = MAX_BODY_BYTES,
+        body_s: float = BODY_S,
+    ) -> None:
+        self.app, self.expected = app, f"Bearer {token}".encode()
+        self.max_body_bytes, self.body_s = max_body_bytes, body_s
+
+    async def __call__(self, scope: dict[str, Any], receive: Callable[..., Any], send: Callable[..., Any]) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        headers = dict(scope["headers"])
+        known = secrets.compare_digest(headers.get(b"authorization", b""), self.expected)
+        if not known and not _is_open(scope, headers):
+            return await _unread(401, "wrong or missing bearer token")(scope, receive, send)
+        too_large = f"the body is larger than {self.max_body_bytes} bytes"
+        try:
+            if int(headers.get(b"content-length", 0)) > self.max_body_bytes:
+                return await _unread(413, too_large)(scope, receive, send)
+        except ValueError:
+            return await _unread(400, "content-length is not a number")(scope, receive, send)
+        body = bytearray()  # a chunked body does not say how long it is
+        more = True
+        try:
+            async with asyncio.timeout(self.body_s):
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    body += message.get("body", b"")
+                    more = message.get("more_body", False)
+                    if len(body) > self.max_body_bytes:
+                        return await _unread(413, too_large)(scope, receive, send)
+        except TimeoutError:
+            too_slow = f"the body did not arrive within {self.body_s:g} s"
+            return await _unread(408, too_slow)(scope, receive, send)
+        try:
+            check_body(scope["path"], bytes(body))
+        except WrongType as error:
+            return await refusal(400, _printable(str(error)), _printable(error.path))(scope, receive, send)
+        await self.app(scope, _replayed(bytes(body), receive), send)
+
+
+def _printable(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _is_open(scope: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> bool:
+    """Return whether a request needs no token."""
+    has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
+    return scope["path"] == "/health" and scope["method"] in ("GET", "HEAD") and not has_body
+
+
+class EngineGuard(Guard):
+    """The guard of a vLLM server, whose endpoints for weights and workers would answer everybody. vLLM makes it
+    (``--middleware``) with the application alone, so that the token comes from the environment."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        super().__init__(app, os.environ[ENGINE_KEY], MAX_ENGINE_BODY_BYTES, ENGINE_BODY_S)
+
+
+def _replayed(body: bytes, receive: Callable[..., Any]) -> Callable[..., Any]:
+    pending: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def again() -> Any:
+        return pending.pop() if pending else await receive()
+
+    return again
+
+
+VERSION_HEADER = "x-policy-version"
+SESSION_HEADER = "x-session-id"
+_OPENAI = ("/v1/completions", "/v1/chat/completions")
+
+
+def build_app(
+    client: InferenceClient,
+    model: str,
+    token: str,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    adapters: Sequence[str] = (),
+) -> FastAPI:
+    """Build the application. Every request needs ``Authorization: Bearer <token>``, but for ``GET /health``.
+
+    Answers 401 without the token, 413 for a body above ``max_body_bytes``, 400 for a request that no engine can
+    serve, 503 when no engine serves. The header ``x-session-id`` keeps a conversation on one engine; answers carry the
+    published version in ``x-policy-version``. A request's ``model`` is ``model``, or one of ``adapters`` where there
+    are several; it must then name one.
+    """
+    app = guarded(token, max_body_bytes)
+
+    @app.get("/health")
+    async def health() -> Response:
+        serving = any(slot.version == client.pool.published for slot in client.pool.alive())
+        return JSONResponse({"engines": client.pool.describe()}, 200 if serving else 503)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        data = [_model(name) for name in (model, *adapters)]
+        return JSONResponse({"object": "list", "data": data})
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> Response:
+        return JSONResponse(_model(name)) if name in (model, *adapters) else _no_model(name, (model, *adapters))
+
+    @app.post(TOKENS)
+    async def tokens(request: Request) -> Response:
+        return await _answer(client, request, _tokens(client, model, adapters, request))
+
+    async def openai(request: Request) -> Response:
+        return await _answer(client, request, _openai(client, (model, *adapters), request))
+
+    for path in _OPENAI:
+        app.add_api_route(path, openai, methods=["POST"])
+    return app
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "policy"}
+
+
+async def _answer(client: InferenceClient, request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    try:
+        await request.body()  # what comes after it is that the client is gone
+        response = await _while_waited_for(request, work)
+    except RequestError as error:
+        response = refusal(400, str(error))
+    except EngineError as error:
+        response = refusal(503, str(error))
+    response.headers[VERSION_HEADER] = client.pool.published
+    return response
+
+
+async def _while_waited_for(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """Await an answer; end the sampling for it when its client closes the connection."""
+    answer, gone = asyncio.ensure_future(work), asyncio.ensure_future(_until_gone(request))
+    try:
+        await asyncio.wait([answer, gone], return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            return Response(status_code=499)  # nobody reads it
+        return await answer
+    finally:
+        for task in (answer, gone):
+            task.cancel()
+        await asyncio.wait([answer, gone], timeout=WITHDRAW_S)
+
+
+async def _until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _no_model(name: str, served: Sequence[str]) -> Response:
+    return refusal(404, f"no model {name!r}: there are {', '.join(served)}")
+
+
+async def _openai(client: InferenceClient, served: Sequence[str], request: Request) -> Response:
+    body = await request.body()
+    if (name := model_of(body)) and name not in served:
+        return _no_model(name, served)
+    pieces = client.openai(request.url.path, body, request.headers.get(SESSION_HEADER))
+    head = await anext(pieces)
+    assert isinstance(head, tuple)
+    status, content_type = head
+    answer = cast(AsyncIterator[bytes], pieces)
+    if content_type.startswith("text/event-stream"):
+        return StreamingResponse(answer, status, media_type=content_type)
+    return Response(b"".join([piece async for piece in answer]), status, media_type=content_type)
+
+
+async def _tokens(client: InferenceClient, model: str, adapters: Sequence[str], request: Request) -> Response:
+    """Answer as vLLM's own route of this name does, sampled tokens' log-probs included."""
+    body = await json_of(request)
+    try:
+        prompt, sampling = typed_tokens(body["token_ids"]), typed_sampling(dict(body.get("sampling_params") or {}))
+        adapter = body.get("model") if body.get("model") in adapters else ""
+    except WrongType as error:
+        raise RequestError(f"{TOKENS}: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RequestError(f"{TOKENS}: needs token_ids and sampling_params: {error!r}") from error
+    session = request.headers.get(SESSION_HEADER)
+    generation = await client.sample(prompt, sampling, session, adapter)
+    pairs = zip(generation.token_ids, generation.logprobs, strict=False)
+    spans = [{"version": version, "start": start, "end": end} for version, start, end in generation.versions]
+    choice = {
+        "index": 0,
+        "token_ids": generation.token_ids,
+        "logprobs": {"content": [{"token_id": token, "logprob": logprob} for token, logprob in pairs]},
+        "finish_reason": generation.finish_reason,
+        "weight_versions": spans,
+    }
+    return JSONResponse({"model": adapter or model, "choices": [choice]})
+
+
+ENDPOINT_PORT = "generator.inference_engine.http_endpoint_port"
+BACKLOG = 2048
+
+
+class HttpServer:
+    """An application served on the running event loop, beside whatever else runs there.
+
+    ``port`` 0 takes a free one; ``key`` is the setting that names it. Raises LaunchError when the address cannot be
+    had.
+    """
+
+    def __init__(self, app: Any, host: str, port: int, key: str = ENDPOINT_PORT) -> None:
+        self._socket = bound(host, port, key)
+        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
+        config = uvicorn.Config(
+            app,
+            http=LimitedProtocol,
+            ws="none",
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+            backlog=min(BACKLOG, connections_allowed()),  # asyncio accepts as many before it looks at one of them
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=5,
+        )
+        self._server = _Server(config)
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Serve; returns once connections are taken."""
+        self._task = asyncio.create_task(self._server.serve([self._socket]), name="http endpoint")
+        while not self._server.started:
+            if self._task.done():
+                await self._task
+                raise LaunchError(f"the endpoint on {self.url} did not start")
+            await asyncio.sleep(0.01)
+
+    async def stop(self) -> None:
+        """Take no more connections, let the open ones end, close the port."""
+        self._server.should_exit = True
+        if self._task is not None:
+            await self._task
+        self._socket.close()
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # signals are the run's, not the endpoint's
+
+
+def bound(host: str, port: int, key: str) -> socket.socket:
+    """Return a listening socket. Raises LaunchError naming ``key``, the setting or option of the port."""
+    try:
+        return socket.create_server((host, port), backlog=BACKLOG)
+    except OSError as error:
+        raise LaunchError(
+            f"{key}={port}: cannot listen on {host}: {error.strerror}; set another port, or 0 for a free one"
+        ) from error
+
+
+def endpoint_token(path: Path, key: str = "http_token_path") -> str:
+    """Return the token in a file that only its owner can read (mode 0600), made there if there is none.
+
+    Raises LaunchError naming ``key`` when the file is readable by others, empty, or cannot be made.
+    """
+    try:
+        with contextlib.suppress(FileExistsError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w") as file:
+                file.write(secrets.token_urlsafe(32) + "\n")
+        if path.stat().st_mode & 0o077:
+            raise LaunchError(f"{key}={path}: others can read it: chmod 600 {path}")
+        token = path.read_text().strip()
+    except OSError as error:
+        raise LaunchError(f"{key}={path}: {error.strerror}") from error
+    if not token:
+        raise LaunchError(f"{key}={path}: the file is empty: delete it, or write a token into it")
+    return token

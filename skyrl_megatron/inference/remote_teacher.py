@@ -1,0 +1,83 @@
+"""A teacher behind an OpenAI-compatible endpoint: its log-probs of given tokens, and its top-k tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import numpy as np
+
+from skyrl_megatron.errors import EngineError
+
+AT_ONCE = 64
+"""Requests that wait at the server."""
+TRIES = 3
+
+
+class RemoteTeacher:
+    """The engine at ``url``, asked by ``POST /v1/completions`` with ``prompt_logprobs``, as vLLM has it.
+
+    The environment's ``TEACHER_API_KEY`` is sent as bearer token. ``timeout_s``: for a request.
+    """
+
+    def __init__(self, url: str, *, timeout_s: float = 600.0) -> None:
+        self.url, self._timeout_s, self._model = url.rstrip("/"), timeout_s, ""
+        key = os.environ.get("TEACHER_API_KEY")
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+
+    async def score(self, rows: Sequence[Sequence[int]], starts: Sequence[int], k: int) -> list[np.ndarray]:
+        """Return, for each row of token ids, [tokens from its start, 1 + 2k] float32: the token's own log-prob (nats,
+        temperature 1), log-probs of the ``k`` likeliest tokens, and their ids. ``starts``: at least 1.
+
+        Raises EngineError when the server cannot be reached, or gives no log-probs of prompts.
+        """
+        limits = httpx.Limits(max_connections=AT_ONCE)
+        async with httpx.AsyncClient(headers=self._headers, timeout=self._timeout_s, limits=limits) as http:
+            if not self._model:
+                listed = await self._ask(http, "GET", "/v1/models")
+                self._model = str(listed["data"][0]["id"])
+            at_once = asyncio.Semaphore(AT_ONCE)
+
+            async def one(ids: Sequence[int], start: int) -> np.ndarray:
+                async with at_once:
+                    return await self._row(http, ids, start, k)
+
+            return list(await asyncio.gather(*(one(ids, start) for ids, start in zip(rows, starts, strict=True))))
+
+    async def _row(self, http: httpx.AsyncClient, ids: Sequence[int], start: int, k: int) -> np.ndarray:
+        body = {"model": self._model, "prompt": list(ids), "max_tokens": 1, "temperature": 0, "prompt_logprobs": k}
+        answer = await self._ask(http, "POST", "/v1/completions", body)
+        given = (answer.get("choices") or [{}])[0].get("prompt_logprobs")
+        if not given or len(given) != len(ids):
+            raise EngineError(
+                f"the teacher at {self.url} returns no log-probs of prompts: serve it with vLLM, whose completions "
+                "take prompt_logprobs, or name a folder in trainer.teacher.models"
+            )
+        out = np.zeros((len(ids) - start, 1 + 2 * k), np.float32)
+        for place, position in enumerate(range(start, len(ids))):
+            found = {int(token): float(entry["logprob"]) for token, entry in given[position].items()}
+            best = sorted(found, key=lambda token: -found[token])[:k]
+            if ids[position] not in found or len(best) < k:
+                raise EngineError(
+                    f"the teacher at {self.url} gives {len(found)} log-probs at a position, {k} and the token's "
+                    f"own are needed: start it with --max-logprobs {k} at least, and the policy's tokenizer"
+                )
+            out[place] = [found[ids[position]], *(found[token] for token in best), *best]
+        return out
+
+    async def _ask(self, http: httpx.AsyncClient, method: str, path: str, body: Any = None) -> Any:
+        problem = ""
+        for _ in range(TRIES):
+            try:
+                response = await http.request(method, self.url + path, json=body)
+                if response.status_code < 300:
+                    return response.json()
+                problem = f"{response.status_code} {response.text[:300]}"
+                if response.status_code < 500:
+                    break
+            except (httpx.HTTPError, ValueError) as error:
+                problem = repr(error)
+        raise EngineError(f"the teacher at {self.url}{path}: {problem}; see trainer.teacher.models")

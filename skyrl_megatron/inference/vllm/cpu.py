@@ -1,0 +1,395 @@
+"""What vLLM 0.32 lacks on CPU: delta nets in fp32, drafted tokens, experts with adapters, returned expert routes,
+seeds of chunked prompts, and sleep mode.
+
+What keeps them by block of the KV cache, so that cached prefixes have theirs, and hands them to the scheduler is not
+bound to a runner (vllm/distributed/aux_output_connector); the first runner is made to drive it here, step by step.
+
+On GPUs vLLM frees the pages of its own allocator and keeps the addresses (``device_allocator/cumem.py``). Here a
+storage is emptied in place and filled again, which keeps every tensor that looks into it. What oneDNN and the CPU
+kernels have packed is a copy of their own, which is dropped: a weight update packs it again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.experts.lora_context import MoELoRAContext
+from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+from vllm.platforms.cpu import CpuPlatform
+from vllm.utils.torch_utils import LayerNameType
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.sample import rejection_sampler
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from skyrl_megatron.runtime.model.delta_rule import chunk_plan, gated_delta_rule, unit
+
+_stock = gdn_attention.cpu_gdn_attention_core
+
+
+def compute_delta_nets_in_fp32() -> None:
+    """Let vLLM register an operation that takes fp32 too. To be called before a model is built."""
+    gdn_attention.cpu_gdn_attention_core = _core
+
+
+def _core(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_name: LayerNameType) -> None:
+    """Fill ``core_attn_out`` [tokens, value heads, size] from queries, keys and values [tokens, channels] before the
+    short convolution; ``b``, ``a`` [tokens, value heads]: learning rate and step."""
+    if mixed_qkv.dtype == torch.bfloat16:
+        _stock(mixed_qkv, b, a, core_attn_out, layer_name)
+        return
+    context: Any = get_forward_context()
+    layer = context.no_compile_layers[gdn_attention._resolve_layer_name(layer_name)]
+    if context.attn_metadata is None:  # a run that measures memory
+        return
+    of = context.attn_metadata[layer.prefix]
+    sequences = of.num_decodes + of.num_prefills
+    bounds = of.non_spec_query_start_loc[: sequences + 1].tolist()
+    lengths = tuple(end - start for start, end in pairwise(bounds))
+    slots = of.non_spec_state_indices_tensor[:sequences].long()
+    begins_anew = torch.zeros(sequences, dtype=torch.bool)
+    if of.num_prefills:
+        begins_anew[of.num_decodes :] = ~of.has_initial_state[of.num_decodes : sequences]
+    tokens, heads = bounds[-1], core_attn_out.shape[1]
+    before = gdn_attention._conv_buffer_view(layer)  # [slots, channels, taps − 1]
+    states = gdn_attention._ssm_state_view(layer)  # [slots, value heads, key size, value size]
+    before[slots[begins_anew]], states[slots[begins_anew]] = 0, 0
+    mixed = _convolved(mixed_qkv[:tokens], before, slots, lengths, gdn_attention._unpacked_conv_weight(layer))
+    q, k, v = (x[0] for x in layer.rearrange_mixed_qkv(F.silu(mixed)))
+    shape = (q.shape[1], heads // q.shape[1])  # key heads, value heads of each
+    step = F.softplus(a[:tokens].float() + layer.dt_bias.float())
+    kept = -layer.A_log.float().exp() * step
+    out, ends = gated_delta_rule(
+        unit(q),
+        unit(k),
+        v.unflatten(1, shape),
+        kept.unflatten(1, shape),
+        b[:tokens].sigmoid().unflatten(1, shape),
+        chunk_plan(lengths, q.device),
+        states[slots].unflatten(1, shape),
+    )
+    states[slots] = ends.flatten(1, 2).to(states.dtype)
+    core_attn_out[:tokens] = out.flatten(1, 2)
+
+
+def _convolved(x: Tensor, before: Tensor, slots: Tensor, lengths: tuple[int, ...], weight: Tensor) -> Tensor:
+    """Convolve [tokens, channels] along each sequence, behind the last tokens that its slot of ``before`` holds, which
+    are replaced by the new last ones."""
+    results = []
+    for slot, part in zip(slots.tolist(), x.split(lengths), strict=True):
+        seen = torch.cat([before[slot].to(x.dtype), part.T], dim=1)
+        results.append(F.conv1d(seen[None], weight[:, None], groups=len(weight))[0].T)
+        before[slot] = seen[:, -before.shape[-1] :]
+    return torch.cat(results)
+
+
+def widen_temperatures_on_cpu() -> None:
+    """Give each drafted token what its request asks for."""
+    rejection_sampler.expand_batch_to_tokens = widened
+
+
+def widened(values: Tensor, ends: Tensor, tokens: int, replace_from: float = 0, replace_to: float = 0) -> Tensor:
+    """Return each request's value, ``replace_to`` for ``replace_from``, once for each of its tokens: [tokens].
+    ``values``: [requests]; ``ends``: [requests], the number of tokens up to and with each one's.
+
+    >>> widened(torch.tensor([0.5, 0.0]), torch.tensor([1, 3]), 3, 0, 1)
+    tensor([0.5000, 1.0000, 1.0000])
+    """
+    counts = torch.diff(ends, prepend=ends.new_zeros(1))
+    replaced = torch.where(values == replace_from, replace_to, values)
+    return replaced.repeat_interleave(counts.long(), output_size=tokens)
+
+
+class AdaptedExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
+    """Experts one after the other, each on its tokens, with the adapters of the requests that the tokens are of.
+
+    Weights stay as they are loaded: gate and up [E, 2 · inner, H], down [E, H, inner].
+    """
+
+    @staticmethod
+    def is_supported_config(cls: Any, *arguments: Any) -> tuple[bool, str | None]:  # as vLLM has it
+        return True, None
+
+    @staticmethod
+    def _supports_activation(activation: MoEActivation) -> bool:
+        return activation is MoEActivation.SILU
+
+    def supports_expert_map(self) -> bool:
+        return True
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Pack nothing."""
+
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: MoEActivation,
+        global_num_experts: int,
+        expert_map: Tensor | None,
+        *,
+        apply_router_weight_on_input: bool,
+        **unused: Any,
+    ) -> None:
+        if activation is not MoEActivation.SILU:
+            raise NotImplementedError(f"experts with {activation} take no adapters on CPU: exclude them")
+        local = topk_ids if expert_map is None else expert_map[topk_ids.long()]
+        slots = token_slots(self._lora_context, len(hidden_states))
+        total = torch.zeros(output.shape, dtype=torch.float32)
+        for expert, tokens, choice in _by_expert(local):
+            x = hidden_states[tokens]
+            adapters = _pairs(self._lora_context, slots[tokens], expert)
+            both = x @ w1[expert].T
+            gate, up = both.chunk(2, dim=-1)
+            for rows, (gate_pair, up_pair, _) in adapters:
+                gate[rows] += low_rank(x[rows], *gate_pair)
+                up[rows] += low_rank(x[rows], *up_pair)
+            inner = F.silu(gate) * up
+            y = inner @ w2[expert].T
+            for rows, (_, _, down_pair) in adapters:
+                y[rows] += low_rank(inner[rows], *down_pair)
+            weight = 1.0 if apply_router_weight_on_input else topk_weights[tokens, choice].float().unsqueeze(1)
+            total.index_add_(0, tokens, y.float() * weight)
+        output.copy_(total)
+
+
+def low_rank(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Return x · Aᵀ · Bᵀ, [rows, out]; ``a`` [rank, in], ``b`` [out, rank]."""
+    return (x @ a.T) @ b.T
+
+
+def token_slots(context: MoELoRAContext | None, tokens: int) -> Tensor:
+    """Return the slot of each token's adapter, [tokens]; −1: none."""
+    if context is None:
+        return torch.full((tokens,), -1)
+    mapping: Tensor | None = context.local_token_lora_mapping
+    slots: Tensor = context.punica_wrapper.token_lora_indices if mapping is None else mapping
+    return slots[:tokens]
+
+
+def _by_expert(choices: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield (expert, tokens that chose it, which of their choices it is). ``choices`` [tokens, K]; −1: not here."""
+    flat = choices.flatten()
+    order = flat.argsort(stable=True)
+    experts, counts = flat[order].unique_consecutive(return_counts=True)
+    for expert, places in zip(experts.tolist(), order.split(counts.tolist()), strict=True):
+        if expert >= 0:
+            yield expert, places // choices.shape[1], places % choices.shape[1]
+
+
+def _pairs(context: MoELoRAContext | None, slots: Tensor, expert: int) -> list[tuple[Tensor, list[Any]]]:
+    """List, for each adapter among ``slots``, its rows and an expert's factors (A, B) of gate, up and down."""
+    if context is None:
+        return []
+    stacked = [
+        *zip(context.w13_lora_a_stacked, context.w13_lora_b_stacked, strict=True),
+        (context.w2_lora_a_stacked[0], context.w2_lora_b_stacked[0]),
+    ]
+    return [
+        ((slots == slot).nonzero().squeeze(1), [(a[slot, expert], b[slot, expert]) for a, b in stacked])
+        for slot in slots.unique().tolist()
+        if slot >= 0 and context.adapter_enabled[slot]
+    ]
+
+
+def choose_experts_with_bias() -> None:
+    """Let vLLM's router on CPU see a bias where experts have no groups, which are then one group."""
+    original = CPURouter.__init__
+    if getattr(original, "sees_bias", False):
+        return
+
+    def init(self: Any, *arguments: Any, **options: Any) -> None:
+        original(self, *arguments, **options)
+        plain = not self.use_grouped_topk and self.custom_routing_function is None
+        if plain and self.e_score_correction_bias is not None and self.scoring_func in ("softmax", "sigmoid"):
+            self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1
+
+    init.sees_bias = True  # type: ignore[attr-defined]
+    CPURouter.__init__ = init
+
+
+def choose_experts_with_adapters() -> None:
+    """Let vLLM choose these experts where adapters are for experts, and its own CPU kernel where they are not."""
+    original: Callable[..., Any] = unquantized_fused_moe_method.select_unquantized_moe_backend
+    if getattr(original, "knows_adapters", False):
+        return
+
+    def select(moe_config: Any) -> Any:
+        lora = get_current_vllm_config().lora_config
+        if lora is not None and lora.target_modules is not None and "experts" not in lora.target_modules:
+            moe_config.is_lora_enabled = False
+        if moe_config.is_lora_enabled:
+            return UnquantizedMoeBackend.CPU, AdaptedExperts
+        return original(moe_config)
+
+    select.knows_adapters = True  # type: ignore[attr-defined]
+    unquantized_fused_moe_method.select_unquantized_moe_backend = select
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """What the collector reads of Model Runner V2's batch."""
+
+    req_ids: list[str]
+    query_start_loc_np: np.ndarray
+    num_computed_tokens_np: np.ndarray
+
+
+def return_routes(runner: Any) -> None:
+    """Let the first model runner put the routes of each step into its outputs."""
+    connector = get_aux_output_connector(runner.model, runner.vllm_config, runner.kv_cache_config)
+    execute_model, sample_tokens = runner.execute_model, runner.sample_tokens
+    waiting: list[tuple[Any, np.ndarray]] = []
+
+    def execute_and_capture(scheduler_output: Any, *rest: Any, **options: Any) -> Any:
+        connector.begin_step(scheduler_output.aux_output_connector_metadata)
+        answer = execute_model(scheduler_output, *rest, **options)
+        if scheduler_output.total_num_scheduled_tokens:
+            count = runner.input_batch.num_reqs
+            batch = _Batch(
+                list(runner.input_batch.req_ids[:count]),
+                runner.query_start_loc.np[: count + 1].copy(),
+                runner.input_batch.num_computed_tokens_cpu[:count].copy(),
+            )
+            if (pending := connector.prepare_output(batch)) is not None:
+                waiting.append((pending, ~runner.discard_request_mask.np[:count]))
+        return answer
+
+    def sample_and_hand_over(*arguments: Any, **options: Any) -> Any:
+        answer = sample_tokens(*arguments, **options)
+        output = getattr(answer, "_model_runner_output", answer)  # wrapped where scheduling is asynchronous
+        if waiting and isinstance(output, ModelRunnerOutput):
+            pending, sampled = waiting.pop()
+            pending.enqueue_cpu_copy(sampled.astype(np.int64), np.zeros(len(sampled), np.int64))
+            output.aux_output_connector_output = pending.process_output()
+        return answer
+
+    runner.execute_model, runner.sample_tokens = execute_and_capture, sample_and_hand_over
+
+
+def allow_routes_on_cpu() -> None:
+    """Let a configuration ask for routes: vLLM refuses it without Model Runner V2. What else it refuses, the rules of
+    ``generator.inference_engine.enable_return_routed_experts`` do."""
+    VllmConfig._verify_aux_output_compatibility = lambda self: None
+
+
+def rewind_seeds_on_cpu() -> None:
+    """Put generators back to where they were before the sample of an unfinished prompt."""
+    sample, bookkeeping = CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync
+
+    def sample_and_rewind(self: Any, *arguments: Any, **options: Any) -> Any:
+        unfinished = np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0].tolist()
+        generators = [self.input_batch.generators[each] for each in unfinished if each in self.input_batch.generators]
+        states = [generator.get_state() for generator in generators]
+        output = sample(self, *arguments, **options)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        return output
+
+    def keep_generators(self: Any, *arguments: Any, **options: Any) -> Any:
+        generators, self.input_batch.generators = self.input_batch.generators, {}
+        try:
+            return bookkeeping(self, *arguments, **options)
+        finally:
+            self.input_batch.generators = generators
+
+    CPUModelRunner._sample, CPUModelRunner._bookkeeping_sync = sample_and_rewind, keep_generators
+
+
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+"""vLLM's tags of what sleeps and wakes."""
+
+
+def sleep_on_cpu() -> None:
+    """Let engines on CPU sleep and wake as those on GPUs do."""
+    CpuPlatform.is_sleep_mode_available = lambda self: True
+    CPUWorker.sleep, CPUWorker.wake_up = _sleep, _wake_up
+
+
+def _sleep(worker: Any, level: int = 1) -> None:
+    """Free the KV cache, and on level 2 the weights; buffers stay, as no update brings them. Level 1 keeps weights
+    where vLLM moves them on GPUs: in host memory."""
+    asleep: dict[str, list[tuple[torch.UntypedStorage, int]]] = worker.__dict__.setdefault("skyrl_asleep", {})
+    parts = {KV_CACHE: _tensors(worker.model_runner.kv_caches)}
+    if level > 1:
+        model: nn.Module = worker.model_runner.model
+        parts[WEIGHTS] = _weights(model, worker.model_config.sleep_preserve_parameter_names)
+        for module in model.modules():
+            if hasattr(module, "cpu_linear"):
+                module.cpu_linear = _asleep  # type: ignore[assignment]
+    for part, tensors in parts.items():
+        if part not in asleep:
+            asleep[part] = [(storage, storage.nbytes()) for storage in _storages(tensors)]
+            for storage, _ in asleep[part]:
+                storage.resize_(0)
+    _give_back()
+
+
+def _wake_up(worker: Any, tags: Sequence[str] | None = None) -> None:
+    """Take the memory back: the KV cache as zeros, weights as the next update makes them."""
+    asleep = worker.__dict__.get("skyrl_asleep", {})
+    for part in tags or list(asleep):
+        for storage, nbytes in asleep.pop(part, ()):
+            storage.resize_(nbytes)
+            if part == KV_CACHE:
+                torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
+
+
+def _asleep(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    raise RuntimeError("the engine's weights sleep: a weight update wakes them")
+
+
+def _weights(model: nn.Module, kept: Sequence[str]) -> Iterator[Tensor]:
+    """Yield the parameters, but for those whose names match a pattern of ``sleep_preserve_parameter_names``."""
+    for name, parameter in model.named_parameters():
+        if not any(fnmatch(name, pattern) for pattern in kept):
+            yield parameter
+
+
+def _tensors(nested: Any) -> Iterator[Tensor]:
+    """Yield the tensors in lists of lists: some caches are several tensors."""
+    if isinstance(nested, Tensor):
+        yield nested
+    else:
+        for each in nested:
+            yield from _tensors(each)
+
+
+def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
+    """Yield the storages behind tensors, each once, that can be emptied."""
+    seen = set()
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen and storage.nbytes() and storage.resizable():
+            seen.add(storage._cdata)
+            yield storage
+
+
+def _give_back() -> None:
+    """Let tcmalloc, or the C library, return free pages to the system: each keeps them for the next allocation."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "MallocExtension_ReleaseFreeMemory"):  # tcmalloc is preloaded
+        library.MallocExtension_ReleaseFreeMemory()
+    library.malloc_trim(0)

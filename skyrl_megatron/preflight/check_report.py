@@ -1,0 +1,156 @@
+"""``--check``: what a configuration comes to. Starts neither Ray nor CUDA.
+
+Reads ``config.json`` of the models and nothing else of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from bridges.plan import Plan
+from skyrl_megatron.config import SkyRLTrainConfig, get_config_as_yaml_str
+from skyrl_megatron.config.hardware import Hardware
+from skyrl_megatron.config.hf_model import kv_bytes_per_token
+from skyrl_megatron.config.roles import active_roles, engine_ranks, is_frozen, rank_position, role_layout, weight_path
+from skyrl_megatron.config.rules.layout import ParallelConfig, stage_layers
+from skyrl_megatron.config.rules.placement_rules import gpus_asked
+from skyrl_megatron.config.rules.training_rules import longest_sequence
+from skyrl_megatron.preflight.memory_budget import Budget, gigabytes, lines, parameter_tables
+from skyrl_megatron.preflight.memory_parameters import ParameterTable
+from skyrl_megatron.preflight.memory_phases import RoleModel
+
+
+def report(cfg: SkyRLTrainConfig, hardware: Hardware) -> Iterator[str]:
+    """Yield the report on a resolved configuration line by line. Raises ConfigError for an unsupported model."""
+    yield "# resolved configuration"
+    yield get_config_as_yaml_str(cfg)
+    yield "# machine"
+    yield f"{hardware}"
+    asked = gpus_asked(cfg)
+    unit = "rank processes" if hardware.is_cpu else "GPUs"
+    yield f"the run takes {sum(asked.values())} {unit}: " + ", ".join(f"{who} {n}" for who, n in asked.items())
+    yield ""
+    tables = parameter_tables(cfg)
+    for role in active_roles(cfg):
+        yield from _role(cfg, role, tables.get(role), hardware)
+    yield from _engines(cfg, tables["policy"].plan if "policy" in tables else None)
+    if not hardware.is_cpu and set(tables) == set(active_roles(cfg)):
+        yield "# memory: the fullest GPU of each phase, and a node"
+        yield from lines(Budget.of(cfg, tables, hardware))
+        yield ""
+    yield from _batch(cfg)
+
+
+def _role(cfg: SkyRLTrainConfig, role: str, table: ParameterTable | None, hardware: Hardware) -> Iterator[str]:
+    """Yield model, layout and memory of one role."""
+    section, parallel = getattr(cfg.trainer, role), role_layout(cfg, role)
+    yield f"# {role}: {section.model.path}"
+    yield f"layout: {_degrees(parallel)}"
+    if table is None:
+        yield "config.json is not in the cache of the hub: layers, parameters and bytes are not known"
+        yield ""
+        return
+    plan = table.plan
+    moe, experts = plan.shape.moe, plan.shape.dims.get("E", 0)
+    kind = f"{sum(moe)} of {len(moe)} layers with {experts} experts" if experts else f"{len(moe)} layers"
+    total, top_k = table.total(), int(plan.hf_config.get("num_experts_per_tok") or experts)
+    active = f", {table.active(top_k):,} active per token" if experts else ""
+    yield f"model: {plan.family.model_type}, {total:,} parameters{active}, {kind}"
+    yield from _topology(parallel, len(moe), experts)
+    yield from _memory(RoleModel.of(cfg, role, table, on_cpu=hardware.is_cpu))
+    yield ""
+
+
+def _degrees(p: ParallelConfig) -> str:
+    return (
+        f"{p.world_size} ranks = tp {p.tp} · pp {p.pp} · cp {p.cp} · dp {p.dp}; "
+        f"experts etp {p.etp} · ep {p.ep} · edp {p.edp}" + (f"; vpp {p.vpp}" if p.vpp > 1 else "")
+    )
+
+
+def _topology(parallel: ParallelConfig, num_layers: int, experts: int) -> Iterator[str]:
+    """Yield one line for all ranks that hold the same layers and experts."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for rank in range(parallel.world_size):
+        position = rank_position(parallel, rank)
+        groups.setdefault((position.pp, position.ep if experts else 0), []).append(rank)
+    share = experts // parallel.ep
+    for (stage, ep), ranks in groups.items():
+        chunks = [stage_layers(parallel, num_layers, stage, chunk) for chunk in range(parallel.vpp)]
+        holds = "layers " + ", ".join(_range(layers[0], layers[-1]) for layers in chunks)
+        if experts:
+            holds += f", experts {_range(ep * share, (ep + 1) * share - 1)}"
+        yield f"  {'ranks' if len(ranks) > 1 else 'rank'} {_ranges(ranks)}: stage {stage}, {holds}"
+
+
+def _range(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Write ``[0, 1, 2, 4]`` as ``0-2, 4``."""
+    runs = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
+    spans = [[number for _, number in run] for _, run in runs]
+    return ", ".join(_range(span[0], span[-1]) for span in spans)
+
+
+def _memory(model: RoleModel) -> Iterator[str]:
+    yield "  per rank:     parameters     weights   gradients   optimizer     buffers       total"
+    for stage in range(model.parallel.pp):
+        size = model.state(stage)
+        columns = (size.weights, size.gradients, size.optimizer, size.buffers, size.device)
+        row = "".join(f" {gigabytes(value):>11}" for value in columns)
+        yield f"  stage {stage:<3} {model.parameters(stage).parameters:>15,}{row}"
+        if size.host_optimizer:
+            yield f"            and {gigabytes(size.host_optimizer)} of optimizer state in host memory"
+    if model.settings.model.lora.rank:
+        yield "  weights are frozen: gradients and optimizer state of the LoRA adapter come on top"
+
+
+def _engines(cfg: SkyRLTrainConfig, plan: Plan | None) -> Iterator[str]:
+    engine = cfg.generator.inference_engine
+    yield "# engines"
+    if not engine.run_engines_locally:
+        yield "started elsewhere"
+    else:
+        yield (
+            f"{engine.num_engines} · {engine_ranks(cfg)} ranks (tp {engine.tensor_parallel_size} · pp "
+            f"{engine.pipeline_parallel_size} · dp {engine.data_parallel_size}, ep {engine.expert_parallel_size})"
+        )
+    if plan is not None:
+        hf = plan.family.config(plan.hf_config).to_dict()  # with transformers' defaults filled in
+        tp, pp, longest = engine.tensor_parallel_size, engine.pipeline_parallel_size, longest_sequence(cfg)
+        token = kv_bytes_per_token(hf, engine.model_dtype, tp=tp, pp=pp)
+        full = token * longest * engine.max_num_seqs
+        yield (
+            f"KV cache: {gigabytes(token)} per token and rank; {gigabytes(token * longest)} for a sequence of "
+            f"{longest} tokens, {gigabytes(full)} for max_num_seqs={engine.max_num_seqs} of them"
+        )
+    # a plugin's engine records no routes; whether vLLM's can be recorded for the model shows at the first sync
+    routed = engine.weight_sync_routes and engine.backend == "vllm"
+    yield f"weights travel: {weight_path(cfg, routed=routed)}"
+    yield ""
+
+
+def _batch(cfg: SkyRLTrainConfig) -> Iterator[str]:
+    trainer, n = cfg.trainer, cfg.generator.n_samples_per_prompt
+    train = trainer.train_batch_size
+    yield "# one step"
+    yield f"{train} prompts · {n} samples = {train * n} sequences of at most {longest_sequence(cfg)} tokens"
+    for role in active_roles(cfg):
+        if is_frozen(role):
+            continue
+        mini, dp = getattr(trainer, f"{role}_mini_batch_size"), role_layout(cfg, role).dp
+        steps = train // mini * trainer.update_epochs_per_batch
+        share = mini * n // dp
+        if trainer.max_tokens_per_microbatch > 0:
+            cut = f"micro-batches of at most {trainer.max_tokens_per_microbatch} tokens"
+        else:
+            micro = trainer.micro_train_batch_size_per_gpu
+            cut = f"{math.ceil(share / micro)} micro-batches of {micro}"
+        yield (
+            f"{role}: {steps} optimizer steps ({train}/{mini} · {trainer.update_epochs_per_batch} epochs), each on "
+            f"{mini * n} sequences = dp {dp} · {share}, in {cut}"
+        )

@@ -1,0 +1,348 @@
+"""Check data sets, tokenizers and chat templates: open them as the run does, measure prompts, try environments."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bridges.errors import BridgeError
+from bridges.files import read_json
+from skyrl_megatron.config.derive import is_data_file
+from skyrl_megatron.config.roles import active_roles
+from skyrl_megatron.errors import DataError, ModelLoadError, Problem, SkyRLMegatronWarning
+from skyrl_megatron.hub import cached_folder
+from skyrl_megatron.preflight.option_checks import NotChecked, PlannedRun
+
+if TYPE_CHECKING:
+    from skyrl_megatron.data.row_files import Rows
+    from skyrl_megatron.rollout.templates import ChatFormat
+
+
+_QUESTION, _ANSWER = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
+_MODEL, _TEMPLATE = "trainer.policy.model.path", "generator.chat_template.name_or_path"
+
+
+def chat_format(run: PlannedRun) -> tuple[ChatFormat | None, Sequence[Problem | NotChecked]]:
+    """Return what turns conversations into tokens, None where it is not to be had, and what was found."""
+    from skyrl_megatron.rollout.templates import ChatFormat, load_template
+
+    trainer, generator = run.cfg.trainer, run.cfg.generator
+    problems, template, tokenizer = [], None, None
+    if generator.chat_template.source == "file" and not generator.chat_template.name_or_path:
+        problems.append(Problem(_TEMPLATE, None, "source=file needs the path of a Jinja file"))
+    try:
+        template = load_template(generator.chat_template)
+    except DataError as error:
+        problems.append(Problem(_TEMPLATE, generator.chat_template.name_or_path, _without_key(error)))
+    path = trainer.policy.model.path
+    folder = cached_folder(run.cfg, weights=False) if path else None
+    if folder is not None and (folder / "config.json").is_file():
+        from skyrl_megatron.data.tokenizer import has_tokenizer, load_tokenizer
+
+        if run.awaits_files(folder) and not has_tokenizer(folder):
+            why = "no tokenizer there yet: the chat template, and how many prompts are short enough"
+            return None, [*problems, NotChecked(f"{_MODEL}={path}", why)]
+        try:
+            tokenizer = load_tokenizer(folder, trust_remote_code=trainer.trust_remote_code)
+        except ModelLoadError as error:
+            problems.append(Problem(_MODEL, path, str(error)))
+    if tokenizer is None or problems:
+        return None, problems
+    try:
+        chat = ChatFormat(tokenizer, template, generator.chat_template_kwargs)
+        chat.prompt([_QUESTION])
+        if generator.max_turns > 1:
+            chat.after_answer([_QUESTION])
+            chat.prompt([_QUESTION, _ANSWER, _QUESTION])
+    except DataError as error:
+        key, value = (_MODEL, path) if template is None else (_TEMPLATE, generator.chat_template.name_or_path)
+        return None, [Problem(key, value, str(error))]
+    _warn_of_unused(template or str(tokenizer.chat_template), generator.chat_template_kwargs, tokenizer)
+    return chat, []
+
+
+def _without_key(error: DataError) -> str:
+    return str(error).partition(": ")[2] or str(error)
+
+
+def _warn_of_unused(template: str, arguments: Mapping[str, Any], tokenizer: Any) -> None:
+    """Warn of arguments that neither the template nor ``apply_chat_template`` takes: they change nothing."""
+    if not arguments:
+        return
+    from jinja2 import Environment, meta
+
+    used = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template))
+    used |= set(inspect.signature(tokenizer.apply_chat_template).parameters)
+    for name in set(arguments) - used:
+        warnings.warn(
+            f"generator.chat_template_kwargs.{name}={arguments[name]}: the chat template does not use it",
+            SkyRLMegatronWarning,
+            stacklevel=2,
+        )
+
+
+def vocabularies(run: PlannedRun) -> Iterator[Problem | NotChecked]:
+    """Yield models with another tokenizer, or fewer embeddings, than the policy's. Folders without a tokenizer are
+    compared by the number of embeddings alone."""
+    trainer = run.cfg.trainer
+    policy = cached_folder(run.cfg, weights=False)
+    if policy is None:
+        return
+    for role in active_roles(run.cfg):
+        path = getattr(trainer, role).model.path
+        folder = cached_folder(run.cfg, role, weights=False) if path != trainer.policy.model.path else None
+        if folder is not None and (difference := _difference(policy, folder)):
+            yield Problem(
+                f"trainer.{role}.model.path", path, f"{difference}: it would read the policy's tokens as others"
+            )
+
+
+def _difference(policy: Path, other: Path) -> str | None:
+    """Say how two folders differ in what token ids mean; None where they agree or cannot be compared."""
+    ours, theirs = _tokens(policy), _tokens(other)
+    if ours and theirs and ours != theirs:
+        token = next(token for token in [*ours, *theirs] if ours.get(token) != theirs.get(token))
+        named = [tokens.get(token, "no token") for tokens in (ours, theirs)]
+        return f"its tokenizer is not the policy's ({token!r} is {named[1]} here, {named[0]} there)"
+    sizes = _embeddings(policy), _embeddings(other)
+    if None in sizes or sizes[0] == sizes[1] or (ours and theirs and max(ours.values()) < int(sizes[1] or 0)):
+        return None
+    return f"its vocabulary has {sizes[1]} entries, the policy's {sizes[0]}; take a model with the same"
+
+
+def _tokens(folder: Path) -> dict[str, int]:
+    """Return token → id of ``tokenizer.json``; {} where there is none, or one of another kind."""
+    try:
+        described: dict[str, Any] = read_json(folder / "tokenizer.json")
+        vocabulary = described["model"]["vocab"]
+        if isinstance(vocabulary, list):  # Unigram: [token, score] by id
+            vocabulary = {token: number for number, (token, _) in enumerate(vocabulary)}
+        return {**vocabulary, **{added["content"]: added["id"] for added in described.get("added_tokens", ())}}
+    except (BridgeError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _embeddings(folder: Path) -> int | None:
+    try:
+        return int(read_json(folder / "config.json")["vocab_size"])
+    except (BridgeError, ValueError, KeyError, TypeError):
+        return None
+
+
+_ENV = "environment.env_class"
+OURS = "skyrl_megatron.envs."
+
+
+def data(run: PlannedRun) -> Iterator[Problem | NotChecked]:
+    """Yield what is wrong with tokenizer, chat template, data sets, and the environments that rows are given to."""
+    chat, problems = chat_format(run)
+    yield from problems
+    named: set[str | None] = set()
+    with _quiet():
+        for key, names, needed in _sources(run):
+            if not names:
+                yield Problem(key, [], "name at least one data set")
+            opened = [(name, *_open(run, key, name)) for name in names]
+            for _, _, found in opened:
+                yield from found
+            rows = {name: rows for name, rows, _ in opened if rows is not None}
+            wrong = [problem for name, dataset in rows.items() for problem in _rows(run, key, name, dataset, named)]
+            yield from wrong
+            if not names or len(rows) < len(names):
+                continue
+            if chat is not None and not wrong:
+                yield from _lengths(run, key, names, chat, needed)
+            elif (count := sum(map(len, rows.values()))) < needed and key == "data.train_data":
+                yield _too_few(needed, f"{count} prompts")
+    yield from _environments(run, named)
+
+
+def _sources(run: PlannedRun) -> Iterator[tuple[str, list[str], int]]:
+    """Yield (key, data sets, prompts needed of them)."""
+    cfg = run.cfg
+    if run.training:
+        yield "data.train_data", cfg.data.train_data, cfg.trainer.train_batch_size
+    if cfg.data.val_data and (not run.training or cfg.trainer.eval_before_train or cfg.trainer.eval_interval > 0):
+        yield "data.val_data", cfg.data.val_data, 1
+
+
+def _open(run: PlannedRun, key: str, name: str) -> tuple[Rows | None, list[Problem | NotChecked]]:
+    """Open a file as the run does."""
+    from skyrl_megatron.data.row_files import READERS, load_source
+
+    path = Path(name)
+    if path.suffix.lower() not in READERS and not os.path.isfile(path) and not is_data_file(name):
+        return None, [NotChecked(f"{key}={name}", "opened by the run")]
+    if not os.path.isfile(path):
+        if os.path.isdir(path):
+            return None, [NotChecked(f"{key}={name}", "a folder is opened by the run")]
+        if run.scripted and not run.cfg.data.is_set(key.rpartition(".")[2]):
+            return None, [NotChecked(f"{key}={name}", "not there; the script may bring its own data sets")]
+        hint = "; write it with python -m skyrl_megatron.data.prepare gsm8k" if "gsm8k" in name else ""
+        return None, [Problem(key, name, f"no such file{hint}")]
+    if path.suffix.lower() not in READERS:
+        return None, [Problem(key, name, f"cannot be read: give a file of the kind {', '.join(READERS)}")]
+    try:
+        return load_source(name), []
+    except DataError as error:
+        return None, [Problem(key, name, _about(name, error))]
+
+
+def _rows(run: PlannedRun, key: str, name: str, rows: Rows, named: set[str | None]) -> Iterator[Problem | NotChecked]:
+    """Check the columns and every row; add the environments that rows name to ``named``."""
+    from skyrl_megatron.config.roles import ADAPTER_KEY
+    from skyrl_megatron.config.roles import ADAPTERS_KEY as ADAPTERS
+    from skyrl_megatron.data.prompts import (
+        REWARD_SPEC,
+        TEACHER_KEY,
+        TEACHERS,
+        require_known,
+        require_prompts,
+        row_problem,
+    )
+
+    adapters = tuple(run.cfg.trainer.policy.model.lora.adapters)
+    default = run.cfg.environment.env_class
+    ours: dict[str, bool | None] = {}
+    without_answers: Counter[str] = Counter()
+    try:
+        require_prompts(rows, name)
+        require_known(rows, name, ADAPTER_KEY, adapters, ADAPTERS, needed=len(adapters) > 1)
+        require_known(rows, name, TEACHER_KEY, tuple(run.cfg.trainer.teacher.models), TEACHERS)
+        for number, row in enumerate(rows):
+            if fault := row_problem(row):
+                raise DataError(f"{rows.place(number)}: {fault}")
+            env_class = row.get("env_class") or default
+            if env_class not in ours:
+                ours[env_class] = _is_ours(env_class)
+            if ours[env_class] and (problem := _unfit_for_environment(run, key, name, number, row)):
+                yield problem
+                return
+            named.add(row.get("env_class"))
+            without_answers[env_class] += not row.get(REWARD_SPEC)
+    except DataError as error:
+        yield Problem(key, name, _about(name, error))
+        return
+    warn_of_missing_answers(name, without_answers, len(rows))
+
+
+def warn_of_missing_answers(name: str, counts: Mapping[str, int], rows: int) -> None:
+    """Warn of rows without ``reward_spec`` for a user's own environments; ours refuse rows that lack what they need.
+
+    ``counts``: such rows of each environment.
+    """
+    for env_class, count in counts.items():
+        if count and _is_ours(env_class) is False:
+            warnings.warn(
+                f"{name}: {count} of {rows} rows have no reward_spec, and environment {env_class} gets none for them: "
+                "its reward cannot depend on an answer of the row",
+                SkyRLMegatronWarning,
+                stacklevel=1,
+            )
+
+
+def _is_ours(env_class: str) -> bool | None:
+    """Return whether an environment comes with the package; None for one that is unknown, which is reported for all
+    rows together."""
+    from skyrl_megatron.envs import base as registry
+
+    try:
+        return str(getattr(registry.spec(env_class).load(), "__module__", "")).startswith(OURS)
+    except DataError:
+        return None
+
+
+def _unfit_for_environment(run: PlannedRun, key: str, name: str, number: int, row: dict[str, Any]) -> Problem | None:
+    """Give a row to its environment, which is one of ours: a user's own may start something when it is made."""
+    from skyrl_megatron.envs import base as registry
+
+    env_class = row.get("env_class") or run.cfg.environment.env_class
+    extras = {column: value for column, value in row.items() if column not in ("prompt", "env_class")}
+    settings = registry.config_of(env_class, run.cfg.environment.skyrl_gym)
+    try:
+        registry.make(env_class, settings, {**extras, "max_turns": run.cfg.generator.max_turns}).close()
+    except Exception as error:  # as an episode does: whatever an environment raises is about its row
+        fix = f"row {number}: environment {env_class}: {error}"
+        return Problem(key, name, f"{fix}; add what it needs to the rows, or choose another {_ENV}")
+    return None
+
+
+def _lengths(run: PlannedRun, key: str, names: Sequence[str], chat: ChatFormat, needed: int) -> Iterator[Problem]:
+    """Measure prompts until as many are short enough as a step needs."""
+    from skyrl_megatron.data.prompts import PromptDataset
+
+    limit = run.cfg.trainer.max_prompt_length
+    try:
+        dataset = PromptDataset(
+            names, chat.tokenizer, limit, template=chat.template, template_kwargs=chat.kwargs, enough=needed
+        )
+    except DataError as error:
+        text = str(error)
+        too_long = text.startswith(", ".join(names)) and "max_prompt_length" in text
+        yield Problem("trainer.max_prompt_length", limit, text) if too_long else Problem(key, names, text)
+        return
+    if len(dataset) < needed:
+        left_out = f" ({dataset.num_filtered} longer ones are left out)" if dataset.num_filtered else ""
+        yield _too_few(needed, f"{len(dataset)} prompts{left_out}")
+
+
+def _too_few(needed: int, prompts: str) -> Problem:
+    return Problem("trainer.train_batch_size", needed, f"{prompts} do not fill one batch: lower it, or give more data")
+
+
+def _environments(run: PlannedRun, named: set[str | None]) -> Iterator[Problem | NotChecked]:
+    """Check the environments that rows name, and whether ``environment.env_class`` is that of any row."""
+    from skyrl_megatron.envs import base as registry
+
+    default = run.cfg.environment.env_class
+    chosen = run.cfg.environment.is_set("env_class")
+    known = set(registry.registered())
+    for env_class in sorted({each or default for each in named} | ({default} if chosen else set())):
+        key = _ENV if env_class == default else "data: env_class"
+        try:
+            registry.require([env_class])
+        except DataError as error:
+            if run.scripted and env_class not in known:
+                yield NotChecked(f"{key}={env_class}", "not registered yet; the script may do so")
+                continue
+            near = difflib.get_close_matches(env_class, known, n=1)
+            yield Problem(key, env_class, f"{error}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        else:
+            spec = registry.spec(env_class).load()
+            if not getattr(spec, "__module__", "").startswith(OURS):
+                yield NotChecked(f"environment {env_class}", "whether it takes the rows shows when it is made")
+    if chosen and default in known and named and None not in named and default not in named:
+        others = ", ".join(sorted(filter(None, named)))
+        message = f"{_ENV}={default} has no effect: every row names its own environment ({others})"
+        warnings.warn(message, SkyRLMegatronWarning, stacklevel=2)
+
+
+def _about(name: str, error: DataError) -> str:
+    """Return the message without the file's name, which the problem begins with."""
+    return str(error).removeprefix(name).lstrip(":, ")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the reader's own account of a failure from the terminal, and its progress where nobody watches."""
+    import datasets
+
+    verbosity = datasets.logging.get_verbosity()
+    hides_progress = not sys.stderr.isatty() and not datasets.are_progress_bars_disabled()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    if hides_progress:
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(verbosity)
+        if hides_progress:
+            datasets.enable_progress_bars()

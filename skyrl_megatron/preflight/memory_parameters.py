@@ -1,0 +1,484 @@
+"""Memory of parameters, gradients, optimizer states and adapters on each rank, from the model's table and the layout.
+
+No model is built.
+
+The table (``bridges/``) names every Megatron parameter with its global shape and split, so that the counts are those
+of the built model exactly.
+
+Read off megatron/core 0.19: gradient buffers (distributed/param_and_grad_buffer.py), the distributed optimizer, which
+shards its state over the ranks that sum a gradient (optimizer/distrib_optimizer.py), the precision-aware one, whose
+state is Transformer Engine's, and the one that updates a part on the host (optimizer/cpu_offloading).
+
+Sizes are those of ``runtime/lora/attach.py``: A [rank, in] and B [out, rank] beside each selected map, split
+as the map.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from bridges.plan import Plan
+from bridges.quantisation import Quantisation
+from bridges.rules import Entry, local_shape, padded_rows
+from skyrl_megatron.config.rules.layout import ParallelConfig, stage_layers
+from skyrl_megatron.config.schema.algorithm import OPTIMIZER_DTYPES
+from skyrl_megatron.inference.vllm.adapter_versions import adapter_slots
+from skyrl_megatron.runtime.lora.targets import configured_selection, expert_rank
+from skyrl_megatron.weight_sync.adapter_tensors import Pairs
+
+if TYPE_CHECKING:
+    from skyrl_megatron.config import MegatronConfig, SkyRLTrainConfig
+
+
+@dataclass(frozen=True, slots=True)
+class StageParameters:
+    """Numbers of elements that each rank of one pipeline stage holds."""
+
+    dense: int
+    """Parameters whose gradients are summed over dp·cp: all but the experts."""
+    expert: int
+    """Parameters of this rank's experts, whose gradients are summed over edp."""
+    buffers: int
+    """Elements of fp32 buffers (router biases)."""
+    router: int = 0
+    """Those of ``dense`` that ``freeze_moe_router`` freezes."""
+    pinned_rounding: float = 1.0
+    """Memory of a copy whose parameters are each rounded up to a power of two, over that of the parameters."""
+    scaled: int = 0
+    """Those that are kept in the 8 bits of their checkpoint, where nothing of the model learns."""
+    scales: int = 0
+    """The fp32 scales of those."""
+    made: int = 0
+    """Most elements of those that a linear map, or all experts of a layer, make of it to compute."""
+    indexer: int = 0
+    """Those of ``dense`` that choose keys, which are frozen unless ``dsa_indexer_loss_coeff`` trains them."""
+
+    @property
+    def parameters(self) -> int:
+        """All parameters of a rank."""
+        return self.dense + self.expert
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A tensor that is alike in several layers, or in all experts of a layer."""
+
+    entry: Entry
+    layers: frozenset[int]
+    """Empty for tensors outside the layers."""
+
+    @property
+    def is_embedding(self) -> bool:
+        return self.entry.name.startswith("embedding.")
+
+    @property
+    def is_head(self) -> bool:
+        return self.entry.name.startswith("output_layer.")
+
+
+class ParameterTable:
+    """The distinct tensors of a model, each with the layers that have it: counts in any layout take microseconds."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.experts = plan, plan.shape.dims.get("E", 0)
+        self.quantisation = Quantisation.of(plan.hf_config, "config.json")
+        found: dict[tuple[int, str], tuple[Entry, set[int]]] = {}
+        for entry in plan.entries:
+            key = (id(entry.bound), entry.name if entry.layer is None else "")
+            layers = found.setdefault(key, (entry, set()))[1]
+            if entry.layer is not None:
+                layers.add(entry.layer)
+        self._rows = [_Row(entry, frozenset(layers)) for entry, layers in found.values()]
+        self.hf_config: dict[str, Any] = plan.family.config(plan.hf_config).to_dict()
+        """config.json with transformers' defaults filled in."""
+        self.top_k = int(self.hf_config.get("num_experts_per_tok") or 0)
+        """Experts that a token visits."""
+        self.of_layers = {row.entry.name.partition("layers.")[2].partition(".")[2]: row.entry for row in self._rows}
+        """Name within a layer → a tensor of that name."""
+        self.adapters: Sequence[AdapterTable] = ()
+        """Adapters that the policy's model gets."""
+
+    @property
+    def layers(self) -> int:
+        """Layers of the model."""
+        return len(self.plan.shape.moe)
+
+    def total(self) -> int:
+        """Count the parameters of the whole model, vocabulary not padded, tied embeddings once."""
+        return self._count(self.experts)
+
+    def active(self, top_k: int) -> int:
+        """Count the parameters that take part in one token: of the routed experts, ``top_k`` of each layer."""
+        return self._count(top_k)
+
+    def _count(self, experts: int) -> int:
+        return sum(
+            math.prod(row.entry.shape) * (len(row.layers) or 1) * (experts if row.entry.is_expert else 1)
+            for row in self._rows
+            if not row.entry.is_buffer
+        )
+
+    def stage(
+        self, parallel: ParallelConfig, stage: int, *, value_head: bool = False, te: bool = False, frozen: bool = False
+    ) -> StageParameters:
+        """Count the parameters on each rank of pipeline stage ``stage`` (all its chunks; each rank holds as many).
+
+        ``value_head``: a critic, whose last stage has a row of hidden size instead of the output layer. ``te``: layers
+        of Transformer Engine, which keep MLA's down projections whole on every rank. ``frozen``: a base of adapters.
+        """
+        layers = {
+            layer for chunk in range(parallel.vpp) for layer in stage_layers(parallel, self.layers, stage, chunk)
+        }
+        first, last = stage == 0, stage == parallel.pp - 1
+        if last and self.plan.draft_layer is not None:
+            layers.add(self.plan.draft_layer)
+        dense = expert = buffers = router = rounded = scaled = scales = made = indexer = 0
+        for row in self._rows:
+            entry = row.entry
+            if row.layers:
+                times = len(row.layers & layers)
+            else:
+                times = int(first if row.is_embedding else last and not (value_head and row.is_head))
+            if entry.is_expert:
+                times, over = times * self.experts // parallel.ep, parallel.etp
+                size = _local_size(entry, over)
+                expert += times * size
+                rounded += times * _power_of_two(size)
+            elif entry.is_buffer:
+                buffers += times * _local_size(entry, parallel.tp)
+            else:
+                over = 1 if te and entry.split.whole_under_te else parallel.tp
+                size = _local_size(entry, over)
+                dense += times * size
+                rounded += times * _power_of_two(size)
+                router += times * size if ".router." in entry.name else 0
+                indexer += times * size if ".indexer." in entry.name else 0
+            if frozen and (own := self._scales(entry, parallel.etp if entry.is_expert else parallel.tp)):
+                scaled, scales = scaled + times * size, scales + times * own
+                at_once = self.experts // parallel.ep if entry.is_expert else 1
+                made = max(made, size * at_once if times else 0)
+        dims = self.plan.shape.dims
+        if last and value_head:
+            dense += dims["H"]
+        elif last and not first and "untied" not in self.plan.shape.flags:  # the last stage's copy of the embedding
+            dense += padded_rows(dims["V"], parallel.tp) // parallel.tp * dims["H"]
+        return StageParameters(
+            dense, expert, buffers, router, max(1.0, rounded / (dense + expert)), scaled, scales, made, indexer
+        )
+
+    def _scales(self, entry: Entry, over: int) -> int:
+        """Count the scales of a weight on the rank, ``over`` ranks sharing it, that has the most; 0 where it is not
+        kept in 8 bits."""
+        pieces = [(piece.name, piece.shape) for piece in entry.hf]
+        if self.quantisation is None or not entry.can_be_scaled:
+            return 0
+        widths = {block and block[1] for block in (self.quantisation.block(*piece) for piece in pieces)}
+        if len(widths) > 1 or (width := widths.pop()) is None:
+            return 0
+        rows, columns = local_shape(entry, over)
+        starts = [rank * columns % width for rank in range(over if entry.split.dim == 1 else 1)]
+        return rows * max(-(-(start + columns) // width) for start in starts)
+
+    def experts_of_a_layer(self) -> int:
+        """Count the parameters of all routed experts of one layer; 0 without experts."""
+        return sum(math.prod(row.entry.shape) for row in self._rows if row.entry.is_expert) * self.experts
+
+    def engine_rank(self, tp: int, pp: int, ep: int) -> int:
+        """Count the parameters on the fullest rank of an engine with these degrees.
+
+        vLLM splits what Megatron splits over tp, its experts over ``ep`` ranks where that is more than one, and deals
+        out layers evenly; key-value heads are repeated where there are fewer of them than ranks.
+        """
+        share, dims = -(-self.layers // pp), self.plan.shape.dims
+        inner = outer = 0.0
+        for row in self._rows:
+            entry = row.entry
+            if entry.is_buffer:
+                continue
+            size = float(math.prod(entry.shape))
+            if entry.is_expert:
+                size *= self.experts / (ep if ep > 1 else tp)
+            elif entry.split.dim is not None and not entry.split.whole_under_te:
+                size /= tp
+                if entry.name.endswith("linear_qkv.weight") and tp > dims["G"]:
+                    size += 2 * dims["K"] * dims["H"] * (1 / dims["G"] - 1 / tp)
+            if row.layers:
+                inner += size * len(row.layers) / self.layers
+            else:
+                outer += size
+        return round(inner * share + (outer if pp == 1 else outer / 2))
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+def _local_size(entry: Entry, size: int) -> int:
+    return math.prod(local_shape(entry, size))
+
+
+_FP32 = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RankBytes:
+    """Bytes that each rank of one pipeline stage holds for one role."""
+
+    weights: int
+    gradients: int = 0
+    optimizer: int = 0
+    """Master weights and moments in device memory."""
+    buffers: int = 0
+    """fp32 buffers of the model: router biases."""
+    step: int = 0
+    """Beside all that while the optimizer steps: fp32 copies of gradients that are not fp32."""
+    unscaled: int = 0
+    """On the host while a checkpoint is saved or loaded: fp32 copies of state that the optimizer keeps in less."""
+    host_optimizer: int = 0
+    """What ``optimizer_cpu_offload`` keeps on the host: master weights, moments and gradients, those that are pinned
+    rounded up to powers of two as torch's allocator does."""
+
+    @property
+    def device(self) -> int:
+        """Everything in device memory, from one step to the next."""
+        return self.weights + self.gradients + self.optimizer + self.buffers
+
+
+def rank_bytes(
+    count: StageParameters,
+    parallel: ParallelConfig,
+    megatron: MegatronConfig,
+    *,
+    bf16: bool,
+    trained: bool,
+    adapters: Factors | None = None,
+) -> RankBytes:
+    """Return the bytes of each rank of a stage. ``trained``: with gradients and optimizer; where there are
+    ``adapters``, of those alone."""
+    width = 2 if bf16 else _FP32
+    weights, buffers = (count.parameters - count.scaled) * width, count.buffers * _FP32
+    weights += count.scaled + count.scales * _FP32
+    if adapters is not None:
+        weights += adapters.parameters * width
+    if not trained:
+        return RankBytes(weights, buffers=buffers)
+    options = megatron.optimizer_config_kwargs
+    frozen = count.router if megatron.freeze_moe_router else 0
+    frozen += 0 if megatron.transformer_config_kwargs.get("dsa_indexer_loss_coeff") else count.indexer
+    dense, expert = (count.dense - frozen, count.expert) if adapters is None else (adapters.dense, adapters.expert)
+    gradient_width = _FP32 if megatron.ddp_config.grad_reduce_in_fp32 else width
+    gradients = (dense + expert) * gradient_width
+    if options.get("use_distributed_optimizer", True):
+        shard = -(-dense // parallel.dp_cp) + -(-expert // parallel.edp)
+    else:
+        shard = dense + expert
+    state = _state(options, bf16)
+    copied = 0 if gradient_width == _FP32 else round(shard * state.copied) * _FP32
+    on_host = round(shard * state.offloaded)
+    return RankBytes(
+        weights,
+        gradients,
+        optimizer=shard * state.kept + (shard - on_host) * state.device,
+        buffers=buffers,
+        step=copied,
+        unscaled=shard * state.unscaled,
+        host_optimizer=round(on_host * (state.host + state.pinned * count.pinned_rounding)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """Bytes of Adam's state for each parameter of a shard."""
+
+    device: int
+    """Of those that are updated on the device."""
+    kept: int = 0
+    """On the device whichever side updates it."""
+    host: int = 0
+    """Of those that are updated on the host, in pageable memory there."""
+    pinned: int = 0
+    """And in pinned memory."""
+    offloaded: float = 0.0
+    """Share of the parameters that is updated on the host."""
+    copied: float = 1.0
+    """Share of the gradients that is copied to fp32 on the device, unless they are fp32."""
+    unscaled: int = 0
+    """Of fp32 copies that a checkpoint makes (``runtime/checkpoint/rank_state.py``)."""
+
+
+def _state(options: Mapping[str, Any], bf16: bool) -> _State:
+    aware = bool(options.get("use_precision_aware_optimizer"))
+    if options.get("optimizer_cpu_offload"):
+        offloaded = float(options.get("optimizer_offload_fraction") or 0.0)
+        # Its moments are fp32 whatever the options say. On the host: master weight, gradient and two moments.
+        if aware:  # the master weight is made from a pinned bf16 copy, whose memory the allocator keeps
+            return _State(device=12, host=12, pinned=6, offloaded=offloaded, copied=1.0 - offloaded)
+        # The distributed optimizer makes fp32 master weights on the device, which stay there beside those on the host.
+        return _State(device=8, kept=_FP32 if bf16 else 0, host=8, pinned=8, offloaded=offloaded)
+    if not aware:
+        return _State(device=12 if bf16 else 8)
+    types = [options.get(name) for name in ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype")]
+    *moments, master = [_width_of(each) for each in types]
+    unscaled = _FP32 * sum(map(_is_scaled, types))
+    if bf16 and master == _FP32 and options.get("store_param_remainders", True):
+        master = 2  # the other half of an fp32 weight is the bf16 weight itself
+        unscaled += _FP32
+    return _State(device=sum(moments) + master, copied=0.0, unscaled=unscaled)
+
+
+def _width_of(dtype: object) -> int:
+    """Return the bytes of a torch dtype or its name; fp32 where none is given. FP8 has two, because Transformer Engine
+    makes the transpose beside it (``runtime/offload.py``), but on Blackwell."""
+    return {"float16": 2, "bfloat16": 2, "uint8": 2}.get(_torch_name(dtype), _FP32)
+
+
+def _is_scaled(dtype: object) -> bool:
+    """Tell whether state of this type has a scale beside it, without which a checkpoint stores it."""
+    return _torch_name(dtype) in ("float16", "uint8")
+
+
+def _torch_name(dtype: object) -> str:
+    """Return torch's name of a type that is given by any of its names."""
+    name = str(dtype).removeprefix("torch.")
+    return OPTIMIZER_DTYPES.get(name, name)
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedMap:
+    """A linear map with an adapter, alike in several layers and all experts of a layer."""
+
+    entry: Entry
+    layers: frozenset[int]
+    """Empty for embedding and output layer."""
+    share: float
+    """Of its rows that are adapted; below 1 where only some projections are."""
+    pairs: int
+    """Pairs of factors: one, or one for each adapted projection (``canonical_lora``)."""
+    projections: int
+    """HF projections that are adapted."""
+    rank: int
+    shared: str | None
+    """The factor (``A`` or ``B``) that all experts of a layer have in common."""
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """Numbers of elements of the factors on a rank of a stage."""
+
+    dense: int
+    """Of those whose gradients are summed over dp·cp."""
+    expert: int
+    """Of those whose gradients are summed over edp."""
+    gathered: int
+    """Of what a merged sync gathers: every projection's factors, whole."""
+
+    @property
+    def parameters(self) -> int:
+        """All factors of a rank."""
+        return self.dense + self.expert
+
+    def __add__(self, other: Factors) -> Factors:
+        return Factors(self.dense + other.dense, self.expert + other.expert, self.gathered + other.gathered)
+
+
+@dataclass(frozen=True)
+class AdapterTable:
+    """All adapters of a model."""
+
+    maps: tuple[AdaptedMap, ...]
+    plan: Plan
+    dropout: bool
+
+    @classmethod
+    def of(cls, cfg: SkyRLTrainConfig, plan: Plan, top_k: int) -> AdapterTable:
+        """Read ``policy.model.lora`` and ``lora_config``. Raises ConfigError for modules that there are not."""
+        selection = configured_selection(cfg, plan).modules
+        lora, megatron = cfg.trainer.policy.model.lora, cfg.trainer.policy.megatron_config
+        how = megatron.lora_config
+        of_experts = expert_rank(cfg, top_k or None)
+        stacked = how.experts_shared_outer_loras and megatron.moe_grouped_gemm
+        found: dict[tuple[int, str, tuple[str, ...]], tuple[Entry, set[int]]] = {}
+        for entry in plan.entries:
+            taken = selection.get(entry.name.removesuffix(".weight"))
+            if taken and not entry.expert:  # the first expert of a layer stands for all
+                key = (id(entry.bound), entry.name if entry.layer is None else "", taken)
+                found.setdefault(key, (entry, set()))[1].update(() if entry.layer is None else (entry.layer,))
+        maps = []
+        for (_, _, taken), (entry, layers) in found.items():
+            heights = {piece.name.removesuffix(".weight").rpartition(".")[2]: piece.shape[0] for piece in entry.hf}
+            maps.append(
+                AdaptedMap(
+                    entry,
+                    frozenset(layers),
+                    sum(heights[name] for name in taken) / sum(heights.values()),
+                    len(taken) if how.lora_type == "canonical_lora" else 1,
+                    len(taken),
+                    of_experts if entry.is_expert else lora.rank,
+                    ("B" if entry.split.dim == 1 else "A") if stacked and entry.is_expert else None,
+                )
+            )
+        return cls(tuple(maps), plan, lora.dropout > 0)
+
+    def stage(self, parallel: ParallelConfig, stage: int, *, te: bool) -> Factors:
+        """Count the factors on each rank of a pipeline stage."""
+        count = len(self.plan.shape.moe)
+        layers = {layer for chunk in range(parallel.vpp) for layer in stage_layers(parallel, count, stage, chunk)}
+        experts = self.plan.shape.dims.get("E", 0)
+        dense = expert = gathered = 0
+        for each in self.maps:
+            entry, over = each.entry, parallel.etp if each.entry.is_expert else parallel.tp
+            if each.layers:
+                times = len(each.layers & layers)
+            else:
+                times = int(stage == (0 if entry.name.startswith("embedding.") else parallel.pp - 1))
+            local = experts // parallel.ep if entry.is_expert else 1
+            sizes = dict(zip("AB", _sizes(each, over, te), strict=True))
+            for letter, size in sizes.items():
+                if entry.is_expert and letter != each.shared:
+                    expert += times * local * size
+                else:
+                    dense += times * size
+            a, b = _sizes(each, 1, te)
+            gathered += times * local * (a // each.pairs * each.projections + b)
+        return Factors(dense, expert, gathered)
+
+    def in_layer(self, kind: tuple[bool, str]) -> Iterator[AdaptedMap]:
+        """Yield the adapted maps of a layer of a kind (``ModelShape.kinds``)."""
+        kinds = self.plan.shape.kinds
+        yield from (each for each in self.maps if any(kinds[layer] == kind for layer in each.layers))
+
+
+def slot_bytes(cfg: SkyRLTrainConfig, plan: Plan, pairs: Pairs, width: int) -> int:
+    """Count what each rank of an engine holds for the versions of adapters: vLLM makes room for the largest rank in
+    each module that some adapter has, in every slot (vllm/lora/layers, ``create_lora_weights``)."""
+    engine = cfg.generator.inference_engine
+    slots = adapter_slots(pairs, engine.engine_init_kwargs.get("max_loras"))
+    assert slots is not None
+    tp, ep, elements = engine.tensor_parallel_size, engine.expert_parallel_size, 0.0
+    for entry in plan.entries:
+        ends = {piece.name.removesuffix(".weight").rpartition(".")[2] for piece in entry.hf}
+        if not ({"experts"} if entry.is_expert else ends) & set(slots.targets):
+            continue
+        over = 1 if entry.is_expert and ep > 1 else tp
+        for rows, columns in (piece.shape for piece in entry.hf):
+            split = rows / over + columns if entry.split.dim == 0 else rows + columns / over
+            elements += split / (ep if entry.is_expert and ep > 1 else 1)
+    layers = len(plan.shape.moe)
+    of_a_stage = math.ceil(layers / engine.pipeline_parallel_size) / layers
+    return round(elements * of_a_stage) * slots.rank * slots.slots * width
+
+
+def received_bytes(pairs: Pairs, width: int) -> int:
+    """Count the factors that an engine's worker receives of all adapters, beside those that it holds."""
+    of_all = (pair for own in pairs.values() for pair in own.values())
+    return sum((pair.experts or 1) * pair.rank * (pair.rows + pair.columns) for pair in of_all) * width
+
+
+def _sizes(each: AdaptedMap, over: int, te: bool) -> tuple[int, int]:
+    """Return the elements of A and of B on a rank, ``over`` ranks sharing the map."""
+    entry = each.entry.whole() if te and each.entry.split.whole_under_te else each.entry
+    rows, columns = local_shape(entry, over)
+    return each.pairs * each.rank * columns, math.ceil(rows * each.share) * each.rank

@@ -1,0 +1,358 @@
+"""A rank's part of a save and of a load: weights, optimizer ranges, schedule, random states.
+
+They are per rank. At another layout there is no right state to give a rank, so the states are derived anew from
+(seed, step): reproducible, but not the continuation of the old streams.
+
+Nothing here communicates, so a background thread may do it while the ranks train. The note
+(``<role>/parts/<rank>.json``) appears, at once, when everything of this rank is durable.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+import traceback
+import warnings
+import zlib
+from collections.abc import Callable
+from dataclasses import asdict, astuple, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from safetensors import torch as safetensors_torch
+
+from bridges.torch_dist import COMMON_STATE, ChunkFile
+from skyrl_megatron import device
+from skyrl_megatron.errors import CheckpointError, SkyRLMegatronWarning
+from skyrl_megatron.runtime.checkpoint.manifest import (
+    PARTS,
+    STATE,
+    HashedFile,
+    hash_bytes,
+    read_manifest,
+    read_verified,
+)
+from skyrl_megatron.runtime.checkpoint.rank_state import (
+    CONTENT,
+    OPTIMIZER_PREFIX,
+    Block,
+    blocks_to_load,
+    blocks_to_save,
+    finish_load,
+    owned_ranges,
+    set_step_count,
+    step_count,
+)
+from skyrl_megatron.runtime.checkpoint.reader import RoleReader, as_bytes
+from skyrl_megatron.runtime.checkpoint.storage import Background, Storage, open_storage
+from skyrl_megatron.runtime.offload import HostMemory
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer import MegatronOptimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    from skyrl_megatron.runtime.parallel_state import ProcessGroups
+
+
+_TRACKER = "tracker/"
+
+
+def capture_rng() -> bytes:
+    """Return all states of this rank as the content of a safetensors file."""
+    version, words, gauss = random.getstate()
+    _, keys, position, has_gauss, cached = np.random.get_state()
+    plain = {
+        "python": [version, list(words), gauss],
+        "numpy": [np.asarray(keys).tolist(), position, has_gauss, cached],
+    }
+    tensors = {"torch": torch.get_rng_state().clone()}
+    if device.has_cuda():
+        tensors["device"] = torch.cuda.get_rng_state().cpu()
+    for name, state in get_cuda_rng_tracker().get_states().items():
+        tensors[_TRACKER + name] = (state if torch.is_tensor(state) else state.get_state()).cpu().clone()
+    return safetensors_torch.save(tensors, metadata={"states": json.dumps(plain)})
+
+
+def restore_rng(data: bytes) -> None:
+    """Put all states back, as :func:`capture` took them on a rank of the same layout."""
+    length = int.from_bytes(data[:8], "little")
+    plain = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["states"])
+    tensors = safetensors_torch.load(data)
+    version, words, gauss = plain["python"]
+    random.setstate((version, tuple(words), gauss))
+    keys, position, has_gauss, cached = plain["numpy"]
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    if "device" in tensors:
+        torch.cuda.set_rng_state(tensors["device"])
+    tracker = get_cuda_rng_tracker()
+    states = tracker.get_states()
+    for name, state in tensors.items():
+        if name.startswith(_TRACKER):
+            current = states.get(name.removeprefix(_TRACKER))
+            if current is not None and not torch.is_tensor(current):
+                current.set_state(state)  # graph-safe generators are restored in place
+            else:
+                states[name.removeprefix(_TRACKER)] = state
+    tracker.set_states(states)
+    torch.set_rng_state(tensors["torch"])
+
+
+def derive_rng(seed: int, step: int, data_parallel_rank: int, pipeline_rank: int) -> None:
+    """Start anew from (seed, step): what ranks of one replica must share stays shared, replicas differ."""
+    base = zlib.crc32(f"{seed}/{step}".encode()) & 0x3FFFFFFF
+    model_parallel_cuda_manual_seed(base + 100 * pipeline_rank, force_reset_rng=True)
+    own = base + 100 * pipeline_rank + 1_000_003 * data_parallel_rank
+    random.seed(own)
+    np.random.seed(own & 0xFFFFFFFF)
+    torch.manual_seed(own)
+
+
+ALIGNMENT = 64  # bytes: where any dtype may be viewed
+
+
+@dataclass(slots=True)
+class RankState:
+    """The objects of a rank that a checkpoint saves and a load fills. ``optimizer`` and ``lr_schedule`` may be None
+    (a model without training state). All ranks of the default process group belong to the same role."""
+
+    model_chunks: list[Any]
+    groups: ProcessGroups
+    optimizer: MegatronOptimizer | None = None
+    lr_schedule: OptimizerParamScheduler | None = None
+    base: str | None = None
+    """Fingerprint of the weights that adapters are added to; None where the weights themselves are saved."""
+
+    @property
+    def rank(self) -> int:
+        """This rank among those of the role."""
+        return dist.get_rank()
+
+    def layout(self) -> dict[str, int]:
+        """Degrees of the layout, by their names, and ``world_size``."""
+        parallel = self.groups.parallel
+        degrees = {name: int(getattr(parallel, name)) for name in ("tp", "pp", "vpp", "cp", "ep", "etp")}
+        return degrees | {"dp": self.groups.dp.size(), "world_size": dist.get_world_size()}
+
+
+class RankWriter:
+    """Writes this rank's share, in the foreground or from a copy in the background. One save at a time."""
+
+    def __init__(self) -> None:
+        self._memory = HostMemory()
+        self._background = Background("a background write")
+        self.stall_s = 0.0
+        """Seconds that the last save kept the caller."""
+
+    def write(self, folder: str, role: str, step: int, state: RankState, *, background: bool = False) -> None:
+        """Write to ``folder/role`` (an existing folder, or an address of an object store).
+
+        With ``background`` the call returns when a copy of the rank's own state was made; the weights may change
+        from then on. Raises CheckpointError when the disk refuses, or when a background write is still under way.
+        """
+        self._background.check_idle()
+        began = time.perf_counter()
+        note = {"rank": state.rank, "step": step, "layout": state.layout(), "base": state.base}
+        blocks = list(blocks_to_save(state.model_chunks, state.optimizer, state.groups))
+        note["optimizer_step"] = step_count(state.optimizer)
+        note["lr_schedule"] = state.lr_schedule.state_dict() if state.lr_schedule is not None else None
+        random_states = capture_rng()
+        if background:
+            blocks = self.copy(blocks)
+            self._background.start(_write_rank, folder, role, note, blocks, random_states)
+        else:
+            _write_rank(folder, role, note, blocks, random_states)
+        self.stall_s = time.perf_counter() - began
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until the background write has ended. Raises CheckpointError when it failed or takes longer."""
+        self._background.wait(timeout_s)
+
+    def copy(self, blocks: list[Block]) -> list[Block]:
+        """Return the same blocks with a copy of all data on the host, where ``.to("cpu")`` would return live tensors.
+
+        The copy is valid until the next one is made.
+        """
+        self._memory.rewind()
+        copies = []
+        for block in blocks:
+            size = block.data.numel() * block.data.element_size()
+            data = self._memory.take(-(-size // ALIGNMENT) * ALIGNMENT)[:size].view(block.data.dtype)
+            data.copy_(block.data, non_blocking=True)
+            copies.append(replace(block, data=data))
+        device.synchronize()
+        return copies
+
+
+def _write_rank(folder: str, role: str, note: dict[str, Any], blocks: list[Block], random_states: bytes) -> None:
+    storage = open_storage(folder)
+    target, rank = storage.path(role), note["rank"]
+    try:
+        _write_files(storage, target, note, blocks, random_states)
+    except OSError as error:
+        reason = f"rank {rank} cannot write {error.filename or target} ({error.strerror or error})"
+        _note_failure(storage, target, rank, reason)
+        raise CheckpointError(f"{reason}; make room or check trainer.ckpt_path") from error
+    except BaseException:
+        _note_failure(storage, target, rank, f"rank {rank} failed:\n{traceback.format_exc()}")
+        raise
+
+
+def _write_files(
+    storage: Storage, target: str, note: dict[str, Any], blocks: list[Block], random_states: bytes
+) -> None:
+    rank = note["rank"]
+    name = f"__{rank}_0.distcp"
+    hashed = HashedFile(storage.create(f"{target}/{name}"))
+    file = ChunkFile(name, hashed)
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    try:
+        for block in blocks:
+            file.append(block.key, block.offsets, block.sizes, block.data.dtype, [as_bytes(block.data)])
+            tensors[block.key] = (str(block.data.dtype).removeprefix("torch."), block.global_shape)
+        if rank == 0:
+            common = {"iteration": note["step"], "checkpoint_version": 3.0, "content_metadata": dict(CONTENT)}
+            file.append_object(COMMON_STATE, common)
+        file.finish()
+    finally:
+        file.abandon()
+    random_file = f"rng_{rank:05d}.safetensors"
+    storage.write(f"{target}/{random_file}", random_states)
+    entries = {name: hashed.entry(), random_file: hash_bytes(random_states)}
+    note["files"] = {name: asdict(entry) for name, entry in entries.items()}
+    note["tensors"] = tensors
+    note["chunks"] = [[key, *astuple(chunk)] for key, chunk in file.written]
+    storage.write(f"{target}/{PARTS}/{rank}.json", json.dumps(note).encode())
+
+
+def _note_failure(storage: Storage, target: str, rank: int, reason: str) -> None:
+    """Tell whoever waits for this rank that nothing will come, where the storage still lets us."""
+    try:
+        storage.write(f"{target}/{PARTS}/{rank}.failed", reason.encode())
+    except OSError:
+        pass
+
+
+def agree[T](work: Callable[[], T]) -> list[T]:
+    """Return the results of ``work()``, by rank. When it fails anywhere, raises CheckpointError on every rank,
+    so that none is left waiting for another."""
+    try:
+        mine: tuple[Any, str | None] = (work(), None)
+    except (CheckpointError, OSError) as error:
+        mine = (None, str(error))
+    except Exception as error:
+        mine = (None, f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    for _, failure in everyone:
+        if failure is not None:
+            raise CheckpointError(failure)
+    return [value for value, _ in everyone]
+
+
+def read_rank(folder: str, role: str, state: RankState, *, seed: int) -> int:
+    """Fill ``state`` from a checkpoint folder; every rank of the role calls it. Returns the checkpoint's step.
+
+    With an optimizer of None the stored optimizer is passed over. At another layout than the one that saved, random
+    states are derived from (``seed``, step), with a warning. Every byte is compared with the manifest before it is
+    used. Raises CheckpointError, on all ranks, when anything is missing, damaged or unexpected; weights may have been
+    overwritten in part by then.
+    """
+    storage = open_storage(folder)
+    reader: RoleReader
+    blocks: list[Block]
+    ranges: list[Any]
+
+    def prepare() -> tuple[set[str], set[str]]:
+        nonlocal reader, blocks, ranges
+        manifest = read_manifest(storage, storage.root)
+        reader = RoleReader(storage, storage.root, manifest, role)
+        _refuse_other_base(folder, manifest.bases.get(role), state.base)
+        reader.common_state()
+        ranges = list(owned_ranges(state.optimizer))
+        blocks = list(blocks_to_load(state.model_chunks, ranges, state.groups))
+        return {block.key for block in blocks}, set(reader.tensors)
+
+    keys = agree(prepare)
+    _refuse_unread(set().union(*(wanted for wanted, _ in keys)), keys[0][1], folder, state)
+
+    def fill() -> int:
+        with torch.no_grad():
+            reader.load(blocks)
+            for each in ranges:
+                if each.put_back is not None:
+                    each.put_back(each.tensors)
+        return _restore_counters(storage, storage.root, role, state, seed)
+
+    return agree(fill)[0]
+
+
+def _refuse_other_base(folder: str, saved: str | None, ours: str | None) -> None:
+    """Raise CheckpointError where adapters would be added to other weights, or are none."""
+    if saved == ours:
+        return
+    if saved is None:
+        reason = "holds weights, not adapters: set trainer.policy.model.lora.rank=0"
+    elif ours is None:
+        reason = "holds adapters: set trainer.policy.model.lora.rank to theirs"
+    else:
+        reason = "holds adapters of another base model: set trainer.policy.model.path to the one they were trained on"
+    raise CheckpointError(f"{folder} {reason}, or trainer.resume_mode=none to start anew")
+
+
+def _refuse_unread(wanted: set[str], stored: set[str], folder: str, state: RankState) -> None:
+    """Raise CheckpointError when a stored tensor is asked for by no rank: it belongs to another model."""
+    unread = stored - wanted
+    if state.optimizer is None:
+        unread = {key for key in unread if not key.startswith(OPTIMIZER_PREFIX)}
+    if unread:
+        some = ", ".join(sorted(unread)[:3])
+        raise CheckpointError(f"{folder} has {len(unread)} tensors that the model does not have ({some}, …)")
+
+
+def _restore_counters(storage: Storage, folder: str, role: str, state: RankState, seed: int) -> int:
+    manifest = read_manifest(storage, folder)
+    saved = json.loads(read_verified(storage, folder, manifest, f"{role}/{STATE}"))
+    if state.optimizer is not None:
+        if saved["optimizer_step"] is None:
+            raise CheckpointError(f"{folder}/{role} was saved without an optimizer")
+        set_step_count(state.optimizer, saved["optimizer_step"])
+        finish_load(state.optimizer)
+    if state.lr_schedule is not None and saved["lr_schedule"] is not None:
+        _restore_schedule(state.lr_schedule, saved["lr_schedule"])
+    if saved["layout"] == state.layout():
+        restore_rng(read_verified(storage, folder, manifest, f"{role}/rng_{state.rank:05d}.safetensors"))
+    else:
+        _warn_once(
+            f"{folder} was saved at {_degrees(saved['layout'])} and is loaded at {_degrees(state.layout())}: random "
+            f"states start anew from seed {seed} and step {saved['step']}"
+        )
+        derive_rng(seed, saved["step"], state.groups.dp.rank(), state.groups.pp.rank())
+    return int(saved["step"])
+
+
+def _restore_schedule(schedule: Any, saved: dict[str, Any]) -> None:
+    """Continue at the saved step. The rest of the schedule is what the configuration says now."""
+    changed = {
+        name: (value, now)
+        for name, value in saved.items()
+        if name != "num_steps" and (now := schedule.state_dict().get(name)) != value
+    }
+    if changed:
+        text = ", ".join(f"{name} {old} → {new}" for name, (old, new) in changed.items())
+        _warn_once(f"the learning-rate schedule differs from the saved one and is used as configured now: {text}")
+    schedule.num_steps = 0
+    schedule.step(increment=saved["num_steps"])
+
+
+def _degrees(layout: dict[str, int]) -> str:
+    return " ".join(f"{name}={value}" for name, value in layout.items() if value != 1) or "1 rank"
+
+
+def _warn_once(message: str) -> None:
+    """Warn on one rank, for all."""
+    if dist.get_rank() == 0:
+        warnings.warn(message, SkyRLMegatronWarning, stacklevel=3)

@@ -1,0 +1,423 @@
+"""Megatron-Core on machines without CUDA: GEMMs, linear layers, and a patch of every place that insists on a GPU.
+
+On a CPU with 512-bit registers large fp32 GEMMs go to oneDNN, which uses them on every processor; MKL, torch's
+default, uses them on Intel's only (on an AMD Zen 5 core: 240 against 105 GFLOP/s). Without such registers MKL is
+faster (on a Zen 3 core up to twice as fast, for GEMMs of 10 to 2,400 MFLOP).
+
+``parallel_state.initialize`` calls :func:`install`, which does nothing if there is a CUDA device; :func:`installed`
+is a context manager that removes the patches again. A patch replaces a module's attribute and is no
+``TorchFunctionMode``: a mode costs a microsecond per operation and is not entered in the backward pass, where
+Megatron's own autograd functions allocate too.
+
+The patches, each with the files below ``megatron/core/`` that need it:
+
+- tensors made with ``device="cuda"`` or ``torch.cuda.current_device()``: tensor_parallel/{layers,mappings}.py,
+  pipeline_parallel/{schedules,p2p_communication}.py, optimizer/{optimizer,clip_grads,grad_scaler}.py,
+  distributed/param_and_grad_buffer.py, transformer/utils.py
+- ``pin_memory=True``, ``Tensor.pin_memory``: models/common/embeddings/rope_utils.py, optimizer/cpu_offloading
+- ``Tensor.cuda``, ``Tensor.to("cuda")``: models/common/language_module/language_module.py, optimizer/*.py
+- streams and events: transformer/moe/token_dispatcher.py, distributed/*.py, pipeline_parallel/*.py
+- random state: tensor_parallel/random.py
+- ``Tensor.type() == "torch.cuda.FloatTensor"``: optimizer/{clip_grads,optimizer,distrib_optimizer}.py
+- GEMMs of linear layers, by a faster library: tensor_parallel/layers.py
+- split sizes left on the device: transformer/moe/token_dispatcher.py
+- gathering and scattering unequal shards, which gloo cannot: tensor_parallel/mappings.py (etp > 1 with ep > 1)
+- ``torch.compile`` of small functions: fusions/*.py, activations.py, transformer/moe/router.py (needs no C++ compiler)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._dynamo.trace_rules import get_torch_obj_rule_map
+from torch.jit._builtins import _find_builtin, _register_builtin
+from torch.nn import functional as F
+from torch.utils._device import _device_constructors
+
+from skyrl_megatron import device
+
+_ONEDNN = (
+    torch.backends.mkldnn.is_available()
+    and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    and torch.backends.cpu.get_cpu_capability() == "AVX512"
+)
+# Packs hardly ever have the same number of tokens twice: the 1,024 kernels that oneDNN and torch's layer above it keep
+# by default make a rank grow by 20 MB a step. Both read the environment at the first product.
+for _variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+    os.environ.setdefault(_variable, "64")
+_WORTHWHILE = 1e8
+"""Floating-point operations. oneDNN compiles a kernel for every shape, a millisecond each, and an expert hardly ever
+gets the same number of tokens twice."""
+
+
+def gemm(x: Tensor, weight: Tensor) -> Tensor:
+    """Compute x @ weightᵀ: [n, k] × [m, k] → [n, m], any strides. Not differentiable: for autograd functions."""
+    if (
+        _ONEDNN
+        and x.dtype == torch.float32
+        and x.device.type == "cpu"
+        and x.numel() * weight.shape[0] > _WORTHWHILE / 2
+    ):
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+        return result
+    return torch.mm(x, weight.t())
+
+
+class _GroupedGemm(torch.autograd.Function):
+    """y[rows of expert e] = x[rows of expert e] @ w[e]ᵀ, with one autograd node for all experts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+        # Beside a frozen weight the input need not be kept.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.counts = counts
+        return torch.cat([gemm(rows, matrix) for rows, matrix in zip(x.split(counts), weight, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        shares = grads[0].split(ctx.counts)
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = torch.cat([gemm(grad, matrix.t()) for grad, matrix in zip(shares, weight, strict=True)])
+        if ctx.needs_input_grad[1]:
+            # An expert without tokens gets zeros: a GEMM over no rows.
+            pairs = zip(shares, x.split(ctx.counts), strict=True)
+            grad_weight = torch.stack([gemm(grad.t(), rows.t()) for grad, rows in pairs])
+        return grad_x, grad_weight, None
+
+
+def grouped_gemm(x: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> Tensor:
+    """Compute rows sorted by expert, [n, k], times each expert's matrix, [E, m, k] → [n, m]; differentiable.
+
+    ``tokens_per_expert``: [E], sums to n. CUDA bfloat16 runs ``grouped_mm`` (one kernel; strides must be multiples of
+    16 bytes); everything else runs one GEMM per expert.
+    """
+    aligned = (x.shape[1] * x.element_size()) % 16 == 0 and (weight.shape[1] * x.element_size()) % 16 == 0
+    if x.is_cuda and x.dtype == torch.bfloat16 and aligned and x.shape[0]:
+        ends = tokens_per_expert.to(x.device).cumsum(0, dtype=torch.int32)
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    result: Tensor = _GroupedGemm.apply(x, weight, tokens_per_expert.tolist())  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Linear(torch.autograd.Function):
+    """y = x wᵀ + b, where x may be split along its first dimension over tp (sequence parallelism)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        group: dist.ProcessGroup,
+    ) -> Tensor:
+        whole = x
+        if sequence_parallel:
+            whole = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
+            dist.all_gather_into_tensor(whole, x.contiguous(), group=group)
+        ctx.save_for_backward(whole if ctx.needs_input_grad[1] else None, weight)  # a frozen weight needs none
+        ctx.shape = whole.shape
+        ctx.allreduce_dgrad, ctx.sequence_parallel, ctx.group = allreduce_dgrad, sequence_parallel, group
+        out = gemm(whole.flatten(0, -2), weight)
+        if bias is not None:
+            out += bias
+        return out.view(*whole.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        whole, weight = ctx.saved_tensors
+        grad = grads[0].flatten(0, -2)
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_x = grad_weight = grad_bias = None
+        if needs_x:
+            grad_x = gemm(grad, weight.t()).view(ctx.shape)
+            if ctx.allreduce_dgrad:
+                dist.all_reduce(grad_x, group=ctx.group)
+            elif ctx.sequence_parallel:
+                mine = grad_x.new_empty(ctx.shape[0] // ctx.group.size(), *ctx.shape[1:])
+                dist.reduce_scatter_tensor(mine, grad_x, group=ctx.group)
+                grad_x = mine
+        if needs_weight:
+            grad_weight = gemm(grad.t(), whole.flatten(0, -2).t())
+        if needs_bias:
+            grad_bias = grad.sum(0)
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    gradient_accumulation_fusion: bool,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    grad_output_buffer: Any = None,
+    wgrad_deferral_limit: Any = None,
+    tp_group: dist.ProcessGroup | None = None,
+    **_: Any,
+) -> Tensor:
+    """Replace ``linear_with_grad_accumulation_and_async_allreduce`` and, as only the gradients needed are computed,
+    ``linear_with_frozen_weight``; same arguments. ``input`` [s, b, in] (s / tp under sequence parallelism)."""
+    result: Tensor = _Linear.apply(input, weight, bias, allreduce_dgrad, sequence_parallel, tp_group)  # type: ignore[no-untyped-call]
+    return result
+
+
+CPU = torch.device("cpu")
+# Functions that Megatron calls with a device or with pin_memory.
+_MAKERS = (
+    *("empty", "zeros", "ones", "full", "tensor", "as_tensor", "arange", "linspace", "rand", "randn", "randint"),
+    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "empty_strided"),
+)
+_NEW = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
+
+_saved: list[tuple[Any, str, Any]] = []
+_MISSING = object()
+
+
+def install() -> None:
+    """Install the patches for as long as the process lives. No-op with CUDA, and when already done."""
+    if device.has_cuda() or _saved:
+        return
+    random = importlib.import_module("megatron.core.tensor_parallel.random")
+    dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    layers = importlib.import_module("megatron.core.tensor_parallel.layers")
+    mappings = importlib.import_module("megatron.core.tensor_parallel.mappings")
+    # torch.device("meta") as a context, and torch.compile, look functions up by identity: in tables of the originals.
+    _device_constructors()
+    get_torch_obj_rule_map()
+    for name in _MAKERS:
+        _replace(torch, name, _on_cpu(getattr(torch, name)))
+    for name in _NEW:
+        _replace(Tensor, name, _on_cpu(getattr(Tensor, name)))
+    _replace(Tensor, "to", _to_cpu(Tensor.to))
+    _replace(Tensor, "type", _type_as_on_cuda(Tensor.type))
+    _replace(Tensor, "cuda", lambda self, *args, **kwargs: self)
+    _replace(Tensor, "pin_memory", lambda self, *args, **kwargs: self)
+    _replace(Tensor, "record_stream", lambda self, stream: None)
+    for name, replacement in _CUDA.items():
+        _replace(torch.cuda, name, replacement)
+    _replace(torch.cuda.random, "get_rng_state", _get_rng_state)
+    _replace(random, "_get_cuda_rng_state", _get_rng_state)
+    _replace(random, "_set_cuda_rng_state", _set_rng_state)
+    _replace(dispatcher, "maybe_move_tensor_to_cpu", _split_sizes)
+    for name in ("linear_with_grad_accumulation_and_async_allreduce", "linear_with_frozen_weight"):
+        _replace(layers, name, linear)
+    _replace(mappings, "_gather_along_first_dim", _gather_unequal(mappings._gather_along_first_dim))
+    _replace(
+        mappings, "_reduce_scatter_along_first_dim", _reduce_scatter_unequal(mappings._reduce_scatter_along_first_dim)
+    )
+    logging.getLogger(random.__name__).addFilter(_expected_rng_change)
+    torch.compiler.set_stance("force_eager")
+
+
+def uninstall() -> None:
+    """Remove the patches, newest first."""
+    if not _saved:
+        return
+    while _saved:
+        owner, name, original = _saved.pop()
+        if original is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
+    logging.getLogger("megatron.core.tensor_parallel.random").removeFilter(_expected_rng_change)
+    torch.compiler.set_stance("default")
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """Install the patches for the body only; patches that were there before stay."""
+    before = bool(_saved)
+    install()
+    try:
+        yield
+    finally:
+        if not before:
+            uninstall()
+
+
+def _replace(owner: Any, name: str, replacement: Any) -> None:
+    _saved.append((owner, name, vars(owner).get(name, _MISSING)))
+    setattr(owner, name, replacement)
+
+
+def _is_cuda(value: object) -> bool:
+    if isinstance(value, torch.device):
+        return value.type == "cuda"
+    return isinstance(value, str) and value.startswith("cuda")
+
+
+def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap ``make`` so that a CUDA device becomes the CPU and memory is never pinned."""
+
+    @functools.wraps(make)
+    def make_on_cpu(*args: Any, **kwargs: Any) -> Tensor:
+        if kwargs:
+            kwargs.pop("pin_memory", None)
+            if _is_cuda(kwargs.get("device")):
+                kwargs["device"] = CPU
+        return make(*args, **kwargs)
+
+    builtin = _find_builtin(make)
+    if builtin is not None:  # torch.jit.script finds torch.zeros and the like by identity
+        _register_builtin(make_on_cpu, builtin)
+    return make_on_cpu
+
+
+def _to_cpu(to: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(to)
+    def to_on_cpu(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args and _is_cuda(args[0]):
+            args = (CPU, *args[1:])
+        if kwargs and _is_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
+        return to(self, *args, **kwargs)
+
+    return to_on_cpu
+
+
+def _type_as_on_cuda(type_of: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``Tensor.type()`` so that Megatron, and nobody else, is told the CUDA type."""
+
+    @functools.wraps(type_of)
+    def type_for_caller(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = type_of(self, *args, **kwargs)
+        asks_for_name = isinstance(answer, str) and not args and not kwargs
+        if asks_for_name and sys._getframe(1).f_globals.get("__name__", "").startswith("megatron.core."):
+            return answer.replace("torch.", "torch.cuda.")
+        return answer
+
+    return type_for_caller
+
+
+class Event:
+    """A point in a stream that has always been reached."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def record(self, stream: object = None) -> None: ...
+
+    def wait(self, stream: object = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: object) -> float:
+        return 0.0
+
+
+class Stream:
+    """The one queue of the CPU: all streams are equal, and a context manager that changes nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return event or Event()
+
+    def wait_event(self, event: object) -> None: ...
+
+    def wait_stream(self, stream: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+def _get_rng_state(device: object = None, clone: bool = False, graph_safe: bool = False) -> Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state: Tensor, device: object = -1, graph_safe: bool = False) -> None:
+    torch.set_rng_state(new_state)
+
+
+def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Return what ``maybe_move_tensor_to_cpu`` does on CUDA: gloo, too, wants split sizes as numbers, not a tensor."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
+
+
+def _gather_unequal(gather: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap ``gather`` so that unequal shards are gathered padded to the longest and cut to size."""
+
+    def gather_unequal(
+        mine: Tensor, group: dist.ProcessGroup, output_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(mine, group, output_split_sizes, use_global_buffer)
+        sizes = [int(size) for size in output_split_sizes]
+        padded = mine.new_zeros(max(sizes), *mine.shape[1:])
+        padded[: len(mine)] = mine
+        shards = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(shards, padded, group=group)
+        return torch.cat([shard[:size] for shard, size in zip(shards, sizes, strict=True)])
+
+    return gather_unequal
+
+
+def _reduce_scatter_unequal(reduce_scatter: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Wrap ``reduce_scatter`` so that unequal shards are summed whole, and this rank's is cut out."""
+
+    def reduce_scatter_unequal(
+        whole: Tensor, group: dist.ProcessGroup, input_split_sizes: Any = None, use_global_buffer: bool = False
+    ) -> Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return reduce_scatter(whole, group, input_split_sizes, use_global_buffer)
+        total = whole.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        mine: Tensor = total.split([int(size) for size in input_split_sizes])[group.rank()]
+        return mine.clone()
+
+    return reduce_scatter_unequal
+
+
+def _expected_rng_change(record: logging.LogRecord) -> bool:
+    """Drop the warning that CPU random state changed inside a CUDA one: here they are the same generator."""
+    return "CPU RNG state changed" not in record.getMessage()
+
+
+def _nothing(*args: object, **kwargs: object) -> None: ...
+
+
+_CUDA: dict[str, Any] = {
+    "current_device": lambda: CPU,
+    "set_device": _nothing,
+    "synchronize": _nothing,
+    "current_stream": lambda device=None: Stream(),
+    "default_stream": lambda device=None: Stream(),
+    "set_stream": _nothing,
+    "stream": lambda stream: stream if stream is not None else contextlib.nullcontext(),
+    "Stream": Stream,
+    "Event": Event,
+    "get_rng_state": _get_rng_state,
+    "set_rng_state": _set_rng_state,
+    "manual_seed": torch.manual_seed,
+    "is_current_stream_capturing": lambda: False,
+    "memory_allocated": lambda device=None: 0,
+}

@@ -1,0 +1,347 @@
+"""Weights of HF folders: load a rank's shards, and export tensors streamed or as a folder written by all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bridges.conversions import Conversion, DeinterleaveGateUp, InterleaveQkv, InterleaveRope, JoinByGroup, Transpose
+from bridges.errors import BridgeError
+from bridges.hf_io import HfWriter, TensorInfo
+from bridges.plan import Plan
+from bridges.quantized import DequantizedFolder, ScaledMatrix, together
+from bridges.rows import Shape
+from bridges.rules import Entry, check_divisible, shard, unshard
+from bridges.source import Source, copy_assets, open_hf, output_config
+from bridges.staging import byte_blocks, staged, write_all, write_file
+from skyrl_megatron.errors import CheckpointError, ModelLoadError
+from skyrl_megatron.runtime.model.build import ModelChunks
+from skyrl_megatron.runtime.model.local_weights import LocalWeight, local_weights, weight_places
+from skyrl_megatron.runtime.model.scaled_weights import give_memory, keep_scaled, weight_data
+from skyrl_megatron.runtime.parallel_state import ProcessGroups, from_rank_0, raise_on_all_ranks
+
+if TYPE_CHECKING:
+    from skyrl_megatron.runtime.model.build import Head
+
+
+EXPORTED = "score.weight"
+"""Name under which a head [1, H] is written, and found whatever the prefix: that of ``…ForTokenClassification``."""
+
+
+def check_tensors(plan: Plan, source: Source, head: Head, prefix: str) -> str | None:
+    """Compare a folder with ``plan``; return the name of its value head's weight, None if it has none.
+
+    ``prefix``: ``trainer.algorithm.value_head_prefix``; its tensor goes before :data:`EXPORTED`. A policy does without
+    value heads, a critic without an LM head. Raises BridgeError naming the tensors: those that differ, a critic's head
+    of another shape than [1, H], or one with a bias, which would be lost.
+    """
+    shapes, where = dict(source.shapes()), str(source.path)
+    found = {}
+    for name in (f"{prefix}.weight", EXPORTED):
+        for tensor in (name, _bias(name)):
+            if tensor in shapes and tensor not in plan.hf:
+                found[tensor] = shapes.pop(tensor)
+    if head == "value":
+        shapes = {name: shape for name, shape in plan.hf.items() if name == "lm_head.weight"} | shapes
+    plan.check(shapes, where)
+    weight = next((name for name in found if name.endswith(".weight")), None)
+    if weight is None or head != "value":
+        return None
+    hidden = plan.shape.dims["H"]
+    if found[weight] != (1, hidden):
+        raise BridgeError(
+            f"{where}: {weight} is {list(found[weight])}, a value head is [1, {hidden}]: name a critic's tensor with "
+            "trainer.algorithm.value_head_prefix, or take a folder without one for a head that starts anew"
+        )
+    if _bias(weight) in found:
+        raise BridgeError(f"{where}: {_bias(weight)}: value heads have no bias here; remove the tensor")
+    return weight
+
+
+def _bias(weight: str) -> str:
+    return weight.removesuffix("weight") + "bias"
+
+
+@torch.no_grad()
+def load_hf(
+    model: ModelChunks,
+    folder: str | Path,
+    groups: ProcessGroups,
+    *,
+    frozen: bool = False,
+    value_head: str = "value_head",
+) -> None:
+    """Set every weight of ``model`` from a HF folder, cast to the parameters' dtype; every rank calls it.
+
+    Files are mapped, and a rank reads the pages of its own shards only. Quantised folders are dequantised; of a model
+    that was built ``frozen``, linear maps that have 8 bits on disk keep them (``model/scaled_weights.py``).
+    A critic's value head is loaded where the folder has one (``value_head.py``; ``value_head`` is its prefix there),
+    else left as it is.
+    Raises ModelLoadError on every rank, naming rank, file, tensor and remedy, when any rank fails.
+    """
+    problem = None
+    try:
+        _load(model, open_hf(Path(folder).expanduser()), groups, frozen, value_head)
+    except (BridgeError, OSError) as error:
+        problem = f"{folder}: {error}" if str(folder) not in str(error) else str(error)
+    raise_on_all_ranks(ModelLoadError(problem) if problem else None)
+
+
+def _load(model: ModelChunks, source: Source, groups: ProcessGroups, frozen: bool, value_head: str) -> None:
+    head = check_tensors(model.hf.plan, source, model.head, value_head)
+    kept = _keep_scaled(model, source, groups) if frozen else set()
+    for weight in local_weights(model, groups):
+        if weight.name in kept:
+            continue
+        over = groups.etp if weight.entry.is_expert else groups.tp
+        weight.tensor.copy_(read_shard(source, weight.entry, over.size(), over.rank(), weight.tensor.shape[0]))
+    if head is not None and groups.is_last_stage:
+        model.chunks[-1].output_layer.weight.data.copy_(source.read(head))
+
+
+def _keep_scaled(model: ModelChunks, source: Source, groups: ProcessGroups) -> set[str]:
+    """Keep the weights of linear maps as 8 bits where the folder has them so; return the names of these weights.
+    Give all others the memory that they may have been built without."""
+    kept: set[str] = set()
+    for place in weight_places(model, groups):
+        entries = list(place.weights.values())
+        if not isinstance(source, DequantizedFolder) or not all(is_scaled(source, each) for each in entries):
+            give_memory(place.parameter)
+            continue
+        over = groups.etp if entries[0].is_expert else groups.tp
+        shares = [scaled_shard(source, entry, over.size(), over.rank()) for entry in entries]
+        matrix = together(shares, torch.stack) if place.parameter.dim() == 3 else shares[0]
+        keep_scaled(place.module, place.name, matrix)
+        kept.update(place.weights)
+    return kept
+
+
+def is_scaled(source: DequantizedFolder, entry: Entry) -> bool:
+    """Tell whether a weight can be kept as it is on disk: all of it in 8 bits, in blocks of one width."""
+    blocks = {source.block(piece.name) for piece in entry.hf}
+    return entry.can_be_scaled and None not in blocks and len({block[1] for block in blocks if block}) == 1
+
+
+def scaled_shard(source: DequantizedFolder, entry: Entry, size: int, rank: int) -> ScaledMatrix:
+    """Read the share of ``rank`` out of ``size`` of a weight of 8 bits, in Megatron's order of rows."""
+    pieces = [source.read_scaled(piece.name) for piece in entry.hf]
+    if entry.split.dim == 1:
+        check_divisible(entry, size)
+        return together([piece.share(size, rank) for piece in pieces], entry.to_megatron)
+    return together(pieces, lambda tensors: _share_of(tensors, entry, size, rank))
+
+
+def read_shard(source: Source, entry: Entry, size: int, rank: int, rows: int) -> Tensor:
+    """Read the shard of ``rank`` out of ``size`` of one Megatron tensor with ``rows`` rows (vocabularies are padded).
+
+    Slicing before converting touches only this rank's pages: a tp or etp split keeps whole KV groups, heads and
+    gate/up pairs together, so the conversion of a shard is that of a model with so many fewer of them.
+    """
+    tensors = [source.read(piece.name, piece.index) for piece in entry.hf]
+    if entry.split.vocab:
+        return shard(entry.to_megatron(tensors), entry, size, rank, rows * size)
+    return _share_of(tensors, entry, size, rank)
+
+
+def _share_of(tensors: Sequence[Tensor], entry: Entry, size: int, rank: int) -> Tensor:
+    split, conversion = entry.split, entry.bound.conversion
+    if split.dim is None or size == 1:
+        return entry.to_megatron(tensors)
+    check_divisible(entry, size)
+    smaller = _shard_conversion(conversion, split.dim, size)
+    if smaller is None:
+        return shard(entry.to_megatron(tensors), entry, size, rank)
+    dim = tensors[0].dim() - 1 - split.dim if isinstance(conversion, Transpose | DeinterleaveGateUp) else split.dim
+    return smaller.to_megatron([tensor.chunk(size, dim)[rank] for tensor in tensors])
+
+
+def _shard_conversion(conversion: Conversion, split: int, size: int) -> Conversion | None:
+    """Return the conversion of one of ``size`` shards; None where shards cannot be converted on their own."""
+    if split == 0 and isinstance(conversion, InterleaveQkv):
+        return dataclasses.replace(conversion, groups=conversion.groups // size)
+    if split == 0 and isinstance(conversion, JoinByGroup):
+        if not conversion.keeps_order:
+            return None
+        return dataclasses.replace(conversion, groups=conversion.groups // size)
+    if split == 0 and isinstance(conversion, InterleaveRope):
+        if conversion.heads % size:
+            return None
+        return dataclasses.replace(conversion, heads=conversion.heads // size)
+    return conversion
+
+
+@dataclass(frozen=True, slots=True)
+class HfPiece:
+    """A HF tensor, or the slice ``[index]`` of one that all experts of a layer share."""
+
+    name: str
+    tensor: Tensor
+    index: int | None = None
+
+
+@torch.no_grad()
+def stream_hf(
+    model: ModelChunks, groups: ProcessGroups, *, of: Callable[[Tensor], Tensor] = weight_data
+) -> Iterator[HfPiece]:
+    """Yield every HF tensor exactly once over all ranks, on the rank that gathers its shards, in module order.
+
+    Every rank must exhaust it (tp and etp groups gather). At most one whole tensor is held at a time. ``of`` picks
+    what is streamed of each parameter; for gradients ``lambda parameter: parameter.main_grad``.
+    """
+    for weight in local_weights(model, groups, of):
+        if weight.is_copy:
+            continue
+        whole = gathered(weight, groups)
+        if whole is None:
+            continue
+        for piece, tensor in zip(weight.entry.hf, weight.entry.to_hf(whole), strict=True):
+            yield HfPiece(piece.name, tensor, piece.index)
+    last = model.chunks[-1]
+    if model.head == "value" and last.post_process and groups.tp.rank() == 0 and groups.dp_cp.rank() == 0:
+        yield HfPiece(EXPORTED, of(last.output_layer.weight))
+
+
+def gathered(weight: LocalWeight, groups: ProcessGroups) -> Tensor | None:
+    """Return the whole tensor on the first rank of the first replica's tp (experts: etp) group, None elsewhere."""
+    expert = weight.entry.is_expert
+    over, replicas = (groups.etp, groups.edp) if expert else (groups.tp, groups.dp_cp)
+    if replicas.rank() != 0:
+        return None
+    if over.size() == 1 or weight.entry.split.dim is None:
+        return unshard([weight.tensor], weight.entry) if over.rank() == 0 else None
+    share = weight.tensor.contiguous()
+    shares = [torch.empty_like(share) for _ in range(over.size())] if over.rank() == 0 else None
+    dist.gather(share, shares, group=over, group_dst=0)
+    return unshard(shares, weight.entry) if shares is not None else None
+
+
+def save_hf(
+    model: ModelChunks,
+    groups: ProcessGroups,
+    out: str | Path,
+    *,
+    template: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int = 5 * 10**9,
+    of: Callable[[Tensor], Tensor] = weight_data,
+    card: str | None = None,
+) -> None:
+    """Write ``model`` as a HF folder that any HF tool opens; every rank calls it and writes the tensors it owns.
+
+    ``out`` must be on a file system that all ranks share; it appears whole or not at all. ``template``: the folder
+    that tokenizer, generation config and multi-token-prediction layers are taken from, default the one the model was
+    built from. ``dtype``: of the weights, default the model's. ``of``: what is written of each parameter, such as
+    ``Adapters.merged``. ``card``: text of ``README.md``. Raises CheckpointError on every rank, with nothing left
+    behind, when ``out`` exists or cannot be written.
+    """
+    out, template = Path(out), Path(template) if template else model.hf.path
+    stack, writer, problem = contextlib.ExitStack(), None, None
+    with stack:
+        passthrough: Mapping[str, Source] = {}
+        if dist.get_rank() == 0:
+            try:
+                passthrough = _passthrough(model, template)
+                tensors = _declared(model, passthrough, dtype or model.config.params_dtype)
+                needed = sum(math.prod(shape) * kind.itemsize for shape, kind in tensors.values())
+                writer = HfWriter(stack.enter_context(staged(out, needed)), tensors, max_shard_size)
+                stack.callback(writer.close)
+            except (BridgeError, OSError) as error:
+                problem = str(error)
+        raise_on_all_ranks(_error(problem))
+        places = from_rank_0((writer.folder, writer.places) if writer else None)
+        raise_on_all_ranks(_error(write_pieces(_with_repeats(model, stream_hf(model, groups, of=of)), *places)))
+        if writer is not None:
+            try:
+                for name, source in passthrough.items():
+                    writer.write(name, source.read(name))
+                copy_assets(template or out, writer.folder, _config(model, dtype))
+                if card:
+                    write_file(writer.folder / "README.md", card.encode())
+                writer.finish()
+                stack.close()
+            except (BridgeError, OSError) as error:
+                problem = str(error)
+        raise_on_all_ranks(_error(problem))
+
+
+def _with_repeats(model: ModelChunks, pieces: Iterator[HfPiece]) -> Iterator[HfPiece]:
+    """Yield the pieces, those that the folder repeats under other names as often as it does."""
+    repeats = model.hf.plan.repeats
+    for piece in pieces:
+        yield piece
+        for name, original in repeats.items():
+            if piece.name == original:
+                yield HfPiece(name, piece.tensor, piece.index)
+
+
+def _error(problem: str | None) -> CheckpointError | None:
+    return CheckpointError(problem) if problem else None
+
+
+def write_pieces(pieces: Iterator[HfPiece], folder: Path, places: Mapping[str, TensorInfo]) -> str | None:
+    """Write this rank's pieces into files that exist already. Return a problem only at the end: gathers go on."""
+    descriptors: dict[str, int] = {}
+    problem = None
+    try:
+        for piece in pieces:
+            if problem:
+                continue
+            place = places[piece.name]
+            size = math.prod(piece.tensor.shape) * place.dtype.itemsize
+            offset = place.start + (piece.index or 0) * size
+            try:
+                if place.file not in descriptors:
+                    descriptors[place.file] = os.open(folder / place.file, os.O_WRONLY)
+                for block in byte_blocks(piece.tensor.cpu(), place.dtype):
+                    offset = write_all(descriptors[place.file], block, offset)
+            except OSError as error:
+                problem = f"{folder / place.file}: {error.strerror} while writing {piece.name}"
+        for descriptor in descriptors.values():
+            os.fsync(descriptor)
+    finally:
+        for descriptor in descriptors.values():
+            os.close(descriptor)
+    return problem
+
+
+def _declared(
+    model: ModelChunks, passthrough: Mapping[str, Source], dtype: torch.dtype
+) -> dict[str, tuple[Shape, torch.dtype]]:
+    """Return name → (shape, dtype) of every tensor of the folder, in model order."""
+    tensors = {
+        piece.name: (piece.shape, torch.float32 if entry.bound.row.keep_dtype else dtype)
+        for entry in model.hf.plan.entries
+        for piece in entry.hf
+    }
+    if model.head == "value":
+        tensors.pop("lm_head.weight", None)
+        tensors[EXPORTED] = ((1, model.config.hidden_size), dtype)
+    tensors |= {name: tensors[original] for name, original in model.hf.plan.repeats.items()}
+    return tensors | {name: (source.shapes()[name], source.dtype(name)) for name, source in passthrough.items()}
+
+
+def _passthrough(model: ModelChunks, template: Path | None) -> dict[str, Source]:
+    """Return the source of each multi-token-prediction tensor, which training does not change."""
+    if template is None or not model.hf.plan.passthrough or not any(template.glob("*.safetensors")):
+        return {}
+    source = open_hf(template)
+    return {name: source for name in source.shapes() if model.hf.plan.is_passthrough(name)}
+
+
+def _config(model: ModelChunks, dtype: torch.dtype | None) -> dict[str, Any]:
+    config = output_config(model.hf.config, dtype or model.config.params_dtype, drop_mtp=False)
+    if model.head == "value":
+        family = model.hf.plan.family
+        config["architectures"] = [family.architecture.replace("ForCausalLM", "ForTokenClassification")]
+        config |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
+    return config

@@ -1,0 +1,400 @@
+"""Log-probs, entropy and top-k of vocabulary-parallel logits.
+
+Each rank reduces its columns to four numbers a token (``softmax/``), which two small all-reduces put together. The
+backward recomputes the softmax, so that nothing of size [P, V] is kept but the logits, and may write the gradient
+over them; from hidden states (``trainer.fused_lm_head_logprob``) not even those are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from skyrl_megatron.runtime.softmax import Support, kernel_for
+
+
+@dataclass(frozen=True, slots=True)
+class SoftmaxSettings:
+    """How the softmax over the vocabulary is computed."""
+
+    vocab_size: int
+    """Entries that are not padding."""
+    temperature: float = 1.0
+    chunk_size: int = 1024
+    """Tokens whose logits exist at once when they are computed from hidden states; 0: all. The backward has as many
+    logits: of all tokens, in a part of the columns."""
+    with_entropy: bool = False
+    overwrite: bool = False
+    """The backward may write the gradient over the logits, which nobody reads afterwards."""
+
+
+def logprobs_and_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    group: dist.ProcessGroup,
+    settings: SoftmaxSettings,
+    support: Support | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the log-prob of each target and, if asked for, each distribution's entropy; both [P] float32, in nats.
+
+    ``logits``: [P, V_padded / tp], this rank's columns; ``targets``: [P] int64 in [0, vocab_size). Vocabulary padding
+    takes no probability. The result is equal on every rank of ``group``; each rank gets the gradient of its own
+    columns. ``support``: what the softmax of each token is taken over, its target among it; None: the vocabulary.
+    """
+    logprobs, entropy = _FromLogits.apply(logits, targets, group, settings, support)  # type: ignore[no-untyped-call]
+    return logprobs, entropy if settings.with_entropy else None
+
+
+def fused_logprobs_and_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    group: dist.ProcessGroup,
+    settings: SoftmaxSettings,
+    low_rank: tuple[Tensor, Tensor] | None = None,
+    support: Support | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return :func:`logprobs_and_entropy` of the logits ``hidden @ weightᵀ``, of which one chunk exists at a time.
+
+    The backward goes over parts of the columns, so that each row of the weight has its gradient from one product, in
+    its own type; what is summed over parts, in fp32, is the gradient of ``hidden`` alone.
+
+    ``hidden``: [P, H], the same on every rank of ``group``, of which each gets its part of the gradient (to be summed
+    over the group); ``weight``: [V_padded / tp, H], this rank's rows. ``low_rank``: (h [P, r], b [V_padded / tp, r]),
+    an adapter's, which adds ``h @ bᵀ`` to the logits; h as ``hidden``.
+    """
+    h, b = low_rank or (None, None)
+    every = hidden, weight, h, b, targets, group, settings, support
+    logprobs, entropy = _FromHidden.apply(*every)  # type: ignore[no-untyped-call]
+    return logprobs, entropy if settings.with_entropy else None
+
+
+# ------------------------------------------------------------------ both passes over a rank's columns
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """This rank's columns of the vocabulary, and where in them the targets are."""
+
+    group: dist.ProcessGroup
+    settings: SoftmaxSettings
+    real: int
+    """Columns that are not vocabulary padding."""
+    targets: Tensor
+    """[P] int64: the target's column here; −1 where another rank has it."""
+    first: int
+    support: Support | None
+
+    @classmethod
+    def of(
+        cls, targets: Tensor, width: int, group: dist.ProcessGroup, settings: SoftmaxSettings, support: Support | None
+    ) -> _Columns:
+        first = group.rank() * width
+        real = max(0, min(width, settings.vocab_size - first))
+        local = targets - first
+        return cls(group, settings, real, torch.where((local >= 0) & (local < real), local, -1), first, support)
+
+    def kept(self, rows: slice) -> Tensor | None:
+        return None if self.support is None else self.support.kept(rows, self.first, self.real)
+
+    def part(self, columns: slice) -> _Columns:
+        """Return some of these columns."""
+        width = columns.stop - columns.start
+        local = self.targets - columns.start
+        targets = torch.where((local >= 0) & (local < width), local, -1)
+        return replace(self, real=width, targets=targets, first=self.first + columns.start)
+
+    def parts(self) -> list[slice]:
+        """Return slices of the columns whose logits of all tokens are as many as those of a chunk of tokens."""
+        tokens = max(len(self.targets), 1)
+        size = max(-(-self.real * min(self.settings.chunk_size or tokens, tokens) // tokens), 1)
+        return [slice(start, min(start + size, self.real)) for start in range(0, self.real, size)]
+
+    def chunks(self) -> list[slice]:
+        tokens = len(self.targets)
+        size = self.settings.chunk_size or max(tokens, 1)
+        return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+
+    def forward(self, logits_of: Callable[[slice], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (log-probs [P], entropies [P], what :meth:`coefficients` needs). ``logits_of``: rows → [rows, real].
+
+        With s = (logit − peak) / temperature: log p = s_target − log Σ exp(s);  H = log Σ exp(s) − Σ p s.
+        """
+        settings = self.settings
+        found = torch.empty(4, len(self.targets), dtype=torch.float32, device=self.targets.device)
+        for rows in self.chunks():
+            logits = logits_of(rows)
+            found[:, rows] = kernel_for(logits).statistics(
+                logits,
+                self.targets[rows],
+                self.kept(rows),
+                temperature=settings.temperature,
+                with_entropy=settings.with_entropy,
+            )
+        peak, others, moment, target = _joined(found, self.group, settings.temperature)
+        s = (target - peak) / settings.temperature
+        weight = s.exp()
+        total = others + weight
+        mean = (moment + weight * s) / total
+        likely = s > -1.0  # then 1 + others / weight keeps how far the token is from certain
+        logprobs = torch.where(likely, -(others / weight).log1p(), s - total.log())
+        return logprobs, total.log() - mean, torch.stack([peak, others, mean, s])
+
+    def coefficients(self, softmax: Tensor, d_logprobs: Tensor, d_entropy: Tensor) -> Tensor:
+        """Return those of :meth:`softmax.Kernel.gradient`, [4, P] fp32.
+
+        ∂log p/∂logit_j = (1[j = target] − p_j) / temperature;  ∂H/∂logit_j = −p_j (s_j − Σ p s) / temperature.
+        """
+        peak, others, mean, s = softmax
+        total = others + s.exp()
+        a, b, at_target = -d_logprobs, torch.zeros_like(d_logprobs), d_logprobs * others
+        if self.settings.with_entropy:
+            a, b = a + d_entropy * mean, -d_entropy
+            at_target = at_target - d_entropy * s.exp() * (s - mean)
+        return torch.stack([peak, *(each / (total * self.settings.temperature) for each in (a, b, at_target))])
+
+    def backward(self, logits: Tensor, rows: slice, coefficients: Tensor, out: Tensor) -> None:
+        """Write the gradient of ``logits``, those of ``rows``, [rows, real], to ``out``, which may be the same."""
+        kernel_for(logits).gradient(
+            logits,
+            self.targets[rows],
+            self.kept(rows),
+            coefficients[:, rows],
+            out,
+            temperature=self.settings.temperature,
+            with_entropy=self.settings.with_entropy,
+        )
+
+
+def _joined(found: Tensor, group: dist.ProcessGroup, temperature: float) -> Tensor:
+    """Put the statistics of all ranks' columns together; in place."""
+    if group.size() == 1:
+        return found
+    peak = found[0].clone()
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+    lower = (found[0] - peak) / temperature
+    factor = lower.exp()
+    found[2] = factor * (found[2] + torch.where(factor > 0, lower * found[1], 0.0))
+    found[1] *= factor
+    dist.all_reduce(found[1:], group=group)
+    found[0] = peak
+    return found
+
+
+# ------------------------------------------------------------------ from logits
+class _FromLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        targets: Tensor,
+        group: dist.ProcessGroup,
+        settings: SoftmaxSettings,
+        support: Support | None,
+    ) -> tuple[Tensor, Tensor]:
+        columns = _Columns.of(targets, logits.shape[-1], group, settings, support)
+        logprobs, entropy, softmax = columns.forward(lambda rows: logits[rows, : columns.real])
+        ctx.save_for_backward(logits, softmax)
+        ctx.columns = columns
+        return _outputs(ctx, logprobs, entropy)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        columns: _Columns = ctx.columns
+        logits, softmax = ctx.saved_tensors
+        grad = logits.detach() if columns.settings.overwrite else torch.empty_like(logits)
+        coefficients = columns.coefficients(softmax, *grads)
+        for rows in columns.chunks():
+            columns.backward(logits[rows, : columns.real], rows, coefficients, grad[rows, : columns.real])
+        grad[:, columns.real :] = 0.0
+        return grad, None, None, None, None
+
+
+def _outputs(ctx: Any, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
+    if not ctx.columns.settings.with_entropy:
+        ctx.mark_non_differentiable(entropy)
+    return logprobs, entropy
+
+
+# ------------------------------------------------------------------ from hidden states
+class _FromHidden(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        h: Tensor | None,
+        b: Tensor | None,
+        targets: Tensor,
+        group: dist.ProcessGroup,
+        settings: SoftmaxSettings,
+        support: Support | None,
+    ) -> tuple[Tensor, Tensor]:
+        columns = _Columns.of(targets, len(weight), group, settings, support)
+        maps = _Maps(hidden, weight[: columns.real], h, None if b is None else b[: columns.real])
+        logprobs, entropy, softmax = columns.forward(maps.logits)
+        ctx.save_for_backward(hidden, weight, h, b, softmax)
+        ctx.columns = columns
+        return _outputs(ctx, logprobs, entropy)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        columns: _Columns = ctx.columns
+        hidden, weight, h, b, softmax = ctx.saved_tensors
+        inputs: tuple[Tensor | None, ...] = (hidden, weight, h, b)
+        sums = torch.promote_types(hidden.dtype, torch.float32)
+        kinds = (sums, weight.dtype, sums, weight.dtype)
+        found = [
+            torch.zeros(tensor.shape, dtype=kind, device=tensor.device) if tensor is not None and needed else None
+            for tensor, kind, needed in zip(inputs, kinds, ctx.needs_input_grad, strict=False)
+        ]
+        coefficients = columns.coefficients(softmax, *grads)
+        every = slice(0, len(hidden))
+        for part in columns.parts():
+            maps = _Maps(hidden, weight[part], h, None if b is None else b[part])
+            logits = maps.logits(every)
+            columns.part(part).backward(logits, every, coefficients, logits)
+            maps.backward(logits, part, found)
+            del logits  # before the next part's
+        wanted = [
+            None if grad is None or tensor is None else grad.to(tensor.dtype)
+            for grad, tensor in zip(found, inputs, strict=True)
+        ]
+        return *wanted, None, None, None, None
+
+
+class _Maps(NamedTuple):
+    """What logits are computed from: hidden states and the head's rows, and those of an adapter, if there is one."""
+
+    hidden: Tensor
+    head: Tensor
+    h: Tensor | None
+    b: Tensor | None
+
+    def logits(self, rows: slice) -> Tensor:
+        """Return the logits of some tokens, [rows, real]."""
+        logits = self.hidden[rows] @ self.head.t()
+        return logits if self.h is None or self.b is None else logits.addmm_(self.h[rows], self.b.t())
+
+    def backward(self, grad: Tensor, part: slice, found: list[Tensor | None]) -> None:
+        """Put into ``found``, the gradients of all four, what ``grad`` gives: [P, columns], the gradient of the logits
+        in the columns ``part``, which these maps have the weights of."""
+        d_hidden, d_head, d_h, d_b = found
+        for d_x, d_w, x, w in ((d_hidden, d_head, self.hidden, self.head), (d_h, d_b, self.h, self.b)):
+            if d_x is not None and w is not None:
+                _add_product(d_x, grad, w)
+            if d_w is not None and x is not None:
+                torch.mm(grad.t(), x, out=d_w[part])
+
+
+def _add_product(total: Tensor, grad: Tensor, weight: Tensor) -> None:
+    """Add ``grad @ weight`` to ``total``, which may be of a wider type."""
+    if grad.dtype == total.dtype:
+        total.addmm_(grad, weight)
+    else:
+        total += grad @ weight
+
+
+def top_logprobs(logits: Tensor, k: int, group: dist.ProcessGroup, settings: SoftmaxSettings) -> tuple[Tensor, Tensor]:
+    """Return (log-probs [P, k] float32 in nats, token ids [P, k] int64) of the ``k`` likeliest tokens, likeliest
+    first.
+
+    ``logits``: [P, V_padded / tp], this rank's columns; the result is equal on every rank of ``group``. ``k`` is at
+    most ``settings.vocab_size``. Not differentiable.
+    """
+    first, real = _columns(logits, group, settings)
+    values = torch.empty(len(logits), k, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(len(logits), k, dtype=torch.int64, device=logits.device)
+    for rows in _chunks(len(logits), settings):
+        z = logits[rows, :real].float() / settings.temperature
+        here = min(k, real)
+        best = z.topk(here, dim=-1)
+        found = torch.full((len(z), k), -torch.inf, dtype=torch.float32, device=z.device)
+        named = torch.zeros(len(z), k, dtype=torch.int64, device=z.device)
+        found[:, :here], named[:, :here] = best.values, best.indices + first
+        if group.size() > 1:
+            found, named = (_side_by_side(each, group) for each in (found, named))
+        chosen = found.topk(k, dim=-1)
+        values[rows] = chosen.values - _log_z(z, group)[:, None]
+        ids[rows] = named.gather(1, chosen.indices)
+    return values, ids
+
+
+def logprobs_of(logits: Tensor, ids: Tensor, group: dist.ProcessGroup, settings: SoftmaxSettings) -> Tensor:
+    """Return the log-prob of each of ``ids`` [P, k] int64 at its position: [P, k] float32, nats, differentiable.
+
+    ``logits`` as in :func:`top_logprobs`; each rank gets the gradient of its own columns.
+    """
+    found: Tensor = _Given.apply(logits, ids, group, settings)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Given(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, ids: Tensor, group: dist.ProcessGroup, settings: SoftmaxSettings) -> Tensor:
+        first, real = _columns(logits, group, settings)
+        found = torch.empty(ids.shape, dtype=torch.float32, device=logits.device)
+        log_z = torch.empty(len(ids), dtype=torch.float32, device=logits.device)
+        for rows in _chunks(len(logits), settings):
+            z = logits[rows, :real].float() / settings.temperature
+            local, here = _local(ids[rows], first, real)
+            part = torch.where(here, z.gather(1, local), 0.0) if real else torch.zeros_like(found[rows])
+            if group.size() > 1:
+                dist.all_reduce(part, group=group)
+            log_z[rows] = _log_z(z, group)
+            found[rows] = part - log_z[rows, None]
+        ctx.save_for_backward(logits, ids, log_z)
+        ctx.columns, ctx.settings = (first, real), settings
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (logits, ids, log_z), (first, real), settings = ctx.saved_tensors, ctx.columns, ctx.settings
+        out = torch.zeros_like(logits)
+        for rows in _chunks(len(logits), settings):
+            z = logits[rows, :real].float() / settings.temperature
+            local, here = _local(ids[rows], first, real)
+            given = grads[0][rows].float()
+            grad = (z - log_z[rows, None]).exp_().mul_(-given.sum(-1, keepdim=True))
+            if real:
+                grad.scatter_add_(1, local, torch.where(here, given, 0.0))
+            out[rows, :real] = (grad / settings.temperature).to(out.dtype)
+        return out, None, None, None
+
+
+def _columns(logits: Tensor, group: dist.ProcessGroup, settings: SoftmaxSettings) -> tuple[int, int]:
+    """Return (token id of this rank's first column, its columns that are not vocabulary padding)."""
+    width = logits.shape[1]
+    first = group.rank() * width
+    return first, max(0, min(width, settings.vocab_size - first))
+
+
+def _local(ids: Tensor, first: int, real: int) -> tuple[Tensor, Tensor]:
+    local = ids - first
+    here = (local >= 0) & (local < real)
+    return torch.where(here, local, 0), here
+
+
+def _log_z(z: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the logarithm of the partition function, [rows]; ``z``: this rank's columns, perhaps none."""
+    peak = z.amax(-1) if z.shape[1] else torch.full((len(z),), -torch.inf, dtype=z.dtype, device=z.device)
+    if group.size() > 1:
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+    total = (z - peak[:, None]).exp().sum(-1)
+    if group.size() > 1:
+        dist.all_reduce(total, group=group)
+    return total.log() + peak
+
+
+def _side_by_side(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return torch.cat(parts, dim=-1)
+
+
+def _chunks(tokens: int, settings: SoftmaxSettings) -> Iterator[slice]:
+    size = settings.chunk_size or max(tokens, 1)
+    return (slice(start, start + size) for start in range(0, tokens, size))

@@ -1,0 +1,331 @@
+"""Attention of some families: heads that differ by layer (MiMo-V2-Flash), multi-latent attention (DeepSeek-V2,
+arXiv:2405.04434), and sparse attention with an indexer (DeepSeek-V3.2).
+
+Megatron's (``transformer/experimental_attention_variant/dsa.py``) needs kernels for GPUs. A choice has no gradient:
+the indexer stays as it is unless ``dsa_indexer_loss_coeff`` teaches it, by a loss of its own, where attention is paid.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.common.embeddings import RotaryEmbedding
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region, scatter_to_sequence_parallel_region
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
+from torch.nn import functional as F
+
+from skyrl_megatron import device
+from skyrl_megatron.runtime.model.attention import Choice, Chosen, PackedAttention, PieceGroup, gather_tokens
+from skyrl_megatron.runtime.model.rotary import PackedRotary, rotate
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer import TransformerConfig
+
+    from bridges.family import IndexerSizes, VaryingHeads
+
+
+class HeadsByLayer(SelfAttention):
+    """Megatron's, with a configuration of the layer's own, and with values of another size than keys.
+
+    ``config.heads_by_layer``: what differs, a :class:`bridges.family.VaryingHeads`.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, submodules: SelfAttentionSubmodules, layer_number: int, **options: Any
+    ) -> None:
+        heads: VaryingHeads = config.heads_by_layer
+        self.windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        own = copy.copy(config)
+        if self.windowed:
+            own.num_query_groups, own.softmax_type = heads.window_groups, "learnable"
+        super().__init__(own, submodules, layer_number, **options)
+        self.heads, self.rotary = heads, None
+        if self.windowed:
+            self.rotary = PackedRotary(
+                RotaryEmbedding(
+                    config.kv_channels,
+                    heads.rotary_percent,
+                    rotary_base=heads.window_rotary_base,
+                    use_cpu_initialization=config.use_cpu_initialization,
+                    cp_group=self.pg_collection.cp,
+                )
+            )
+        groups, width, count = own.num_query_groups, own.kv_channels, own.num_attention_heads
+        linear: dict[str, Any] = dict(config=own, bias=False, is_expert=False, tp_group=self.pg_collection.tp)
+        self.linear_qkv = submodules.linear_qkv(
+            own.hidden_size,
+            count * width + groups * (width + heads.value_size),
+            init_method=own.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_comm_buffer_name="qkv",
+            **linear,
+        )
+        self.linear_proj = submodules.linear_proj(
+            count * heads.value_size,
+            own.hidden_size,
+            init_method=own.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_comm_buffer_name="proj",
+            **linear,
+        )
+
+    def get_query_key_value_tensors(
+        self, hidden_states: Tensor, key_value_states: Tensor | None = None, **_: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Project [s, b, hidden] → queries [s, b, heads, key size], keys, and values [s, b, groups, value size]."""
+        mixed, _ = self.linear_qkv(hidden_states)
+        groups, width = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
+        queries = self.num_attention_heads_per_partition // groups
+        mixed = mixed.unflatten(-1, (groups, -1))
+        query, key, value = mixed.split([queries * width, width, self.heads.value_size], -1)
+        return query.reshape(*query.shape[:2], -1, width), key, value * self.heads.value_scale
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        rotary_pos_emb: Any = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend as Megatron's, positions rotated by the layer's own base."""
+        if self.rotary is not None and packed_seq_params is None:
+            length = hidden_states.shape[0] * (self.pg_collection.tp.size() if self.config.sequence_parallel else 1)
+            rotary_pos_emb = self.rotary(length)
+        elif self.rotary is not None:
+            packed_seq_params = self.rotary.again(packed_seq_params)
+        out: tuple[Tensor, Tensor | None] = super().forward(
+            hidden_states,
+            attention_mask,
+            rotary_pos_emb=rotary_pos_emb,
+            packed_seq_params=packed_seq_params,
+            **options,
+        )
+        return out
+
+
+class Indexer(torch.nn.Module):
+    """Projections of the indexer, whole on every rank, and frozen unless they have a loss of their own.
+
+    ``config.indexer``: a :class:`bridges.family.IndexerSizes`.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        settings: IndexerSizes = config.indexer
+        self.settings = settings
+
+        def linear(columns: int, rows: int) -> torch.nn.Linear:
+            return torch.nn.Linear(columns, rows, bias=False, dtype=config.params_dtype)
+
+        self.wq_b = linear(config.q_lora_rank, settings.heads * settings.size)
+        self.wk = linear(config.hidden_size, settings.size)
+        self.k_norm = torch.nn.LayerNorm(settings.size, eps=1e-6, dtype=config.params_dtype)
+        self.weights_proj = linear(config.hidden_size, settings.heads)
+        self.requires_grad_(bool(config.dsa_indexer_loss_coeff))
+
+    def forward(
+        self, hidden: Tensor, compressed: Tensor, table: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries [p, heads, size], keys [p, size] and weights of the heads [p, heads] of tokens.
+
+        ``hidden``: [p, H]; ``compressed``: queries before their up projection, [p, q_lora_rank]; ``table``: cosine
+        and sine [p, 1, d].
+        """
+        queries = self.wq_b(compressed).unflatten(-1, (self.settings.heads, -1))
+        keys = self.k_norm(self.wk(hidden)).unsqueeze(1)
+        if self.settings.interleaved:  # the table is for halves; keys and queries may be reordered alike
+            queries, keys = (_in_halves(x, table[0].shape[-1]) for x in (queries, keys))
+        queries, keys = (rotate(x, table, interleaved=False) for x in (queries, keys))
+        weights = self.weights_proj(hidden).float() * self.settings.heads**-0.5
+        return queries.float() * self.settings.size**-0.5, keys[:, 0].float(), weights
+
+
+class SelectedAttention(PackedAttention):
+    """``PackedAttention`` in which each query sees the ``top_k`` keys of the highest scores."""
+
+    requires_dsa_inputs = True  # Megatron then hands over hidden states and compressed queries
+    rotary: PackedRotary
+    """Of the attention that this is a part of."""
+
+    def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any) -> None:
+        super().__init__(config, *arguments, **options)
+        self.indexer = Indexer(config)
+        self.divergence: Tensor | None = None
+        """[2] float64 since it was asked for: the sum over queries, and how many there were."""
+
+    @property
+    def _learns(self) -> bool:
+        return bool(self.config.dsa_indexer_loss_coeff) and self.training and torch.is_grad_enabled()
+
+    def choice(self, packed_seq_params: PackedSeqParams | None, **inputs: Any) -> Choice | None:
+        """Score keys by hidden states ``x`` [s, b, H] and compressed queries ``qr`` [s, b, R], both a tp-th of the
+        sequence with sequence parallelism. Sequences with no more tokens than a query may see need no choice."""
+        learns, top_k = self._learns, self.config.indexer.top_k
+        x: Tensor = inputs["x"].detach()
+        hidden, compressed = self._whole(x), self._whole(inputs["qr"].detach().view(*x.shape[:2], -1))
+        length, batch = hidden.shape[:2]
+        hidden, compressed = (each.transpose(0, 1).flatten(0, 1) for each in (hidden, compressed))
+        if packed_seq_params is None:
+            if length <= top_k and not learns:
+                return None
+            positions = torch.arange(length, device=x.device).repeat(batch)
+            with torch.set_grad_enabled(learns):
+                queries, keys, weights = self.indexer(hidden, compressed, self.rotary.table(positions, length))
+                queries, keys, weights = (each.unflatten(0, (batch, length)) for each in (queries, keys, weights))
+                scores = _scores(queries, keys, weights)
+            causal = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
+            mask = _chosen(scores.detach(), causal, top_k)
+            chosen = Chosen(mask, scores, torch.ones(scores.shape[:2], device=x.device)) if learns else Chosen(mask)
+            return lambda _: chosen
+        lengths: tuple[int, ...] = packed_seq_params.padded_lengths
+        if max(lengths) <= top_k and not learns:
+            return None
+        table = self.rotary.table(packed_seq_params.positions, packed_seq_params.max_seqlen_q)
+        with torch.set_grad_enabled(learns):
+            queries, keys, weights = self.indexer(hidden, compressed, table)
+            keys = gather_tokens(keys, lengths, self.groups.cp, shared_loss=False)
+        real = (~packed_seq_params.padding).float()
+
+        def choose(group: PieceGroup | None) -> Chosen:
+            assert group is not None
+            n, q, k = group.shape
+            with torch.set_grad_enabled(learns):
+                mine = (each.index_select(0, group.query_index).unflatten(0, (n, q)) for each in (queries, weights))
+                of_queries, of_heads = mine
+                theirs = keys.index_select(0, group.key_index).unflatten(0, (n, k))
+                scores = _scores(of_queries, theirs, of_heads)
+            if group.mask is not None:
+                visible = group.mask[:, 0]
+            else:
+                visible = torch.ones(q, k, dtype=torch.bool, device=x.device).tril()
+            mask = _chosen(scores.detach(), visible, top_k)
+            if not learns:
+                return Chosen(mask)
+            counted = torch.zeros(n * q, device=x.device)
+            counted[group.kept] = real[group.query_index[group.kept]]
+            return Chosen(mask, scores, counted.view(n, q))
+
+        return choose
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Chosen | None) -> Tensor:
+        out = super()._attend(query, key, value, mask)
+        if not isinstance(mask, Chosen) or mask.scores is None:
+            return out
+        loss = self.config.dsa_indexer_loss_coeff * self._divergence(query, key, mask)
+        taught: Tensor = _Taught.apply(out, loss * self.config.moe_grad_scale_func())  # type: ignore[no-untyped-call]
+        return taught
+
+    def _divergence(self, query: Tensor, key: Tensor, chosen: Chosen) -> Tensor:
+        """Sum, over real queries, Σ p log(p / q) over the chosen keys: p is the mean of the heads' attention, q the
+        softmax of the indexer's scores (DeepSeek-V3.2, section 2.1, sparse training stage)."""
+        assert chosen.scores is not None and chosen.counted is not None
+        with torch.no_grad():
+            logits = query.float() @ key.float().transpose(-1, -2) * self.scale
+            paid = logits.masked_fill(~chosen.mask, -torch.inf).softmax(-1).sum(1)
+            if self.groups.tp.size() > 1:
+                dist.all_reduce(paid, group=self.groups.tp)
+            paid /= self.config.num_attention_heads
+        seen = chosen.mask[:, 0]
+        logs = chosen.scores.masked_fill(~seen, -torch.inf).log_softmax(-1).masked_fill(~seen, 0.0)
+        divergence = (torch.xlogy(paid, paid) - paid * logs).sum(-1) * chosen.counted
+        found = torch.stack([divergence.detach().sum(), chosen.counted.sum()]).double()
+        self.divergence = found if self.divergence is None else self.divergence + found
+        return divergence.sum()
+
+    def _whole(self, x: Tensor) -> Tensor:
+        """Gather [s / tp, b, …] → [s, b, …] where tp ranks share the sequence."""
+        tp = self.groups.tp
+        if not self.config.sequence_parallel or tp.size() == 1:
+            return x
+        whole = x.new_empty(tp.size() * x.shape[0], *x.shape[1:])
+        dist.all_gather_into_tensor(whole, x.contiguous(), group=tp)
+        return whole
+
+
+def _in_halves(x: Tensor, width: int) -> Tensor:
+    """Reorder the first ``width`` entries of the last dimension: those at even places, then those at odd ones."""
+    return torch.cat([x[..., 0:width:2], x[..., 1:width:2], x[..., width:]], -1)
+
+
+def _scores(queries: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
+    """Return Σ weight · relu(query · key) over heads, [n, q, k]. ``queries``: [n, q, heads, size]; ``keys``:
+    [n, k, size]; ``weights``: [n, q, heads]."""
+    products = F.relu(torch.einsum("nqhd,nkd->nqhk", queries, keys))
+    return torch.einsum("nqh,nqhk->nqk", weights, products)
+
+
+def _chosen(scores: Tensor, visible: Tensor, top_k: int) -> Tensor:
+    """Return masks [n, 1, q, k] of the visible keys with the highest ``scores``, [n, q, k]; ``visible``: [n, q, k] or
+    [q, k] bool."""
+    total = scores.masked_fill(~visible, -torch.inf)
+    best = total.topk(min(top_k, total.shape[-1]), dim=-1).indices
+    chosen = torch.zeros_like(total, dtype=torch.bool).scatter(-1, best, True)
+    return (chosen & visible).unsqueeze(1)
+
+
+class _Taught(torch.autograd.Function):
+    """Lets a loss have its gradient wherever the attention's result has one."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, loss: Tensor) -> Tensor:
+        ctx.loss = loss
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], torch.ones_like(ctx.loss)
+
+
+def indexer_metrics(chunks: Iterable[torch.nn.Module]) -> dict[str, float]:
+    """Return ``indexer_loss``: the mean divergence of a query and layer, in nats, over all ranks since the last call.
+    Collective over all ranks; with tp each has all queries. Nothing where no indexer learns."""
+    found = torch.zeros(2, dtype=torch.float64, device=device.device())
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, SelectedAttention) and module.divergence is not None:
+                found += module.divergence
+                module.divergence = None
+    dist.all_reduce(found)
+    return {"indexer_loss": float(found[0] / found[1])} if found[1] else {}
+
+
+class LatentAttention(MLASelfAttention):
+    """Megatron's, with separate norms before the up projections and with correct gradients under tp.
+
+    Megatron's local spec refuses models without a compressed query, because it looks for a matrix that holds the norm.
+    With tp > 1 its column-split down projection gives each rank all rotary keys but only the gradient of the rank's
+    own heads (logits are right, gradients are not). Here the gathered result goes back to the sequence-parallel
+    region, from where Megatron gathers it in a way that sums the gradients.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        if isinstance(self.core_attention, SelectedAttention):
+            self.core_attention.rotary = PackedRotary(self.rotary_pos_emb)
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        return {
+            "linear_q_proj": ColumnParallelLinear,
+            "linear_q_up_proj": ColumnParallelLinear,
+            "linear_kv_up_proj": ColumnParallelLinear,
+            "q_layernorm": submodules.q_layernorm,
+            "kv_layernorm": submodules.kv_layernorm,
+        }
+
+    def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        q_compressed, kv_combined = super()._qkv_down_projection(hidden_states)
+        if self.config.tensor_model_parallel_size > 1:
+            kv_combined = scatter_to_sequence_parallel_region(gather_from_tensor_model_parallel_region(kv_combined))
+        return q_compressed, kv_combined

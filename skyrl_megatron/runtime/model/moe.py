@@ -1,0 +1,350 @@
+"""Routers and experts without Transformer Engine: all local experts in one module, with grouped GEMMs.
+
+Megatron 0.19 without Transformer Engine has only ``SequentialMLP``, one module and several autograd nodes per expert.
+Here the weights of all local experts are two tensors, and a layer is two grouped GEMMs and one activation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.transformer.moe.moe_utils import (
+    get_tokens_per_expert_and_token_count,
+    switch_load_balancing_loss_func,
+    te_general_gemm,
+)
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from bridges.family import MegatronModelConfig
+from skyrl_megatron import device
+from skyrl_megatron.runtime.cpu_patches import grouped_gemm
+from skyrl_megatron.runtime.model.routing_replay import RoutingReplay
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer import TransformerConfig
+
+
+class GroupedLinear(torch.nn.Module):
+    """One linear map per local expert: ``weight`` [E, out, in], and ``bias`` [E, out] or None.
+
+    ``split``: the dimension of one expert's matrix that is split over etp, 0 or 1. ``parts``: along dim 0 the matrix
+    is this many pieces, each split on its own (2: gate rows, then up rows).
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        out_features: int,
+        in_features: int,
+        config: TransformerConfig,
+        groups: ProcessGroupCollection,
+        *,
+        init: Callable[[Tensor], object],
+        split: int,
+        parts: int = 1,
+    ) -> None:
+        super().__init__()
+        self.experts, self.groups, self.split, self.parts = experts, groups, split, parts
+        self.total_experts = config.num_moe_experts
+        etp = groups.expt_tp.size()
+        shape = [out_features, in_features]
+        shape[split] //= etp
+        where: dict[str, Any] = {} if config.use_cpu_initialization else {"device": torch.cuda.current_device()}
+        self.weight = torch.nn.Parameter(torch.empty(experts, *shape, dtype=config.params_dtype, **where))
+        self.register_parameter("bias", None)
+        if config.add_bias_linear:
+            self.bias = torch.nn.Parameter(torch.zeros(experts, shape[0], dtype=config.params_dtype, **where))
+        if config.perform_initialization:
+            for matrix in self.weight.data:
+                init(matrix)
+        parameter: Any  # Megatron keeps its facts about a parameter as attributes of it
+        for parameter in self.parameters():
+            parameter.allreduce = False  # gradients are summed over expert-data-parallel ranks only
+            split_over_etp = parameter is self.weight or split == 0
+            parameter.tensor_model_parallel = split_over_etp  # every etp rank's share counts in the gradient norm
+            if split_over_etp:
+                parameter.partition_dim, parameter.partition_stride = 1 + split, parts
+
+    def forward(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
+        """Map rows sorted by expert, [n, in] → [n, out]; the bias is left to the caller."""
+        return grouped_gemm(x, self.weight, tokens_per_expert)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Describe ``weight`` and ``bias`` with an axis of all experts before the matrix."""
+        return {
+            f"{prefix}{name}": ShardedTensorFactory(
+                f"{prefix}{name}",
+                tensor,
+                functools.partial(self._shards, offsets=tuple(sharded_offsets), is_bias=name == "bias"),
+                functools.partial(_merge_shards, parts=self.parts),
+                replica_id=(0, 0, self.groups.expt_dp.rank()),
+            )
+            for name, tensor in self.named_parameters()
+        }
+
+    @torch.no_grad()
+    def _shards(
+        self,
+        key: str,
+        tensor: Tensor,
+        replica_id: Any,
+        flattened_range: Any,
+        *,
+        offsets: tuple[Any, ...],
+        is_bias: bool,
+    ) -> list[ShardedTensor]:
+        """Make one ShardedTensor per local expert and part; inverse: :func:`_merge_shards`."""
+        etp, rank = self.groups.expt_tp.size(), self.groups.expt_tp.rank()
+        replicated = is_bias and self.split == 1
+        if replicated:
+            replica_id = (replica_id[0], rank, replica_id[2])
+        first = self.groups.ep.rank() * self.experts
+        shards = []
+        for expert, matrix in enumerate(tensor):
+            places = [*offsets, (len(offsets), first + expert, self.total_experts)]
+            axis = len(places) + self.split
+            for part, piece in enumerate(matrix.chunk(self.parts, 0)):
+                at = [] if replicated else [(axis, part * etp + rank, self.parts * etp)]
+                shards.append(
+                    ShardedTensor.from_rank_offsets(
+                        key, piece, *places, *at, replica_id=replica_id, prepend_axis_num=len(places)
+                    )
+                )
+        return shards
+
+
+@torch.no_grad()
+def _merge_shards(shards: list[Tensor], *, parts: int) -> Tensor:
+    """Stack [expert · part] tensors, in order, as the module's tensor with a leading expert axis."""
+    return torch.stack([torch.cat(shards[i : i + parts]) for i in range(0, len(shards), parts)])
+
+
+class GroupedExperts(torch.nn.Module):
+    """Gated MLPs of this rank's experts. E local experts, H hidden, f = moe_ffn_hidden_size.
+
+    ``linear_fc1.weight`` [E, 2f / etp, H] holds gate rows, then up rows; ``linear_fc2.weight`` [E, H, f / etp]. Under
+    etp the dispatcher gathers the tokens before and sums the outputs after, so the GEMMs here stay local. Biases are
+    those of gpt-oss, scaled by the routing probability; that of ``linear_fc2`` is added on etp rank 0 only,
+    because outputs are summed over etp.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        assert pg_collection is not None and config.gated_linear_unit
+        self.config, self.num_local_experts, self.groups = config, num_local_experts, pg_collection
+        make = functools.partial(GroupedLinear, num_local_experts, config=config, groups=pg_collection)
+        hidden, ffn = config.hidden_size, config.moe_ffn_hidden_size
+        self.linear_fc1 = make(2 * ffn, hidden, init=config.init_method, split=0, parts=2)
+        self.linear_fc2 = make(hidden, ffn, init=config.output_layer_init_method, split=1)
+
+    def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """Map rows sorted by local expert, [n, H] → ([n, H], None). ``tokens_per_expert``: [E]; ``probs``: [n]."""
+        h = self.linear_fc1(hidden, tokens_per_expert)
+        expert_of_row = None
+        if self.linear_fc1.bias is not None:
+            counts = tokens_per_expert.to(hidden.device)
+            expert_of_row = torch.repeat_interleave(
+                torch.arange(self.num_local_experts, device=hidden.device), counts, output_size=len(hidden)
+            )
+            h = h + self.linear_fc1.bias[expert_of_row]
+        h = self._gate(h) * probs.unsqueeze(-1).to(h.dtype)
+        out = self.linear_fc2(h, tokens_per_expert)
+        if self.linear_fc2.bias is not None and self.groups.expt_tp.rank() == 0:
+            out = out + self.linear_fc2.bias[expert_of_row] * probs.unsqueeze(-1).to(out.dtype)
+        return out, None
+
+    def _gate(self, h: Tensor) -> Tensor:
+        """Return activation(gate) · (up + offset), clamped where the config says so (transformer/mlp.py, glu)."""
+        gate, up = h.chunk(2, dim=-1)
+        limit = self.config.activation_func_clamp_value
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        offset = self.config.glu_linear_offset
+        gated: Tensor = self.config.activation_func(gate) * (up + offset if offset else up)
+        return gated
+
+    def backward_dw(self) -> None:
+        """Do nothing: Megatron calls this where weight gradients may be delayed; here they are not."""
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Describe the weights with keys and shapes of Transformer Engine's grouped experts."""
+        state = {}
+        for name, linear in (("linear_fc1", self.linear_fc1), ("linear_fc2", self.linear_fc2)):
+            for key, shards in linear.sharded_state_dict(f"{name}.", sharded_offsets, metadata).items():
+                shards.key = f"{prefix}experts.{key}"
+                state[f"{prefix}{key}"] = shards
+        return state
+
+
+class TokenWeightedRouter(TopKRouter):
+    """``TopKRouter`` whose auxiliary loss is weighted by the valid tokens of its micro-batch over tp·cp.
+
+    Megatron multiplies the loss by the *local* count of valid tokens times the ranks (megatron/core/transformer/moe/
+    router.py, ``attach_and_log_load_balancing_loss``): right only when all tp·cp ranks hold equally many. Packed
+    sequences of odd lengths do not, and a micro-batch without a valid token divides by zero. Both are fixed here: the
+    gradient is the same for every tp and cp.
+    """
+
+    load: Tensor | None = None
+    """Sums for :func:`router_metrics` over this rank's tokens since its last call, [E + 2] float64: tokens per expert,
+    Σ entropy in nats, tokens. Of training passes only; a pass that is recomputed counts once."""
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Return the logits [..., E]. Where Transformer Engine is installed, Megatron computes them by its GEMM, which
+        rounds fp32 inputs to TF32; bf16 inputs it multiplies exactly."""
+        both_fp32 = input.dtype == self.weight.dtype == torch.float32
+        if te_general_gemm is not None and both_fp32 and self.config.moe_router_dtype != "fp64":
+            return torch.nn.functional.linear(input, self.weight, self.bias)
+        logits: Tensor = super().gating(input)
+        return logits
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Route as ``TopKRouter`` does, and count. ``padding_mask``, [sequence, batch], is True on padding."""
+        if padding_mask is not None and padding_mask.numel() != logits.shape[:-1].numel():
+            # Megatron gives each sequence-parallel rank its part on the first pipeline stage only
+            # (megatron/core/models/gpt/gpt_model.py, _preprocess).
+            padding_mask = padding_mask.chunk(self.tp_group.size())[self.tp_group.rank()]
+        probs, routing_map = super().routing(logits, padding_mask=padding_mask)
+        if self.training and torch.is_grad_enabled() and not self.is_mtp_layer:
+            self._count(logits.detach().flatten(0, -2), routing_map, padding_mask)
+        return probs, routing_map
+
+    def _count(self, logits: Tensor, routing_map: Tensor, padding_mask: Tensor | None) -> None:
+        scores = logits.softmax(-1) if self.score_function == "softmax" else logits.sigmoid()
+        entropy = torch.special.entr(scores / scores.sum(-1, keepdim=True)).sum(-1)
+        columns = torch.cat([routing_map, entropy[:, None], torch.ones_like(entropy)[:, None]], dim=1)
+        if padding_mask is not None:
+            columns = columns.masked_fill(padding_mask.reshape(-1, 1), 0.0)
+        found = columns.sum(0, dtype=torch.float64)
+        self.load = found if self.load is None else self.load + found
+
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Pass the mask as a column: Megatron combines it with a [tokens, experts] map."""
+        super()._apply_expert_bias(routing_map, None if padding_mask is None else padding_mask.reshape(-1, 1))
+
+    def _apply_aux_loss(
+        self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
+    ) -> Tensor:
+        coefficient = self.get_aux_loss_coeff("aux_loss")
+        if coefficient == 0:
+            return probs
+        tokens_per_expert, _, total = get_tokens_per_expert_and_token_count(
+            routing_map, self.tp_cp_group, topk=self.topk, with_padding_mask=with_padding_mask
+        )
+        total = torch.as_tensor(total, dtype=torch.float32, device=probs.device)
+        loss = switch_load_balancing_loss_func(
+            probs=scores_for_aux_loss,
+            tokens_per_expert=tokens_per_expert,
+            total_num_tokens=total.clamp(min=1.0),
+            topk=self.topk,
+            num_experts=self.config.num_moe_experts,
+            moe_aux_loss_coeff=coefficient,
+            fused=self.config.moe_router_fusion,
+        )
+        attached: Tensor = self.attach_and_log_load_balancing_loss(
+            probs,
+            coefficient,
+            loss,
+            "load_balancing_loss",
+            self.tp_cp_group,
+            valid_token_count=total / self.tp_cp_group.size(),
+        )
+        return attached
+
+
+class LogOddsRouter(TokenWeightedRouter):
+    """Scores are softmax probabilities, and a bias takes part in the choice alone (ERNIE 4.5), which Megatron has for
+    sigmoid scores only: the sigmoid of a probability's log-odds is the probability."""
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Route by the softmax of ``logits`` [sequence, batch, E]."""
+        return super().routing(log_odds(logits), padding_mask)
+
+
+def log_odds(logits: Tensor) -> Tensor:
+    """Return log(p / (1 − p)) of the softmax probabilities p over the last dimension, [.., E].
+
+    1 − p is a sum over the others, which for the largest p cannot be had by a subtraction; all others are below 1/2.
+    """
+    largest = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, logits.argmax(-1, keepdim=True), True)
+    others = logits.masked_fill(largest, -torch.inf).logsumexp(-1, keepdim=True)
+    logs = logits.log_softmax(-1)
+    rest = torch.log1p(-logs.masked_fill(largest, -torch.inf).exp())
+    return torch.where(largest, logits - others, logs - rest)
+
+
+def router_class(model: MegatronModelConfig) -> type[TokenWeightedRouter]:
+    """Return the router that computes a model's scores."""
+    return LogOddsRouter if model.softmax_log_odds else TokenWeightedRouter
+
+
+def routers_of(chunks: Iterable[torch.nn.Module]) -> list[TokenWeightedRouter]:
+    """List the routers of some model chunks, in their order, without a draft head's."""
+    modules = (module for chunk in chunks for module in chunk.modules())
+    return [module for module in modules if isinstance(module, TokenWeightedRouter) and not module.is_mtp_layer]
+
+
+def router_metrics(
+    chunks: Sequence[torch.nn.Module], config: TransformerConfig, *, per_layer: bool
+) -> tuple[dict[str, float], dict[int, Tensor]]:
+    """Measure balance and entropy of the routers over all ranks' valid tokens since the last call, and count the
+    tokens of each expert, [E] float64 by layer; both empty without experts.
+
+    ``moe_load_imbalance``: the busiest expert's tokens over the mean of all (1 is even); ``moe_dead_experts``: the
+    share of experts without a token; ``moe_router_entropy``: mean entropy of the routing distribution, in nats. With
+    given routes also ``moe_routing_replayed``, the share of tokens that had some, and ``moe_routing_mismatch``, the
+    share of these that the model would have sent to other experts. Means over layers; ``per_layer`` adds each layer
+    as ``…/layer_N``.
+    Collective over all ranks: with tp > 1 the sequence is split, so that each token is counted on one rank.
+    """
+    if not config.num_moe_experts:
+        return {}, {}
+    load = torch.zeros(config.num_layers, config.num_moe_experts + 4, dtype=torch.float64, device=device.device())
+    for router in routers_of(chunks):
+        if router.load is not None:
+            load[router.layer_number - 1, :-2] += router.load
+            router.load = None
+        replay = router.router_replay
+        if isinstance(replay, RoutingReplay) and replay.mismatch is not None:
+            load[router.layer_number - 1, -2:] += replay.mismatch
+            replay.mismatch = None
+    dist.all_reduce(load)
+    layers = load[:, -3].nonzero().flatten().tolist()
+    if not layers:
+        return {}, {}
+    experts, (entropy, tokens, replayed, elsewhere) = load[layers, :-4], load[layers, -4:].unbind(1)
+    found = {
+        "moe_load_imbalance": (experts.amax(1) / experts.mean(1)).tolist(),
+        "moe_dead_experts": (experts == 0).double().mean(1).tolist(),
+        "moe_router_entropy": (entropy / tokens).tolist(),
+    }
+    if replayed.any():
+        found |= {
+            "moe_routing_replayed": (replayed / tokens).tolist(),
+            "moe_routing_mismatch": (elsewhere / replayed.clamp(min=1.0)).tolist(),
+        }
+    metrics = {name: sum(values) / len(values) for name, values in found.items()}
+    if per_layer:
+        for name, values in found.items():
+            metrics |= {f"{name}/layer_{layer}": value for layer, value in zip(layers, values, strict=True)}
+    return metrics, dict(zip(layers, experts, strict=True))

@@ -1,0 +1,331 @@
+"""What a run writes for people: samples, spans of trainer, ranks and engines, expert loads, and the live page.
+
+A row holds its tokens and, of each response token, log-probs of engine and trainer, advantage, reward and mask, as
+little-endian arrays in base64: int32 ids and counts, uint8 masks, float32 the rest.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from skyrl_megatron import progress as spans
+from skyrl_megatron.config import SkyRLTrainConfig
+from skyrl_megatron.config.resolve import private_folder, run_folder
+from skyrl_megatron.progress import Span
+from skyrl_megatron.rollout.interface import GeneratorOutput
+from skyrl_megatron.trainer.exporters import SpanSender
+from skyrl_megatron.trainer.run_report import EXPERTS, SAMPLE_FORMAT, SAMPLES, SPANS
+from skyrl_megatron.trainer.tracking import ShownSample
+from skyrl_megatron.types import TrainingBatch
+
+if TYPE_CHECKING:
+    from skyrl_megatron.workers.worker_group import WorkerGroup
+
+
+RANKS = 64
+"""Ranks of a role that get lanes: the first ones."""
+SHORTEST_S = 0.0005
+OUTER = ("step", "train_critic_and_policy")
+"""Phases that are the sum of others."""
+
+
+class LaneLog:
+    """Writes a line for each step into ``path``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, step: int, roles: Mapping[str, WorkerGroup], *, told: bool = True) -> list[Span]:
+        """Take what trainer, ranks and engines recorded since the last step, write it if it is to be ``told``, and
+        return it."""
+        found = [span for span in spans.take() if span[1] not in OUTER]
+        for name, role in roles.items():
+            if role.group.actors:
+                for rank, theirs in enumerate(role.take_spans()[:RANKS]):
+                    found += [(f"{name} rank {rank}", what, begin, end) for _, what, begin, end in theirs]
+        found = [span for span in found if span[3] - span[2] >= SHORTEST_S]
+        if found and told:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a") as file:
+                file.write(json.dumps(lanes(step, found)) + "\n")
+        return found
+
+
+def lanes(step: int, found: Sequence[Span]) -> dict[str, object]:
+    """Return a line of the file: seconds since its ``began``, by lane; the trainer's first, then by name."""
+    began = min(begin for _, _, begin, _ in found)
+    by_lane: dict[str, list[tuple[str, float, float]]] = defaultdict(list)
+    for lane, name, begin, end in found:
+        by_lane[lane].append((name, round(begin - began, 4), round(end - began, 4)))
+    order = sorted(by_lane, key=lambda lane: (lane != "trainer", [_as_number(part) for part in lane.split()]))
+    outer_first = {lane: sorted(by_lane[lane], key=lambda span: (span[1], -span[2])) for lane in order}
+    return {"step": step, "began": round(began, 3), "lanes": outer_first}
+
+
+def _as_number(part: str) -> tuple[int, str]:
+    return (int(part), "") if part.isdigit() else (-1, part)
+
+
+MOST_TOKENS = 65_536
+"""Tokens of a step's samples; further rows are left out."""
+MOST_GROUPS = 512
+"""Groups whose rewards are told."""
+
+
+def look_interval(cfg: SkyRLTrainConfig, total_steps: int) -> int:
+    """Return every how many steps samples are kept, so that the run has ``samples_per_run``; 0: never."""
+    rows, most = cfg.trainer.samples_per_step, cfg.trainer.samples_per_run
+    return 0 if rows == 0 else max(1, -(-total_steps * rows // max(most, rows)))
+
+
+class SampleLog:
+    """Keeps samples of the steps that are looked at."""
+
+    def __init__(self, cfg: SkyRLTrainConfig, tokenizer: Any, total_steps: int) -> None:
+        self.folder, self.tokenizer = run_folder(cfg) / SAMPLES, tokenizer
+        self.rows, self.interval = cfg.trainer.samples_per_step, look_interval(cfg, total_steps)
+        self._pieces: dict[int, str] = {}
+        self._facts: dict[str, Sequence[Any] | None] = {}
+
+    def due(self, step: int) -> bool:
+        """Whether this step is looked at: the first one, and others evenly."""
+        return self.interval > 0 and (step - 1) % self.interval == 0
+
+    def note(self, output: GeneratorOutput) -> None:
+        """Take what the generator knows of the rows and the batch does not hold."""
+        names = ("stop_reasons", "loss_masks", "rollout_versions")
+        self._facts = {name: output.get(name) for name in names}  # type: ignore[misc]
+
+    def chosen(self, batch: TrainingBatch) -> list[int]:
+        """Return the rows to keep: whole groups one after the other, as many as there is room for."""
+        tokens, rows, uids = 0, list[int](), np.asarray(batch.uids)
+        left, lengths = np.ones(len(uids), bool), batch.lengths
+        while left.any():
+            group = np.flatnonzero(uids == uids[left.argmax()])
+            left[group] = False
+            for row in group[: max(self.rows // 2, 1)].tolist():
+                if len(rows) == self.rows or tokens + lengths[row] > MOST_TOKENS:
+                    return rows
+                rows.append(row)
+                tokens += int(lengths[row])
+        return rows
+
+    def write(self, step: int, batch: TrainingBatch, rows: Sequence[int], logprobs: np.ndarray | None) -> Path:
+        """Write the step's file. ``logprobs`` [rows, T] float32, nats: of the trainer, before the update."""
+        samples = [
+            self._sample(batch, row, None if logprobs is None else logprobs[number]) for number, row in enumerate(rows)
+        ]
+        ids = np.unique(batch.sequences[list(rows)].numpy())
+        record = {
+            "format": SAMPLE_FORMAT,
+            "step": step,
+            "rows": len(batch),
+            "samples": samples,
+            "pieces": {str(token): self._piece(int(token)) for token in ids},
+            **reward_groups(batch),
+        }
+        path = self.folder / f"step_{step}.json"
+        private_folder(path.parent)
+        beside = path.with_name(f".{path.name}")
+        beside.write_text(json.dumps(record))
+        beside.replace(path)
+        return path
+
+    def texts(self, batch: TrainingBatch, rows: Sequence[int]) -> list[ShownSample]:
+        """Return rows as texts, for trackers."""
+        stops, told = self._facts.get("stop_reasons"), list[ShownSample]()
+        for row in rows:
+            response, whole = int(batch.response_mask[row].sum()), int(batch.attention_mask[row].sum())
+            tokens = batch.sequences[row, -whole:].tolist()
+            reward = None if batch.rewards is None else float(batch.rewards[row].sum())
+            stop = "" if stops is None else stops[row] or ""
+            split = whole - response
+            told.append(
+                (batch.uids[row], reward, stop, *(self.tokenizer.decode(p) for p in (tokens[:split], tokens[split:])))
+            )
+        return told
+
+    def _sample(self, batch: TrainingBatch, row: int, logprobs: np.ndarray | None) -> dict[str, Any]:
+        response = int(batch.response_mask[row].sum())
+        whole = int(batch.attention_mask[row].sum())
+        tokens = batch.sequences[row, -whole:].numpy()
+        facts = {name: None if known is None else known[row] for name, known in self._facts.items()}
+        sampled = facts.get("loss_masks")
+        support = batch.rollout_support[row].last(response).counts if batch.rollout_support else None
+
+        def last(values: Any, kind: str = "<f4") -> str | None:
+            return None if values is None else _packed(np.asarray(values)[-response:] if response else [], kind)
+
+        rewards = None if batch.rewards is None else batch.rewards[row].numpy()
+        return {
+            "uid": batch.uids[row],
+            "adapter": batch.adapters[row] if batch.adapters else "",
+            "reward": None if rewards is None else float(rewards.sum()),
+            "stop": facts.get("stop_reasons") or "",
+            "versions": [list(span) for span in facts.get("rollout_versions") or ()],
+            "prompt": _packed(tokens[: whole - response], "<i4"),
+            "tokens": _packed(tokens[whole - response :], "<i4"),
+            "mask": last(batch.loss_mask[row].numpy() > 0, "u1"),
+            "sampled": None if sampled is None else _packed(sampled, "u1"),
+            "engine": last(None if batch.rollout_logprobs is None else batch.rollout_logprobs[row].numpy()),
+            "trainer": last(logprobs),
+            "advantages": last(None if batch.advantages is None else batch.advantages[row].numpy()),
+            "rewards": last(rewards),
+            "support": last(support, "<i4"),
+        }
+
+    def _piece(self, token: int) -> str:
+        if token not in self._pieces:
+            self._pieces[token] = self.tokenizer.decode([token])
+        return self._pieces[token]
+
+
+def reward_groups(batch: TrainingBatch) -> dict[str, Any]:
+    """Return (uid, mean, deviation, rows) of the reward in each group, how many groups there are, and how many have
+    one reward for all rows; of the rows that end a trajectory, where some do not."""
+    totals = np.zeros(len(batch)) if batch.rewards is None else batch.rewards.sum(dim=1).numpy().astype(np.float64)
+    ends = np.ones(len(batch), bool) if batch.is_last_step is None else batch.is_last_step.numpy()
+    names: dict[str, int] = {}
+    groups = np.asarray([names.setdefault(uid, len(names)) for uid in batch.uids], dtype=np.int64)[ends]
+    totals, known = totals[ends], len(names)
+    rows = np.maximum(np.bincount(groups, minlength=known), 1)
+    means = np.bincount(groups, totals, known) / rows
+    deviations = np.sqrt(np.bincount(groups, (totals - means[groups]) ** 2, known) / rows)
+    low, high = np.full(known, np.inf), np.full(known, -np.inf)
+    np.minimum.at(low, groups, totals)
+    np.maximum.at(high, groups, totals)
+    flat = low == high
+    told = zip(names, means.tolist(), np.where(flat, 0.0, deviations).tolist(), rows.tolist(), strict=True)
+    return {"groups": list(told)[:MOST_GROUPS], "group_count": known, "flat_groups": int(flat.sum())}
+
+
+def _packed(values: Any, kind: str) -> str:
+    return base64.b64encode(np.ascontiguousarray(values, dtype=kind).tobytes()).decode()
+
+
+PAGE_EVERY_S = 30.0
+LAST_PAGE_S = 60.0
+"""How long the end of a run waits for its last page."""
+
+
+class RunWatch:
+    """Writes into the run's folder beside ``metrics.jsonl``. :meth:`open` comes first."""
+
+    def __init__(self, cfg: SkyRLTrainConfig, tokenizer: Any, total_steps: int) -> None:
+        self.folder = run_folder(cfg)
+        self.samples = SampleLog(cfg, tokenizer, total_steps)
+        self.lanes = LaneLog(self.folder / SPANS)
+        self.page = PageWriter(self.folder)
+        endpoint, run = cfg.trainer.opentelemetry_endpoint, f"{cfg.trainer.project_name}/{cfg.trainer.run_name}"
+        self.collector = None if endpoint is None else SpanSender(endpoint, run)
+
+    def open(self, resumed_from: int | None) -> None:
+        """Remove what an earlier run in the folder left of steps after ``resumed_from``; None: all of it."""
+        after = -1 if resumed_from is None else resumed_from
+        for path in (self.folder / SPANS, self.folder / EXPERTS):
+            if path.is_file():
+                kept = [line for line in path.read_text().splitlines() if _step_of(line) <= after]
+                path.write_text("".join(f"{line}\n" for line in kept))
+        if resumed_from is None:
+            shutil.rmtree(self.folder / SAMPLES, ignore_errors=True)
+        for path in (self.folder / SAMPLES).glob("step_*.json"):
+            if int(path.stem[5:]) > after:
+                path.unlink()
+
+    def begin_steps(self, step: int, roles: Mapping[str, WorkerGroup]) -> None:
+        """Put the start of a run, which is resumed at ``step`` unless that is 0, apart from its first step."""
+        self.lanes.write(step, roles, told=step == 0)
+
+    def keep_samples(
+        self, step: int, batch: TrainingBatch, score: Callable[[TrainingBatch], np.ndarray] | None
+    ) -> list[int]:
+        """Keep some rows, where it is this step's turn, and return which. ``score``: gives the trainer's log-probs
+        [rows, T] of rows whose batch has none."""
+        rows: list[int] = []
+        if self.samples.due(step):
+            rows = self.samples.chosen(batch)
+            logprobs: np.ndarray | None = None
+            if batch.old_logprobs is not None:
+                logprobs = batch.old_logprobs[rows].numpy()
+            elif rows and score is not None:
+                logprobs = score(batch.select(rows))
+            self.samples.write(step, batch, rows, logprobs)
+        return rows
+
+    def note(self, output: GeneratorOutput) -> None:
+        """Take what the generator knows of a batch's rows."""
+        self.samples.note(output)
+
+    def end_step(self, step: int, roles: Mapping[str, WorkerGroup]) -> None:
+        """Write lanes and, where it is this step's turn, expert loads; begin a new page when the last one is old."""
+        done = self.lanes.write(step, roles)
+        if self.collector is not None:
+            self.collector.send(step, done)
+        if self.samples.due(step) and (load := roles["policy"].expert_load()):
+            line = {"step": step, "layers": sorted(load), "load": [load[layer] for layer in sorted(load)]}
+            with (self.folder / EXPERTS).open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        self.page.begin()
+
+    def close(self) -> None:
+        """Write the last page, and send what was not sent yet."""
+        if self.collector is not None:
+            self.collector.finish()
+        self.page.finish()
+
+
+class PageWriter:
+    """Makes ``report.html`` in a process of its own, one at a time and every 30 s at most."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+        self._began = time.monotonic()
+
+    def begin(self) -> None:
+        """Begin a page, unless one is under way or new."""
+        busy = self._process is not None and self._process.poll() is None
+        if not busy and time.monotonic() - self._began >= PAGE_EVERY_S:
+            self._start()
+
+    def finish(self) -> None:
+        """Write the last page, and wait for it."""
+        self._wait()
+        self._start()
+        self._wait()
+
+    def _start(self) -> None:
+        self._began = time.monotonic()
+        command = [sys.executable, "-m", f"{__package__}.run_report", str(self.folder)]
+        with (self.folder / "console.log").open("a") as log:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log)
+
+    def _wait(self) -> None:
+        if self._process is None:
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(LAST_PAGE_S)
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+
+
+def _step_of(line: str) -> float:
+    """Return the step of a line; of one that was cut off a step that is after all."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")

@@ -1,1 +1,0 @@
-"""``python -m skyrl_megatron.trainer.simulate``: step times, how busy machines are, how old samples get."""

@@ -1,0 +1,240 @@
+"""The batch of a step: rewards per token, rows without a learning signal masked, and the step's metrics."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from skyrl_megatron.algorithms.advantages import varied_rows
+from skyrl_megatron.algorithms.metrics import GAP, gap_metrics, metric_values
+from skyrl_megatron.algorithms.objective import PolicyObjective
+from skyrl_megatron.config import SkyRLTrainConfig
+from skyrl_megatron.config.schema.algorithm import correction_enabled
+from skyrl_megatron.data.packing import mini_batches, rows_by_adapter
+from skyrl_megatron.errors import SkyRLMegatronWarning
+from skyrl_megatron.rollout.interface import GeneratorOutput, get_metrics_from_generator_output, total_reward
+from skyrl_megatron.rollout.outputs import select_rows
+from skyrl_megatron.types import TrainingBatch
+
+
+def reward_metrics(
+    output: GeneratorOutput, uids: Sequence[str], samples: int, adapters: Sequence[str] = ()
+) -> dict[str, float]:
+    """Return ``reward/…`` over the prompts, with ``samples`` responses each, and what the generator measured.
+    ``adapters``: of each row, where they have names: their own come as ``adapter/<name>/…`` too."""
+    metrics = _reward_metrics("reward", output, uids, samples)
+    for name in dict.fromkeys(adapters):
+        rows = [row for row, adapter in enumerate(adapters) if adapter == name]
+        own = select_rows(output, rows)
+        metrics |= _reward_metrics(f"adapter/{name}", own, [uids[row] for row in rows], samples)
+    return metrics | {name: float(value) for name, value in (output["rollout_metrics"] or {}).items()}
+
+
+def _reward_metrics(of: str, output: GeneratorOutput, uids: Sequence[str], samples: int) -> dict[str, float]:
+    scores = get_metrics_from_generator_output(output, uids)
+    metrics = {
+        f"{of}/zero_variance_groups": zero_variance(output, uids),
+        f"{of}/avg_pass_at_{samples}": scores["pass_at_n"],
+        f"{of}/avg_raw_reward": scores["avg_score"],
+        f"{of}/mean_positive_reward": scores["mean_positive_reward"],
+    }
+    return {name: value for name, value in metrics.items() if value is not None}
+
+
+def zero_variance(output: GeneratorOutput, uids: Sequence[str]) -> float | None:
+    """Return the share of prompts with several responses whose rewards are all the same; None without such prompts."""
+    last, totals = output.get("is_last_step"), dict[str, list[float]]()
+    rewards = output["rewards"]
+    for row, uid in enumerate(uids):
+        if last is None or last[row]:
+            totals.setdefault(uid, []).append(total_reward(rewards[row]))
+    several = [each for each in totals.values() if len(each) > 1]
+    return sum(max(each) == min(each) for each in several) / len(several) if several else None
+
+
+def logprob_diff_metrics(batch: TrainingBatch) -> dict[str, float]:
+    """Return moments of |log-prob of the trainer − of the engine|, nats, over the tokens trained on; {} without the
+    engine's."""
+    if batch.rollout_logprobs is None or batch.old_logprobs is None:
+        return {}
+    found = metric_values(gap_metrics(batch.old_logprobs, batch.rollout_logprobs, batch.loss_mask))
+    return {f"policy/{name}": value for name, value in found.items()}
+
+
+def sequence_lengths(output: GeneratorOutput) -> np.ndarray:
+    """Return the tokens of each row's prompt and response, [B] int."""
+    pairs = zip(output["prompt_token_ids"], output["response_ids"], strict=True)
+    return np.asarray([len(prompt) + len(response) for prompt, response in pairs], dtype=np.int64)
+
+
+def route_bytes(batch: TrainingBatch) -> int:
+    """Return the bytes that the routes of a batch take."""
+    return sum(routes.nbytes for routes in batch.rollout_routes if routes is not None)
+
+
+def advantage_metrics(batch: TrainingBatch) -> dict[str, float]:
+    """Return means of the advantages over the tokens trained on, and of the rewards behind them."""
+    assert batch.advantages is not None and batch.rewards is not None
+    advantages = batch.advantages[batch.loss_mask > 0]
+    return {
+        "loss/avg_final_rewards": batch.rewards.sum(dim=1).mean().item(),
+        "loss/avg_raw_advantages": advantages.mean().item() if len(advantages) else 0.0,
+        "loss/avg_raw_advantages_abs": advantages.abs().mean().item() if len(advantages) else 0.0,
+    }
+
+
+def value_metrics(batch: TrainingBatch) -> dict[str, float]:
+    """Return the share of the returns' variance that the values before the update explain, over the tokens trained on:
+    1 of a perfect critic, 0 of one that says the mean, negative of a worse one."""
+    assert batch.values is not None and batch.returns is not None
+    taken = batch.loss_mask > 0
+    values, returns = batch.values[taken], batch.returns[taken]
+    if len(returns) < 2 or not returns.var() > 0:
+        return {}
+    explained = 1 - (returns - values).var() / returns.var()
+    return {"critic/explained_variance": explained.item(), "critic/returns_mean": returns.mean().item()}
+
+
+def optimizer_metrics(role: str, results: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return ``policy/…`` or ``critic/…`` of a step, and ``adapter/<name>/…`` of named adapters: means over its
+    optimizer steps; of extremes the extreme, of the rate the last, of the gap to the engine the first: later ones are
+    of other weights."""
+    metrics: dict[str, float] = {}
+    for name in dict.fromkeys(name for result in results for name in result):
+        values = [result[name] for result in results if name in result]
+        if GAP in name:
+            value = values[0]
+        elif name.endswith("_min"):
+            value = min(values)
+        elif name.endswith("_max") or name.startswith("peak_"):
+            value = max(values)
+        elif name == "lr" or name.endswith("/lr"):
+            value = values[-1]
+        elif name == "skipped" or name.endswith("/skipped"):
+            value = sum(values)
+        else:
+            value = sum(values) / len(values)
+        own = name.startswith("adapter/")
+        metrics[name if own else f"{role}/{f'{role}_lr' if name == 'lr' else name}"] = value
+    return metrics
+
+
+class Lessons:
+    """Warns of the first step of each kind that teaches nothing."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def look(self, step: int, batch: TrainingBatch) -> None:
+        """Look at the batch of ``step``, whose advantages have been computed."""
+        if (found := nothing_taught(batch)) is not None:
+            kind, why = found
+            self._warn(kind, f"step {step} teaches nothing of its rewards: {why}")
+
+    def filtered(self, step: int, batches: int) -> None:
+        """Note that dynamic sampling has asked for another batch of prompts, after ``batches`` of them."""
+        if batches >= 3:
+            self._warn(
+                "filtered",
+                f"step {step}: {batches} batches of prompts did not fill one step, because dynamic sampling leaves "
+                "out prompts whose samples got the same reward. Take other prompts or more samples of each "
+                "(generator.n_samples_per_prompt); trainer.algorithm.dynamic_sampling.max_sample_batches is the limit",
+            )
+
+    def _warn(self, kind: str, text: str) -> None:
+        if kind not in self._told:
+            self._told.add(kind)
+            warnings.warn(text, SkyRLMegatronWarning, stacklevel=4)
+
+
+def nothing_taught(batch: TrainingBatch) -> tuple[str, str] | None:
+    """Return (kind, reason) when no trained token has an advantage other than 0; None where one has."""
+    assert batch.advantages is not None and batch.rewards is not None
+    if not (batch.loss_mask > 0).any():
+        return "masked", "all of its tokens are masked (samples that failed, were cut off, or were not finite)"
+    if torch.any((batch.advantages != 0) & (batch.loss_mask > 0)):
+        return None
+    scores = (batch.rewards * batch.response_mask).sum(dim=1)
+    if scores.max() == scores.min():
+        return "equal", f"all {len(scores)} samples got reward {scores[0].item():g}. Look at the environment's reward"
+    groups: dict[str, set[float]] = {}
+    for uid, score in zip(batch.uids, scores.tolist(), strict=True):
+        groups.setdefault(uid, set()).add(score)
+    if all(len(each) == 1 for each in groups.values()):
+        return "groups", (
+            "the samples of each prompt got the same reward, so that none is better than another. Take prompts that "
+            "are neither too easy nor too hard, or more samples of each (generator.n_samples_per_prompt)"
+        )
+    return "advantages", "every advantage is 0 although rewards differ. Look at trainer.algorithm.advantage_estimator"
+
+
+def with_token_rewards(output: GeneratorOutput) -> GeneratorOutput:
+    """Return ``output`` with a reward for each token: a row's single reward stands on its last token."""
+    given: Sequence[float | list[float]] = output["rewards"]
+    rewards = [
+        reward if isinstance(reward, list) else [*[0.0] * (len(response) - 1), float(reward)][: len(response)]
+        for reward, response in zip(given, output["response_ids"], strict=True)
+    ]
+    return {**output, "rewards": rewards}
+
+
+def mask_groups_without_variety(batch: TrainingBatch) -> float:
+    """Mask the rows of prompts whose rewards are all equal, unless that leaves nothing; return how many there are."""
+    assert batch.rewards is not None
+    scores = (batch.rewards * batch.response_mask).sum(dim=1)
+    varied = varied_rows(scores, batch.uids, batch.loss_mask)
+    if (batch.loss_mask * varied[:, None]).any():
+        batch.loss_mask *= varied[:, None]
+    return float((~varied).sum())
+
+
+def for_each_adapter(
+    batch: TrainingBatch, names: Sequence[str], change: Callable[[TrainingBatch], dict[str, float]]
+) -> dict[str, float]:
+    """Let ``change`` set tensors of the rows of each adapter, and put them into ``batch``. Returns the sums of what it
+    counts; of named adapters also mean reward and advantage, as ``adapter/<name>/…``."""
+    if not batch.adapters:
+        return change(batch)
+    found: dict[str, float] = {}
+    for name, rows in rows_by_adapter(batch, names).items():
+        if not len(rows):
+            continue
+        part, index = batch.select(rows), torch.from_numpy(rows)
+        for counted, value in change(part).items():
+            found[counted] = found.get(counted, 0.0) + value
+        for item in dataclasses.fields(batch):
+            value = getattr(part, item.name)
+            if isinstance(value, Tensor):
+                if getattr(batch, item.name) is None:
+                    setattr(batch, item.name, value.new_zeros(len(batch), *value.shape[1:]))
+                getattr(batch, item.name)[index] = value
+        for metric, value in advantage_metrics(part).items():
+            found[metric.replace("loss/", f"adapter/{name}/")] = value
+    return found
+
+
+def training_pass_is_enough(cfg: SkyRLTrainConfig, batch: TrainingBatch) -> bool:
+    """Return whether the log-probs before the update are, exactly, those of the training pass.
+
+    One optimizer step is taken on the whole batch, nothing but a built-in loss reads them, and nothing in the training
+    pass is random. An off-policy correction, the KL or a teacher in the rewards read them before it.
+    """
+    trainer, algorithm = cfg.trainer, cfg.trainer.algorithm
+    objective = PolicyObjective(algorithm)
+    kwargs, lora = trainer.policy.megatron_config.transformer_config_kwargs, trainer.policy.model.lora
+    random = any(kwargs.get(name) for name in ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps"))
+    return (
+        objective.builtin is not None
+        and not correction_enabled(objective.correction)
+        and not algorithm.use_kl_in_reward
+        and not algorithm.distillation.reward_coef
+        and not random
+        and not (lora.rank and lora.dropout)
+        and trainer.update_epochs_per_batch == 1
+        and len(mini_batches(batch, trainer.policy_mini_batch_size)) == 1
+    )

@@ -1,0 +1,192 @@
+"""When a run ends: at its last step, at a signal, or because there is nothing left to do."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from skyrl_megatron.config.resolve import run_folder
+from skyrl_megatron.config.roles import active_roles
+from skyrl_megatron.errors import CheckpointError, SkyRLMegatronWarning
+from skyrl_megatron.interrupts import Interrupted, replace_handlers, restore_handlers
+from skyrl_megatron.runtime.checkpoint.store import DATA, CheckpointStore
+from skyrl_megatron.trainer.checkpoints import export_folder, resumed_checkpoint
+from skyrl_megatron.trainer.tracking import METRICS_FILE, read_metrics
+
+if TYPE_CHECKING:
+    from skyrl_megatron.config import SkyRLTrainConfig
+
+
+class StopRequested(Interrupted):
+    """The run was asked to end, and ended after its last complete step, which it prints."""
+
+    reported = True
+
+
+class StopSignal:
+    """Handlers of the three signals for the time of ``with``; outside the main thread, :meth:`request` alone.
+
+    ``waits``: whether there is something to lose, so that the first signal only asks; else it ends the run at once.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.waits = True
+        self._number: int = signal.SIGINT
+        self._work: tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]] | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignal:
+        self._before = replace_handlers(self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        restore_handlers(self._before)
+        self._before = {}
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested or not self.waits:
+            before = self._before.get(number)
+            if callable(before) and before is not signal.default_int_handler:
+                before(number, frame)  # the command's, which then has a deadline
+                return
+            raise Interrupted(number)
+        self._number = number
+        self.request()
+
+    def request(self) -> None:
+        """Ask the run to end, from any thread."""
+        self.requested = True
+        if self._work is not None:
+            loop, task = self._work
+            loop.call_soon_threadsafe(task.cancel)
+
+    @contextmanager
+    def cancelling(self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> Iterator[None]:
+        """Let a request cancel ``task`` of ``loop`` while the block runs."""
+        self._work = loop, task
+        try:
+            yield
+        finally:
+            self._work = None
+
+    def check(self) -> None:
+        """Raise StopRequested when a stop was requested before."""
+        if self.requested:
+            raise self.stopped()
+
+    def stopped(self) -> StopRequested:
+        """Return what to raise once the run has stopped, for the signal that asked."""
+        return StopRequested(self._number)
+
+
+SCORE = "eval/all/avg_score"
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimit:
+    """The last step of a run, and the setting that makes it the last."""
+
+    steps: int
+    setting: str
+    """``key=value``."""
+    note: str = ""
+    """What the run says of it at its start: that a setting which asks for more steps has no effect."""
+
+
+def step_limit(cfg: SkyRLTrainConfig, epoch_steps: int) -> StepLimit:
+    """Return the limit of a run whose training data make ``epoch_steps`` batches an epoch."""
+    epochs, most = cfg.trainer.epochs, cfg.trainer.max_training_steps
+    steps = epoch_steps * epochs
+    if most is not None and most <= steps:
+        return StepLimit(most, f"trainer.max_training_steps={most}")
+    setting = f"trainer.epochs={epochs}"
+    if most is None:
+        return StepLimit(steps, setting)
+    note = f"{setting} ends the run at step {steps}, before trainer.max_training_steps={most}: raise trainer.epochs"
+    return StepLimit(steps, setting, note)
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """What the command of a finished run asks for and the run has not made."""
+
+    step: int
+    limit: StepLimit
+    folder: str
+    """The checkpoint of the last step."""
+    log: bool
+    """The numbers of the last step are to be logged: the run was killed before."""
+    evaluation: bool
+    exports: tuple[str, ...]
+    """Roles whose Hugging Face folder is missing."""
+
+    @property
+    def nothing(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.log or self.evaluation or self.exports)
+
+    def __str__(self) -> str:
+        due = [f"export {' and '.join(self.exports)}"] if self.exports else []
+        due += ["evaluate"] if self.evaluation else []
+        due += ["log its numbers"] if self.log else []
+        left = f"left to do: {', '.join(due)}" if due else "nothing left to do"
+        at = f"the checkpoint of step {self.step} of {self.limit.steps} is there"
+        return f"{left}: {at}; {self.limit.setting} ends the run, raise it to continue"
+
+
+def leftover(cfg: SkyRLTrainConfig) -> Leftover | None:
+    """Return what is left to do of a run that has taken its last step; None while steps are left, or where only the
+    run itself can tell: no checkpoint, another batch size or seed, data files of other sizes.
+
+    Reads the checkpoint's manifest and position in the data, ``metrics.jsonl``, and whether exports are there. Starts
+    nothing and loads no data.
+    """
+    found = resumed_checkpoint(cfg)
+    if found is None:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SkyRLMegatronWarning)
+        try:
+            data = CheckpointStore(found.folder).read_json(found, DATA)
+        except (CheckpointError, OSError, ValueError):
+            return None
+        lines = read_metrics(run_folder(cfg) / METRICS_FILE)
+    same = (data.get("batch_size"), data.get("seed")) == (cfg.trainer.train_batch_size, cfg.trainer.seed)
+    if not same or not _same_sizes(cfg, data.get("files") or ()):
+        return None
+    limit = step_limit(cfg, int(data["rows"]) // int(data["batch_size"]))
+    if found.step < limit.steps:
+        return None
+    own = [line for line in lines if line["step"] == found.step]
+    evaluates = bool(cfg.data.val_data) and cfg.trainer.eval_interval > 0
+    return Leftover(
+        found.step,
+        limit,
+        found.folder,
+        log=not own,
+        evaluation=evaluates and not any(line.get(SCORE) is not None for line in own),
+        exports=tuple(_missing_exports(cfg, found.step)),
+    )
+
+
+def _missing_exports(cfg: SkyRLTrainConfig, step: int) -> list[str]:
+    if cfg.trainer.hf_save_interval <= 0:
+        return []
+    roles = [role for role in ("policy", "critic") if role in active_roles(cfg)]
+    return [role for role in roles if not export_folder(cfg.trainer.export_path, step, role).is_dir()]
+
+
+def _same_sizes(cfg: SkyRLTrainConfig, files: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the training files have the sizes that a checkpoint recorded. A resume compares contents."""
+    known = {(each["name"], each["bytes"]) for each in files}
+    paths = [path for path in map(Path, cfg.data.train_data) if os.path.isfile(path)]
+    return all((path.name, path.stat().st_size) in known for path in paths)

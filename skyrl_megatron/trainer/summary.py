@@ -1,0 +1,81 @@
+"""The end of a run: ``curves.png``, and what was written where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skyrl_megatron.config.resolve import run_folder
+from skyrl_megatron.trainer.checkpoints import export_folder
+from skyrl_megatron.trainer.tracking import METRICS_FILE, read_metrics
+
+if TYPE_CHECKING:
+    from skyrl_megatron.config import SkyRLTrainConfig
+
+
+CURVES = (
+    ("warm-up by imitation", ("warmup/loss", "warmup/score")),
+    ("reward", ("reward/avg_raw_reward", "eval/all/avg_score")),
+    ("loss", ("policy/final_loss", "policy/policy_kl")),
+    ("gradient norm", ("policy/grad_norm",)),
+    ("seconds a step", ("timing/step", "timing/generate", "timing/policy_train", "timing/sync_weights")),
+    ("tokens a second", ("trainer/tokens_per_second",)),
+    ("trainer − engine log-prob", ("policy/rollout_train_logprobs_abs_diff_max",)),
+)
+"""Panels and the metrics drawn in each, over the step; those of the warm-up over steps of its own."""
+
+
+def write_curves(folder: Path) -> Path:
+    """Draw ``curves.png`` into the run's ``folder`` and return it. Metrics that are missing are not drawn."""
+    return draw_curves(read_metrics(folder / METRICS_FILE), folder / "curves.png")
+
+
+def draw_curves(lines: Sequence[Mapping[str, Any]], path: Path) -> Path:
+    """Draw a panel for each entry of :data:`CURVES` that has numbers."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    panels = [(title, names) for title, names in CURVES if any(_points(lines, name) for name in names)]
+    figure = Figure(figsize=(12, 3.2 * max(1, -(-len(panels) // 2))), layout="constrained")
+    FigureCanvasAgg(figure)
+    for number, (title, names) in enumerate(panels, 1):
+        axes = figure.add_subplot(-(-len(panels) // 2), 2, number)
+        for name in names:
+            if points := _points(lines, name):
+                axes.plot(*zip(*points, strict=True), label=name, marker="." if len(points) < 30 else "", linewidth=1)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel(_step_name(names[0]), fontsize=8)
+        axes.legend(fontsize=7)
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+    return path
+
+
+def last_lines(cfg: SkyRLTrainConfig, saved_step: int | None, step: int) -> list[str]:
+    """Return the scores of the first and the last evaluation, if there was any, and where the files of the run are."""
+    folder, key = run_folder(cfg), "eval/all/avg_score"
+    scores = [line[key] for line in read_metrics(folder / METRICS_FILE) if line.get(key) is not None]
+    shown = [f"{score:.3f}" for score in scores]
+    score = f"{shown[0]} before · {shown[-1]} after" if len(shown) > 1 else "".join(shown)
+    found = {
+        "metrics": folder / METRICS_FILE,
+        "curves": folder / "curves.png",
+        "report": folder / "report.html",
+    }
+    exported = export_folder(cfg.trainer.export_path, step)
+    checkpoint = f"checkpoint: {cfg.trainer.ckpt_path}/global_step_{saved_step}"  # an address stays one
+    return [
+        *([f"score: {score}"] if scores else []),
+        *(f"{name}: {path}" for name, path in found.items() if path.exists()),
+        *([checkpoint] if saved_step is not None else []),
+        *([f"exported model: {exported}"] if exported.exists() else []),
+    ]
+
+
+def _points(lines: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, float]]:
+    return [(line[_step_name(name)], line[name]) for line in lines if line.get(name) is not None]
+
+
+def _step_name(name: str) -> str:
+    return "warmup/step" if name.startswith("warmup/") else "step"

@@ -1,0 +1,277 @@
+"""The tensors of a sync by HF name: what each rank sends of them, and the checks before a byte is sent.
+
+They travel as Megatron has them, each expert on its own, because what travels is rows of shards. The engine's worker
+turns them into the form on disk, under the name by which vLLM's loader takes the tensor of one expert.
+
+An engine fills a module that it got only a part of with garbage and says nothing, and it ignores names that it does
+not know. So the tensors of all ranks must make up the model exactly: every tensor, whole, once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, is_dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from bridges.conversions import Conversion, DeinterleaveGateUp, Squeeze, Transpose
+from bridges.errors import BridgeError
+from bridges.plan import Plan
+from bridges.quantisation import EngineForm
+from bridges.rows import Shape
+from bridges.rules import Entry
+from skyrl_megatron.errors import WeightSyncError
+from skyrl_megatron.weight_sync.buckets import TensorMeta
+
+
+@dataclass(frozen=True, slots=True)
+class RowRange:
+    """Rows of a tensor that lie evenly spaced in one rank's shard: ``tensor[start + i] = shard[first + i · step]``."""
+
+    owner: int
+    """Rank in the group of the tensor's shards."""
+    start: int
+    count: int
+    first: int
+    step: int = 1
+    column: int = 0
+    """First column of the tensor that the shard holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorShard:
+    """This rank's shard of a tensor, which rank 0 of a group puts together from the shards of its ranks and sends."""
+
+    meta: TensorMeta
+    local: Tensor
+    """[rows, columns]: a view of memory that stays where it is."""
+    ranges: Sequence[RowRange]
+    """Where every row of the tensor lies, in the shards of all ranks."""
+    group: Any = None
+    """Process group of the shards; None: the rank has all of it."""
+    make: Callable[[slice, slice], Tensor] | None = None
+    """Makes rows and columns of what is sent of the shard, in the dtype of ``local``, which may then have no memory: a
+    weight that is kept in 8 bits, or brought into them, or that an adapter is added to."""
+
+    def part(self, rows: slice, columns: slice) -> Tensor | Callable[[], Tensor]:
+        """View a part of the shard, or return what makes it."""
+        return self.local[rows, columns] if self.make is None else partial(self.make, rows, columns)
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the group; the tensor is sent by rank 0."""
+        return 0 if self.group is None else int(self.group.rank())
+
+
+class WeightSource(Protocol):
+    """Ranks that hold shards of the same tensors list them in the same order."""
+
+    def metadata(self) -> Sequence[TensorMeta]:
+        """List what this rank sends, in order, without transferring anything."""
+
+    def shards(self) -> Sequence[TensorShard]:
+        """List the shards that this rank holds, of tensors that it sends and of tensors that others send."""
+
+    def held(self) -> tuple[Sequence[TensorShard], Sequence[int]]:
+        """List all that this rank holds, replicas of what others send too, and its number among the owners of each.
+
+        Raises Unroutable for tensors that are not sent as they are held.
+        """
+
+    def travels(self, adapter: str) -> bool:
+        """Return whether the tensors of :meth:`held` that belong to an adapter are sent in the next pass."""
+
+    def refresh(self) -> None:
+        """Prepare for the next pass: what ``make`` reads may have changed. Every rank calls it before each pass."""
+
+    def addresses(self) -> list[int]:
+        """Return where the memory is now (:func:`place_of`). When it has moved, the shards are asked for anew."""
+
+
+def place_of(tensor: Tensor) -> tuple[int, int]:
+    """Tell a tensor's memory from other memory. A storage that is emptied and filled again stays the same: views of it
+    remain."""
+    return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
+
+
+def as_rows(name: str, tensor: Tensor) -> Tensor:
+    """View a tensor's memory as [rows, columns]; a vector has one column.
+
+    Raises WeightSyncError for a tensor of more than two dimensions whose memory is not contiguous.
+    """
+    tensor = tensor.detach()
+    if tensor.dim() == 2:
+        return tensor
+    if tensor.dim() < 2:
+        return tensor.unsqueeze(-1) if tensor.dim() else tensor.view(1, 1)
+    if not tensor.is_contiguous():
+        raise WeightSyncError(f"{name} {list(tensor.shape)} is not contiguous in memory: give a contiguous tensor")
+    return tensor.flatten(0, -2)
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """Return the name of a tensor's dtype: ``float32`` for torch.float32."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+_BY_NAME: dict[str, Conversion] = {kind.__name__: kind() for kind in (DeinterleaveGateUp, Squeeze, Transpose)}
+"""Conversions that do not keep rows; they depend on no sizes, so that a name says them."""
+
+
+def travelling(entry: Entry) -> Sequence[tuple[str, Shape]]:
+    """List (name, shape) of the tensors as which an entry travels."""
+    if entry.has_rows_of_hf:
+        return [(piece.name, piece.shape) for piece in entry.hf]
+    (piece,) = entry.hf
+    if piece.index is None:
+        return [(piece.name, entry.shape)]
+    layer, _, leaf = piece.name.rpartition(".")
+    return [(f"{layer}.{piece.index}.{leaf}", entry.shape)]
+
+
+def turning(entry: Entry) -> str | None:
+    """Name what turns the tensor that travels into that on disk; None if nothing has to (``TensorMeta.turned``)."""
+    name = type(entry.bound.conversion).__name__
+    return name if name in _BY_NAME else None
+
+
+def as_on_disk(
+    tensors: Iterable[tuple[str, Tensor]], senders: Iterable[Iterable[TensorMeta]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Turn those of ``tensors`` of which the metadata of ``senders`` says so; others pass. Views where possible."""
+    conversions = {meta.name: _BY_NAME[meta.turned] for sender in senders for meta in sender if meta.turned}
+    for name, tensor in tensors:
+        conversion = conversions.get(name)
+        yield name, tensor if conversion is None else conversion.to_hf(tensor)[0]
+
+
+NAMED_IN_MESSAGES = 5
+VALUES = "float8_e4m3fn"
+"""The dtype of values that travel in 8 bits."""
+FUSED_EXPERTS = frozenset({"glm4_moe", "qwen3_moe"})
+"""Families whose experts travel as one tensor a layer: vLLM loads them three times as fast as one by one
+(``benchmarks/weight_sync.py``). Those of which a test with a real engine says so."""
+_FUSED = re.compile(r"^(?P<layer>.*\.experts)\.(?P<projection>gate_up_proj|down_proj)$")
+
+
+def plain_metadata(metadata: Sequence[Sequence[Any]]) -> list[list[list[Any]]]:
+    """Turn the metadata of all senders, ``TensorMeta`` or tuples, into the lists of fields that go to workers."""
+    return [[list(astuple(m) if is_dataclass(m) and not isinstance(m, type) else m) for m in s] for s in metadata]
+
+
+def metadata_of(
+    name: str,
+    dtype: str,
+    shape: Sequence[int],
+    rows: Sequence[int] | None = None,
+    position: int = -1,
+    turned: str | None = None,
+) -> TensorMeta:
+    """Make a tensor's metadata of its fields as they come to a worker."""
+    return TensorMeta(name, dtype, tuple(shape), None if rows is None else (rows[0], rows[1]), position, turned)
+
+
+def check_metadata(
+    metadata: Sequence[Sequence[TensorMeta]], hf_config: Mapping[str, Any], *, draft: bool = False
+) -> None:
+    """Raise WeightSyncError unless the senders send exactly the tensors of the model that ``hf_config`` (a HF
+    ``config.json``) describes, in one of the namings that the engine loads.
+
+    Experts may travel one by one, as on disk, or fused over a layer: ``experts.gate_up_proj`` [E, 2·ffn, H] and
+    ``experts.down_proj`` [E, H, ffn]. What is on disk in another form travels as :mod:`weight_sync.turned` says. A
+    tied output layer may be sent or not. Values of 8 bits come with their scales (``quantised_source.py``). ``draft``:
+    with the layer of multi-token prediction, which is trained.
+    """
+    problems: list[str] = []
+    found = _without_scales(wholes(metadata, problems), metadata, hf_config, problems)
+    plan = Plan.of(hf_config, draft=draft)
+    expected: dict[str, Shape] = dict(pair for entry in plan.entries for pair in travelling(entry))
+    for copy in plan.copies:
+        found.pop(copy, None)
+    for name, shape in list(found.items()):
+        if name not in expected and (fused := _FUSED.match(name)):
+            for single, single_shape in _unfused(fused, shape).items():
+                found[single] = single_shape
+            del found[name]
+    missing = [name for name in expected if name not in found]
+    extra = [name for name in found if name not in expected]
+    if missing:
+        problems.append(f"{len(missing)} tensors are missing: {named_some(missing)}")
+    for name in extra[:NAMED_IN_MESSAGES]:
+        near = difflib.get_close_matches(name, missing or expected, n=1)
+        problems.append(f"{name} is no tensor of the model" + (f" (nearest: {near[0]})" if near else ""))
+    if len(extra) > NAMED_IN_MESSAGES:
+        problems.append(f"{len(extra) - NAMED_IN_MESSAGES} more unknown tensors")
+    for name, shape in found.items():
+        if name in expected and shape != expected[name]:
+            problems.append(f"{name} is {list(shape)}, the model has {list(expected[name])}")
+    if problems:
+        raise WeightSyncError("the trainer's weights are not the whole model: " + "; ".join(problems))
+
+
+def wholes(metadata: Sequence[Sequence[TensorMeta]], problems: list[str]) -> dict[str, Shape]:
+    """Return name → shape of every tensor; rows sent by several ranks must make it up without gap or overlap."""
+    shards: dict[str, list[TensorMeta]] = {}
+    for sender in metadata:
+        for meta in sender:
+            shards.setdefault(meta.name, []).append(meta)
+    for name, pieces in shards.items():
+        if len({(meta.shape, meta.dtype) for meta in pieces}) > 1:
+            problems.append(f"{name} is listed with different shapes or dtypes")
+        end = 0
+        for start, stop in sorted(meta.rows or (0, meta.shape[0] if meta.shape else 1) for meta in pieces):
+            if start < end:
+                problems.append(f"rows {start} to {min(end, stop)} of {name} are sent twice")
+            elif start > end:
+                problems.append(f"rows {end} to {start} of {name} are missing")
+            end = max(end, stop)
+        if pieces[0].shape and end != pieces[0].shape[0]:
+            problems.append(f"rows {end} to {pieces[0].shape[0]} of {name} are missing")
+    return {name: pieces[0].shape for name, pieces in shards.items()}
+
+
+def _without_scales(
+    found: dict[str, Shape],
+    metadata: Sequence[Sequence[TensorMeta]],
+    hf_config: Mapping[str, Any],
+    problems: list[str],
+) -> dict[str, Shape]:
+    """Return ``found`` without the scales of values in 8 bits, each of which must have its own."""
+    dtypes = {meta.name: meta.dtype for sender in metadata for meta in sender}
+    values = [name for name, dtype in dtypes.items() if dtype == VALUES]
+    if not values:
+        return found
+    try:
+        form = EngineForm.of(hf_config, "config.json")
+    except BridgeError as error:
+        problems.append(str(error))
+        return found
+    if form is None:
+        problems.append(f"{named_some(values)} come in 8 bits, and config.json has no quantization_config")
+        return found
+    for name in values:
+        scales, shape = name + form.suffix, found[name]
+        grid = form.grid((shape[0], shape[1])) if len(shape) == 2 else None
+        told = f"{list(found[scales])} {dtypes[scales]}" if scales in found else "missing"
+        if grid is None or found.get(scales) != grid or dtypes[scales] != form.scale_dtype:
+            problems.append(f"{scales} is {told}, the model has {list(grid or ())} {form.scale_dtype}")
+    own = {name + form.suffix for name in values}
+    return {name: shape for name, shape in found.items() if name not in own}
+
+
+def _unfused(fused: re.Match[str], shape: Shape) -> dict[str, Shape]:
+    layer, experts = fused["layer"], range(shape[0])
+    if fused["projection"] == "down_proj":
+        return {f"{layer}.{expert}.down_proj.weight": shape[1:] for expert in experts}
+    half = (shape[1] // 2, *shape[2:])
+    return {f"{layer}.{expert}.{name}_proj.weight": half for expert in experts for name in ("gate", "up")}
+
+
+def named_some(names: Sequence[str]) -> str:
+    """Name the first few, and count the others."""
+    more = len(names) - NAMED_IN_MESSAGES
+    return ", ".join(names[:NAMED_IN_MESSAGES]) + (f" and {more} more" if more > 0 else "")

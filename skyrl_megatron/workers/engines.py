@@ -1,0 +1,339 @@
+"""The inference engines of a run as Ray actors, and the client that samples from them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from skyrl_megatron.config.resolve import run_folder
+from skyrl_megatron.config.rules.training_rules import samples_repeatably
+from skyrl_megatron.errors import EngineGoneError, LaunchError, SkyRLMegatronError
+from skyrl_megatron.inference.client import HealthMonitor, InferenceClient
+from skyrl_megatron.inference.fleet import Fleet, wanted
+from skyrl_megatron.inference.pool import EnginePool, EngineSlot
+from skyrl_megatron.inference.protocol import ENGINE_KEY, InferenceEngine, OpenAIAnswer
+from skyrl_megatron.inference.vllm.engine import EngineSettings, VLLMEngine
+from skyrl_megatron.inference.vllm.processes import own_temporary_folder
+from skyrl_megatron.inference.vllm.remote import RemoteEngine
+from skyrl_megatron.inference.vllm.settings import engine_settings
+from skyrl_megatron.plugins import ENGINES
+from skyrl_megatron.workers.actor_group import ACTOR_LOST, lost_because
+from skyrl_megatron.workers.placement import RAY
+from skyrl_megatron.workers.processes import runtime_environment
+
+if TYPE_CHECKING:
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.inference.http_endpoint import HttpServer
+    from skyrl_megatron.workers.placement import BundleAllocation
+
+
+_SAMPLING = frozenset({"generate", "generate_batch", "score"})
+"""Calls that end in the actor, too, when nobody waits for their answer."""
+KILL_TIMEOUT_S = 20
+"""For killing an engine's processes on another host."""
+
+
+def engine_actor(kind: type[InferenceEngine]) -> Any:
+    """Make a Ray actor class of an engine class, whose methods are then the actor's."""
+
+    class EngineActor(kind):  # type: ignore[misc, valid-type]
+        """``environment``: variables of this engine's processes, set before anything looks for a GPU."""
+
+        def __init__(self, settings: EngineSettings, environment: Mapping[str, str]) -> None:
+            os.environ.update(environment)
+            _start_tracker(own_temporary_folder())
+            super().__init__(settings)
+
+        async def start(self) -> None:
+            await super().start()
+            gc.collect()
+            gc.freeze()  # the garbage of requests is not looked for among what the engine keeps
+
+        def process_ids(self) -> list[int]:
+            """List the actor's process, and those that the engine says it started."""
+            return [os.getpid(), *getattr(super(), "process_ids", list)()]
+
+        def node_id(self) -> str:
+            """Return Ray's name of the host."""
+            return str(ray.get_runtime_context().get_node_id())
+
+    return ray.remote(num_cpus=1, max_concurrency=4096)(EngineActor)
+
+
+class RayEngine:
+    """The ``InferenceEngine`` of an actor, as the client and the weight sync call it: every method is the actor's.
+
+    A lost actor becomes EngineGoneError; an error inside keeps its type, without the actor's traceback around it.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        *,
+        kind: type[InferenceEngine] = VLLMEngine,
+        environment: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> None:
+        """``kind``: engine class, made of ``settings``. ``environment``: variables of the engine's processes.
+        ``options``: of the actor, such as ``num_cpus`` or a ``scheduling_strategy``."""
+        options = {"runtime_env": runtime_environment({}, serving=True)} | options
+        self.actor = engine_actor(kind).options(**options).remote(settings, environment or {})
+        self._node = ""
+        self._processes: list[int] = []
+
+    async def start(self) -> None:
+        await self._call("start")
+        self._processes, self._node = await self._call("process_ids"), await self._call("node_id")
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+        def call(*args: Any, **kwargs: Any) -> Awaitable[Any]:
+            return self._call(name, *args, **kwargs)
+
+        return call
+
+    async def openai(self, path: str, body: bytes) -> OpenAIAnswer:
+        answer = self.actor.openai.remote(path, body)
+        try:
+            with _lost_actors():
+                async for piece in answer:
+                    yield await piece
+        except (asyncio.CancelledError, GeneratorExit):
+            _cancel(answer)  # nobody waits for the rest
+            raise
+
+    async def shutdown(self) -> None:
+        await self._call("shutdown")
+        ray.kill(self.actor)
+
+    async def kill(self) -> None:
+        """Kill the actor and the engine's processes, on the host where they are: a stopped one (SIGSTOP) does not
+        notice that its parent is gone."""
+        if self._node == ray.get_runtime_context().get_node_id():
+            _kill(self._processes)
+        elif self._processes:
+            with contextlib.suppress(ray.exceptions.RayError, TimeoutError):  # the host may be gone
+                await asyncio.wait_for(_kill_on(self._node, self._processes), KILL_TIMEOUT_S)
+        ray.kill(self.actor)
+
+    async def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        answer = getattr(self.actor, name).remote(*args, **kwargs)
+        try:
+            with _lost_actors():
+                return await answer
+        except asyncio.CancelledError:
+            if name in _SAMPLING:
+                _cancel(answer)  # the actor would continue
+            raise
+
+
+def _cancel(answer: Any) -> None:
+    with contextlib.suppress(ray.exceptions.RayError):  # the actor may be gone
+        ray.cancel(answer)
+
+
+def _kill(processes: Sequence[int]) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
+async def _kill_on(node: str, processes: Sequence[int]) -> None:
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    await ray.remote(num_cpus=0, max_retries=0)(_kill).options(scheduling_strategy=there).remote(processes)
+
+
+def _start_tracker(folder: str | None) -> None:
+    """Start what takes away the shared memory and semaphores of processes that were killed, multiprocessing's resource
+    tracker, as nobody's child: Ray kills the children of an actor that it ends, and the memory would stay. With the
+    last process that has the tracker it removes ``folder`` too."""
+    tracker: Any = resource_tracker._resource_tracker
+    if tracker._fd is not None:
+        return
+    reader, writer = os.pipe()
+    tracks = f"import shutil; from multiprocessing.resource_tracker import main; main({reader}); "
+    tracks += f"{folder!r} and shutil.rmtree({folder!r}, ignore_errors=True)"
+    starts = f"import subprocess, sys; subprocess.Popen([*sys.argv[1:], '-c', {tracks!r}], pass_fds=[{reader}])"
+    python = [sys.executable, "-I", "-S"]
+    try:
+        subprocess.run(
+            [*python, "-c", starts, *python], pass_fds=[reader], check=True, timeout=60, start_new_session=True
+        )
+    except BaseException:
+        os.close(writer)
+        raise
+    finally:
+        os.close(reader)
+    tracker._fd = writer  # as in a process that multiprocessing spawns, whose tracker is its parent's
+
+
+@contextlib.contextmanager
+def _lost_actors() -> Iterator[None]:
+    try:
+        yield
+    except ACTOR_LOST as error:
+        raise EngineGoneError(f"the engine's actor is gone: {lost_because(error)}") from error
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, SkyRLMegatronError):
+            raise error.cause from None
+        raise
+
+
+STOP_TIMEOUT_S = 60.0
+log = logging.getLogger(__name__)
+
+
+class InferenceEngineClient(InferenceClient):
+    """The client of a run's engines, which it starts and stops. Coroutines belong to one event loop; :meth:`stop` may
+    run anywhere.
+
+    ``allocation``: where engines are started; None when ``run_engines_locally`` is off.
+    """
+
+    def __init__(self, cfg: SkyRLTrainConfig, allocation: BundleAllocation | None) -> None:
+        self.cfg, self.settings = cfg, engine_settings(cfg)
+        made = _started(cfg, allocation) if allocation is not None else _elsewhere(cfg)
+        pool = EnginePool(made, wait_s=cfg.trainer.phase_timeout_s)
+        super().__init__(pool, deterministic=samples_repeatably(cfg))
+        self._endpoint: HttpServer | None = None
+        self._registry: HttpServer | None = None
+        self.fleet: Fleet | None = None
+        """Engines that join while the run goes; None where none may."""
+        self.say: Callable[[str], None] = log.warning
+        """Prints a line about engines that come and go."""
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of the engines' weights."""
+        return self.settings.dtype
+
+    @property
+    def endpoint_url(self) -> str | None:
+        """``http://host:port`` of the HTTP endpoint; None when there is none."""
+        return None if self._endpoint is None else self._endpoint.url
+
+    async def start(self) -> None:
+        """Start all engines, the HTTP endpoint and the registry if they are configured, and wait for the engines that
+        must have joined.
+
+        Raises EngineError that quotes the engine that failed, LaunchError when a port is taken or engines are missing.
+        """
+        await self.pool.start()
+        if self.cfg.generator.inference_engine.enable_http_endpoint:
+            await self._serve()
+        if self.cfg.generator.inference_engine.enable_registry:
+            await self._open_registry()
+
+    async def watch(self, sync_engine: Callable[[EngineSlot], Awaitable[None]]) -> None:
+        """Restart engines that die or hang, and bring those that join up to date, from now on; see
+        :class:`HealthMonitor` and :class:`Fleet`."""
+        health_monitor(self.cfg, self.pool, sync_engine).start()
+        if self.fleet is not None:
+            self.fleet.sync_engine = sync_engine
+
+    def stop(self) -> None:
+        """End the engines' processes and actors."""
+
+        async def end() -> None:
+            await asyncio.wait_for(self.pool.shutdown(), STOP_TIMEOUT_S)
+
+        try:
+            asyncio.run(end())
+        except TimeoutError:
+            asyncio.run(self._kill())
+
+    async def _kill(self) -> None:
+        await asyncio.gather(*(slot.engine.kill() for slot in self.pool.slots), return_exceptions=True)
+
+    async def _serve(self) -> None:
+        from skyrl_megatron.inference.http_endpoint import HttpServer, build_app, endpoint_token
+
+        engine = self.cfg.generator.inference_engine
+        path = Path(engine.http_token_path or run_folder(self.cfg) / "http_token").expanduser()
+        model, held = self.settings.served_model_name or self.settings.model, self.settings.adapters
+        names = tuple(filter(None, held.names)) if held else ()
+        app = build_app(self, model, endpoint_token(path), adapters=names)
+        self._endpoint = HttpServer(app, engine.http_endpoint_host, engine.http_endpoint_port)
+        await self._endpoint.start()
+        self.say(f"endpoint: {self._endpoint.url}/v1 (OpenAI API), bearer token in {path}")
+
+    async def _open_registry(self) -> None:
+        from skyrl_megatron.inference.fleet import build_registry
+        from skyrl_megatron.inference.http_endpoint import HttpServer, endpoint_token
+
+        engine, settings = self.cfg.generator.inference_engine, self.settings
+        path = Path(engine.registry_token_path or run_folder(self.cfg) / "registry_token").expanduser()
+        self.fleet = Fleet(
+            self.pool,
+            wanted(settings),
+            silence_s=engine.registry_silence_s,
+            drain_s=engine.registry_drain_s,
+            timeout_s=self.cfg.trainer.phase_timeout_s,
+            weights_from=ray.util.get_node_ip_address() if ray.is_initialized() else None,
+            say=lambda line: self.say(line),
+        )
+        app = build_registry(self.fleet, endpoint_token(path, "registry_token_path"))
+        key = "generator.inference_engine.registry_port"
+        self._registry = HttpServer(app, engine.registry_host, engine.registry_port, key)
+        await self._registry.start()
+        self.fleet.start()
+        self.say(f"registry: {self._registry.url}, token in {path}")
+        try:
+            async with asyncio.timeout(self.cfg.trainer.phase_timeout_s):
+                await self.pool.until_joined(engine.registry_min_engines)
+        except TimeoutError:
+            joined = sum(slot.joined for slot in self.pool.slots)
+            raise LaunchError(
+                f"generator.inference_engine.registry_min_engines={engine.registry_min_engines}: {joined} joined at "
+                f"{self._registry.url} within {self.cfg.trainer.phase_timeout_s:g} s (trainer.phase_timeout_s): start "
+                "them (skyrl-megatron serve-engine), or lower it"
+            ) from None
+
+
+def health_monitor(
+    cfg: SkyRLTrainConfig, pool: EnginePool, sync_engine: Callable[[EngineSlot], Awaitable[None]]
+) -> HealthMonitor:
+    """Make what looks after the engines of a run."""
+    often = cfg.generator.inference_engine.restarts_per_hour
+    return HealthMonitor(pool, restarts_per_hour=often, sync_engine=sync_engine)
+
+
+def _started(cfg: SkyRLTrainConfig, allocation: BundleAllocation) -> list[Callable[[], InferenceEngine]]:
+    logs, made = run_folder(cfg) / "workers", []
+    kind: Any = ENGINES.find(cfg.generator.inference_engine.backend) or VLLMEngine
+    for number in range(cfg.generator.inference_engine.num_engines):
+        settings = engine_settings(cfg, log_file=logs / f"engine_{number}.log")
+        environment = allocation.engine_environment(number, settings.workers)
+        if settings.distributed_executor_backend == RAY:
+            executor = allocation.engine_executor(number, settings.workers)
+            settings = replace(settings, distributed_executor_backend=executor)
+        options = allocation.options(number, settings.workers)
+        made.append(partial(RayEngine, settings, kind=kind, environment=environment, **options))
+    return cast("list[Callable[[], InferenceEngine]]", made)
+
+
+def _elsewhere(cfg: SkyRLTrainConfig) -> list[Callable[[], InferenceEngine]]:
+    """List the servers named by URL. A proxy alone stands for one server."""
+    engine = cfg.generator.inference_engine
+    proxy = engine.external_proxy_url
+    urls = engine.external_server_urls or engine.remote_urls or ([proxy] if proxy else [])
+    timeout = cfg.trainer.phase_timeout_s
+    key = os.environ.get(ENGINE_KEY)
+    return [partial(RemoteEngine, url, proxy_url=proxy, timeout_s=timeout, key=key) for url in urls]

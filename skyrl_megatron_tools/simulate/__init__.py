@@ -1,0 +1,3 @@
+"""Predict step times, utilisation and staleness."""
+
+from __future__ import annotations
